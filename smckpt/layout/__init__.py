@@ -1,0 +1,1 @@
+"""Entries, geometry, file image: no torch, no I/O, no ranks that talk."""

@@ -1,0 +1,126 @@
+"""Entries: what a rank's state consists of, once selection has looked at it.
+
+After this point nobody knows FSDP1 from FSDP2. An `Entry` names one local array; an `ObjectLeaf`
+one value that is no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from smckpt.layout.geometry import Geometry, Shape
+
+__all__ = ["DTYPES", "DType", "Entry", "ObjectLeaf", "Path", "dotted"]
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A torch dtype by name, its bytes per element, and safetensors' code for it.
+
+    Where safetensors has no code the bytes are stored as U8 with one more dimension, and only the
+    manifest knows the true dtype.
+    """
+
+    name: str
+    itemsize: int
+    code: str | None
+
+
+DTYPES: dict[str, DType] = {
+    d.name: d
+    for d in (
+        DType("float64", 8, "F64"),
+        DType("float32", 4, "F32"),
+        DType("float16", 2, "F16"),
+        DType("bfloat16", 2, "BF16"),
+        DType("float8_e4m3fn", 1, "F8_E4M3"),
+        DType("float8_e5m2", 1, "F8_E5M2"),
+        DType("float8_e4m3fnuz", 1, None),
+        DType("float8_e5m2fnuz", 1, None),
+        DType("float8_e8m0fnu", 1, None),
+        DType("float4_e2m1fn_x2", 1, None),
+        DType("int64", 8, "I64"),
+        DType("int32", 4, "I32"),
+        DType("int16", 2, "I16"),
+        DType("int8", 1, "I8"),
+        DType("uint64", 8, "U64"),
+        DType("uint32", 4, "U32"),
+        DType("uint16", 2, "U16"),
+        DType("uint8", 1, "U8"),
+        DType("bool", 1, "BOOL"),
+        DType("complex32", 4, None),
+        DType("complex64", 8, "C64"),
+        DType("complex128", 16, None),
+    )
+}
+
+
+def dotted(path: Path) -> str:
+    """("optimizer", "state", 0, "exp_avg") → "optimizer.state.0.exp_avg"."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One local array of this rank.
+
+    Args:
+        path: where it stands in the user's nested state dict; its dotted form is the key in the
+            shard file.
+        dtype: a name in `DTYPES`.
+        shape: of the local array.
+        geometry: which pieces of which fqns it holds.
+        before, after: the logical path of fqn `f` is `before + (f,) + after`. For
+            ("optimizer", "state", 0, "exp_avg") of parameter "wte": before ("optimizer", "state"),
+            after ("exp_avg",).
+    """
+
+    path: Path
+    dtype: str
+    shape: Shape
+    geometry: Geometry
+    before: Path
+    after: Path
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.key}: dtype {self.dtype} is not supported")
+
+    @cached_property
+    def key(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def logical_path(self, fqn: str) -> Path:
+        return (*self.before, fqn, *self.after)
+
+    def logical_name(self, fqn: str) -> str:
+        return dotted(self.logical_path(fqn))
+
+
+@dataclass(frozen=True)
+class ObjectLeaf:
+    """A maximal part of the state dict without tensors, kept per rank."""
+
+    path: Path
+    value: Any
+
+    @property
+    def key(self) -> str:
+        return dotted(self.path)

@@ -1,0 +1,247 @@
+"""From entries to a file image: what this rank writes, and where in the file each byte goes.
+
+Replicas divide what they hold in common by bytes, each by the same rule and without asking each
+other: the entries that a set of ranks share, ordered, form one run of bytes, and replica i of n
+writes the i-th n-th part of it, cut at element boundaries. Images are valid safetensors files
+whose data starts on a 4,096-byte boundary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from smckpt.errors import StateError, UsageError
+from smckpt.layout.entries import DTYPES, Entry
+
+__all__ = [
+    "ALIGNMENT",
+    "FileImage",
+    "Layout",
+    "SLICES_KEY",
+    "Slot",
+    "compile_layout",
+    "digest",
+    "writers_of",
+]
+
+ALIGNMENT = 4096  # of the data in the file, and of each file in the arena: what O_DIRECT asks for
+HEADER_LIMIT = 100_000_000  # safetensors refuses a longer header
+SLICES_KEY = "smckpt.slices"  # in a shard's metadata: {key: [start, stop]} of the split entries
+DEFAULT_MAX_FILE_BYTES = 64 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Elements [start, stop) of entry number `entry`, at byte `offset` of file number `file`."""
+
+    entry: int
+    start: int
+    stop: int
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """One file: `header` bytes at its start, `size` bytes in all, at `arena_offset` of the arena."""
+
+    header: bytes
+    size: int
+    arena_offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every byte of this rank's part of a save goes.
+
+    fingerprint: of names, dtypes, shapes, geometry and group; a save whose state has another one
+    is laid out anew.
+    classes: digest of what each set of writers shares ("0,2" → digest). All ranks of a class must
+    agree, or a cut would leave a hole: the coordinator compares them.
+    """
+
+    rank: int
+    group_ranks: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    slots: tuple[Slot, ...]
+    files: tuple[FileImage, ...]
+    arena_size: int
+    fingerprint: str
+    classes: dict[str, str]
+
+
+def digest(data: object) -> str:
+    """A short stable name for JSON-able data."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def writers_of(entry: Entry, rank: int, group_ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of the group that hold the same array and so share the writing, ascending."""
+    members = set(group_ranks)
+    return tuple(sorted(r for r in entry.geometry.replicas(rank) if r in members)) or (rank,)
+
+
+def compile_layout(
+    entries: Sequence[Entry],
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> Layout:
+    """Decide what `rank` writes and where.
+
+    Args:
+        entries: what this rank holds, in any order.
+        rank: this global rank.
+        group_ranks: the ranks that commit together.
+        max_file_bytes: an image larger than this is split in several files.
+
+    Raises:
+        StateError: two entries have one key.
+        UsageError: `rank` is not in `group_ranks`.
+    """
+    if rank not in group_ranks:
+        raise UsageError(
+            f"rank {rank} is no member of the group {tuple(group_ranks)}",
+            remedy="pass the process group that this rank belongs to",
+            rank=rank,
+        )
+    ordered = tuple(sorted(entries, key=lambda e: (-e.itemsize, e.key)))
+    _refuse_duplicates(ordered, rank)
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for index, entry in enumerate(ordered):
+        classes.setdefault(writers_of(entry, rank, group_ranks), []).append(index)
+    cuts: list[tuple[int, int, int]] = []
+    for writers, members in classes.items():
+        cuts += _share([(i, ordered[i]) for i in members], writers.index(rank), len(writers))
+    cuts.sort()
+    slots, files = _place(ordered, cuts, max_file_bytes)
+    last = files[-1] if files else None
+    description = [[e.key, e.dtype, e.shape, repr(e.geometry), e.before, e.after] for e in ordered]
+    return Layout(
+        rank=rank,
+        group_ranks=tuple(group_ranks),
+        entries=ordered,
+        slots=tuple(slots),
+        files=tuple(files),
+        arena_size=_align(last.arena_offset + last.size) if last else 0,
+        fingerprint=digest([description, list(group_ranks), rank, max_file_bytes]),
+        classes={
+            ",".join(map(str, writers)): digest(
+                [[ordered[i].key, ordered[i].dtype, ordered[i].shape] for i in members]
+            )
+            for writers, members in classes.items()
+            if len(writers) > 1
+        },
+    )
+
+
+def _refuse_duplicates(entries: Iterable[Entry], rank: int) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.key in seen:
+            raise StateError(
+                f"two tensors of the state dict have the dotted key {entry.key!r}",
+                remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
+                rank=rank,
+            )
+        seen.add(entry.key)
+
+
+def _share(
+    members: Sequence[tuple[int, Entry]], index: int, count: int
+) -> list[tuple[int, int, int]]:
+    """Part `index` of `count` of the members' bytes, as (entry, start, stop) in elements.
+
+    A zero-size entry goes to the first writer.
+    """
+    total = sum(entry.nbytes for _, entry in members)
+    low, high = total * index // count, total * (index + 1) // count
+    out, at = [], 0
+    for number, entry in members:
+        if entry.nbytes == 0:
+            if index == 0:
+                out.append((number, 0, 0))
+            continue
+        # The element in which a boundary falls goes to the writer after it.
+        start = min(max(-(-(low - at) // entry.itemsize), 0), entry.numel)
+        stop = min(max(-(-(high - at) // entry.itemsize), 0), entry.numel)
+        if stop > start:
+            out.append((number, start, stop))
+        at += entry.nbytes
+    return out
+
+
+def _place(
+    entries: Sequence[Entry], cuts: Sequence[tuple[int, int, int]], max_file_bytes: int
+) -> tuple[list[Slot], list[FileImage]]:
+    batches: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for number, start, stop in cuts:
+        itemsize = entries[number].itemsize
+        while True:
+            need = (stop - start) * itemsize
+            if not batches or (need > room and room < itemsize):
+                batches.append([])
+                room = max(max_file_bytes, itemsize)
+            if need <= room:
+                batches[-1].append((number, start, stop))
+                room -= need
+                break
+            middle = start + room // itemsize
+            batches[-1].append((number, start, middle))
+            room, start = 0, middle
+    slots: list[Slot] = []
+    files: list[FileImage] = []
+    arena_offset = 0
+    for file, batch in enumerate(batches):
+        header, size, offsets = _header(entries, batch)
+        slots += [
+            Slot(number, start, stop, file, len(header) + offset)
+            for (number, start, stop), offset in zip(batch, offsets, strict=True)
+        ]
+        files.append(FileImage(header, size, arena_offset))
+        arena_offset += _align(size)
+    return slots, files
+
+
+def _header(
+    entries: Sequence[Entry], batch: Sequence[tuple[int, int, int]]
+) -> tuple[bytes, int, list[int]]:
+    """The safetensors header for the batch, the file's size, and each slot's offset in the data."""
+    table: dict[str, object] = {}
+    slices: dict[str, list[int]] = {}
+    offsets, at = [], 0
+    for number, start, stop in batch:
+        entry = entries[number]
+        dtype = DTYPES[entry.dtype]
+        whole = start == 0 and stop == entry.numel
+        shape = list(entry.shape) if whole else [stop - start]
+        if not whole:
+            slices[entry.key] = [start, stop]
+        nbytes = (stop - start) * entry.itemsize
+        table[entry.key] = {
+            "dtype": dtype.code or "U8",
+            "shape": shape if dtype.code else [*shape, dtype.itemsize],
+            "data_offsets": [at, at + nbytes],
+        }
+        offsets.append(at)
+        at += nbytes
+    metadata = {"format": "smckpt", SLICES_KEY: json.dumps(slices, separators=(",", ":"))}
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    padded = _align(len(text) + 8) - 8
+    if padded > HEADER_LIMIT:
+        raise StateError(
+            f"{len(batch)} tensors need a header of {padded} bytes; safetensors allows 100 MB",
+            remedy="set a smaller max_file_bytes, so that the state is split in several files",
+        )
+    header = padded.to_bytes(8, "little") + text.ljust(padded)
+    return header, len(header) + at, offsets
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,1 @@
+"""Saving and loading: the only room that knows all of the others."""

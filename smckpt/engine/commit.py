@@ -1,0 +1,379 @@
+"""The commit state machine: written → gathered → manifest → record → verdict.
+
+It runs in the queue's thread on every rank. Every rank arrives with what it wrote, or with its
+error; the coordinator turns all arrivals into one verdict; all ranks read that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from smckpt.engine.job import SaveJob
+from smckpt.engine.membership import Membership
+from smckpt.engine.session import Session, absent
+from smckpt.engine.worker_client import Worker
+from smckpt.errors import (
+    CheckpointError,
+    PeerError,
+    StorageError,
+    UsageError,
+    error_from_json,
+)
+from smckpt.storage.urls import common_parent, parent_url, relative_url
+
+__all__ = ["Committer"]
+
+log = logging.getLogger("smckpt")
+
+
+class Committer:
+    """Carries the saves of one queue from the arena to the commit. Used by one thread."""
+
+    def __init__(self, membership: Membership, worker: Worker) -> None:
+        self.membership = membership
+        self.worker = worker
+        self.group = membership.group
+        self._session: Session | None = None
+        self._step: dict[int, Session] = {}
+        self._epochs: dict[str, int] = {}
+        self._probed = False
+
+    def run(self, job: SaveJob, arena_id: int | None) -> dict[str, Any]:
+        """Write this rank's part and see the save through.
+
+        Returns the verdict: {"manifest", "record", …}.
+
+        Raises:
+            CheckpointError: the save was not committed; the cause, from whichever rank.
+        """
+        timeout = job.request.options.timeout
+        if self._session is None:
+            self._session = self.membership.session(timeout)
+        session = self._session
+        body = self._write(session, job, arena_id, timeout)
+        point = f"save/{job.handle.number}"
+        coordinator = self.group.ranks.index(job.request.coordinator)
+        if session.channel is None:
+            return _opened(self._coordinate(session, job, point, timeout, {0: body}))
+        session.channel.arrive(point, session.member, body)
+        if session.member == coordinator:
+            verdict = self._coordinate(session, job, point, timeout, None)
+            session.channel.set(f"{point}/verdict", verdict)
+            return _opened(verdict)
+        try:
+            # Gathering, the step's two meetings and publishing have `timeout` each.
+            return _opened(session.channel.get(f"{point}/verdict", 6 * timeout + 5))
+        except TimeoutError as error:
+            raise PeerError(
+                f"the coordinator, rank {job.request.coordinator}, gave no verdict on save "
+                f"{job.handle.number}",
+                remedy="look at that rank's log",
+                path=job.request.directory,
+                rank=self.group.rank,
+            ) from error
+
+    # -- this rank's part ------------------------------------------------------------------
+
+    def _write(
+        self, session: Session, job: SaveJob, arena_id: int | None, timeout: float
+    ) -> dict[str, Any]:
+        try:
+            if not self._probed and len(self.group.ranks) > 1:
+                self._probe(session, job, timeout)
+            if job.error is not None:
+                raise job.error
+            layout = job.layout
+            assert layout is not None
+            part = {
+                **job.part,
+                "attempt": _attempt(session, job),
+                "session": session.id,
+                "number": job.handle.number,
+            }
+            done = self.worker.call(
+                "write_part",
+                {
+                    "directory": job.request.directory,
+                    "attempt": part["attempt"],
+                    "rank": self.group.rank,
+                    "arena": arena_id,
+                    "files": [
+                        {
+                            "arena_offset": f.arena_offset,
+                            "size": f.size,
+                            "header_bytes": len(f.header),
+                        }
+                        for f in layout.files
+                    ],
+                    "part": part,
+                },
+                timeout=timeout,
+            )
+            job.written, job.nbytes = job.elapsed(), int(done["bytes"])
+            return {
+                "rank": self.group.rank,
+                "host": part["host"],
+                "coordinator": job.request.coordinator,
+                "part": done["part"],
+                "crc64": done["crc64"],
+            }
+        except CheckpointError as error:
+            return {"error": error.to_json()}
+
+    def _probe(self, session: Session, job: SaveJob, timeout: float) -> None:
+        """Once per session: does every host of the group see one directory?
+
+        A rank whose save failed before it had a directory takes part, so that nobody waits.
+        """
+        point = f"probe/{job.handle.number}"
+        leader = session.member == 0
+        channel = session.channel
+        assert channel is not None
+        if leader:
+            channel.set(f"{point}/made", self._try_probe(session, job, True, timeout))
+        else:
+            try:
+                channel.get(f"{point}/made", 2 * timeout)
+            except TimeoutError as error:
+                raise absent({}, 1, self.membership.rank_name, "probing the directory") from error
+        here = self._try_probe(session, job, False, timeout)
+
+        def decide(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            blind = sorted({b["host"] for b in bodies.values() if not b["seen"]})
+            where = sorted({b["directory"] for b in bodies.values()})
+            if len(where) > 1:
+                raise UsageError(
+                    f"the ranks of one group gave different checkpoint ids: {where[:4]}",
+                    remedy="all ranks of process_group must pass the same checkpoint_id",
+                    path=where[0],
+                )
+            if blind:
+                seeing = sorted({b["host"] for b in bodies.values() if b["seen"]})
+                raise StorageError(
+                    f"the directory is not shared by all hosts of the group: what host "
+                    f"{seeing[0] if seeing else bodies[0]['host']} writes is not seen on {blind}",
+                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                    path=job.request.directory,
+                )
+            return {}
+
+        session.meet(point, here, decide, timeout=timeout, name=self.membership.rank_name)
+        self._probed = True
+
+    def _try_probe(
+        self, session: Session, job: SaveJob, create: bool, timeout: float
+    ) -> dict[str, Any]:
+        directory = job.request.directory
+        try:
+            if job.error is not None:
+                raise job.error
+            payload = {"directory": directory, "token": session.id, "create": create}
+            seen = self.worker.call("probe", payload, timeout=timeout)["seen"]
+            return {"host": _host(), "directory": directory, "seen": seen}
+        except CheckpointError as error:
+            return {"error": error.to_json()}
+
+    # -- the coordinator -------------------------------------------------------------------
+
+    def _coordinate(
+        self,
+        session: Session,
+        job: SaveJob,
+        point: str,
+        timeout: float,
+        bodies: dict[int, dict[str, Any]] | None,
+    ) -> dict[str, Any]:
+        """The verdict: {"ok": …} or {"error": …}; a failure is told to all, never just raised."""
+        failure: CheckpointError | None = None
+        gathered: dict[int, dict[str, Any]] = {}
+        try:
+            gathered = self._gather(session, point, timeout, bodies)
+        except CheckpointError as error:
+            failure = error
+        try:
+            if not job.partition.alone:
+                return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
+            if failure is not None:
+                raise failure
+            epoch = self._epoch(session, job.request.directory, timeout)
+            return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
+        except CheckpointError as error:
+            return {"error": error.to_json()}
+
+    def _gather(
+        self,
+        session: Session,
+        point: str,
+        timeout: float,
+        bodies: dict[int, dict[str, Any]] | None,
+    ) -> dict[int, dict[str, Any]]:
+        got: dict[int, dict[str, Any]] = {}
+        try:
+            if bodies is None:
+                assert session.channel is not None
+                deadline = time.monotonic() + timeout
+                for arrival in session.channel.arrivals(point, session.count, deadline):
+                    if "error" in arrival.body:
+                        raise error_from_json(arrival.body["error"])
+                    got[arrival.member] = arrival.body
+            else:
+                got = bodies
+                if "error" in got[0]:
+                    raise error_from_json(got[0]["error"])
+        except TimeoutError as error:
+            raise absent(got, session.count, self.membership.rank_name, "writing") from error
+        coordinators = {body["coordinator"] for body in got.values()}
+        if len(coordinators) > 1:
+            raise UsageError(
+                f"the ranks of the group named different coordinators: {sorted(coordinators)}",
+                remedy="pass the same coordinator_rank on all ranks of process_group",
+            )
+        return got
+
+    def _epoch(self, session: Session, directory: str, timeout: float) -> int:
+        if directory not in self._epochs:
+            claim = self.worker.call(
+                "claim_epoch",
+                {"directory": directory, "session": session.id, "host": _host()},
+                timeout=timeout,
+            )
+            self._epochs[directory] = int(claim["epoch"])
+        return self._epochs[directory]
+
+    def _publish(
+        self,
+        session: Session,
+        job: SaveJob,
+        bodies: dict[int, dict[str, Any]],
+        epoch: int,
+        record: str | None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        published = self.worker.call(
+            "publish_manifest",
+            {
+                "directory": job.request.directory,
+                "attempt": _attempt(session, job),
+                "session": session.id,
+                "number": job.handle.number,
+                "epoch": epoch,
+                "ranks": list(self.group.ranks),
+                "parts": {
+                    str(b["rank"]): {"part": b["part"], "crc64": b["crc64"], "host": b["host"]}
+                    for b in bodies.values()
+                },
+                "record": record,
+            },
+            timeout=timeout,
+        )
+        return {**published, "epoch": epoch}
+
+    # -- several groups --------------------------------------------------------------------
+
+    def _commit_step(
+        self,
+        session: Session,
+        job: SaveJob,
+        bodies: dict[int, dict[str, Any]],
+        failure: CheckpointError | None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        """This group's share in committing a step of several groups; on coordinators only."""
+        step = self._step_session(job, timeout)
+
+        def name(member: int) -> str:
+            ranks = job.partition.groups[member]
+            return f"the coordinator of group {list(ranks[:4])}{'…' if len(ranks) > 4 else ''}"
+
+        directory = job.request.directory
+        body = {"directory": directory, "session": session.id}
+        ticket = step.meet(
+            f"ticket/{job.step_number}",
+            {"error": failure.to_json()} if failure else body,
+            lambda all_: self._ticket(step, job, all_, timeout),
+            timeout=timeout,
+            name=name,
+        )
+        pointer = relative_url(
+            f"{ticket['directory'].rstrip('/')}/{ticket['record']}", directory
+        )
+        published: dict[str, Any] = {}
+        try:
+            published = self._publish(session, job, bodies, ticket["epoch"], pointer, timeout)
+            body = {
+                "directory": relative_url(directory, ticket["directory"]),
+                "manifest": published["manifest"],
+                "crc64": published["crc64"],
+                "coordinator": self.group.rank,
+            }
+        except CheckpointError as error:
+            body = {"error": error.to_json()}
+        decision = step.meet(
+            f"record/{job.step_number}",
+            body,
+            lambda all_: self.worker.call(
+                "publish_record",
+                {
+                    "directory": ticket["directory"],
+                    "session": step.id,
+                    "number": job.step_number,
+                    "epoch": ticket["epoch"],
+                    "groups": [all_[m] for m in sorted(all_)],
+                },
+                timeout=timeout,
+            ),
+            timeout=timeout,
+            name=name,
+        )
+        return {**published, **decision, "record_directory": ticket["directory"]}
+
+    def _ticket(
+        self, step: Session, job: SaveJob, bodies: dict[int, dict[str, Any]], timeout: float
+    ) -> dict[str, Any]:
+        """The lead: where the record will stand, under which epoch and name."""
+        from smckpt.checkpoint.format import record_name
+
+        urls = [bodies[m]["directory"] for m in sorted(bodies)]
+        if len(set(urls)) != len(urls):
+            twice = next(u for u in urls if urls.count(u) > 1)
+            owners = [job.partition.groups[m] for m in sorted(bodies) if urls[m] == twice]
+            raise UsageError(
+                f"groups {[list(o) for o in owners]} have one checkpoint_id",
+                remedy="give each replication group its own directory: put the TP, EP, PP and "
+                "shard coordinates that tell them apart in the path",
+                path=twice,
+            )
+        parent = common_parent(urls)
+        if parent in urls:
+            parent = parent_url(parent)
+        epoch = self._epoch(step, parent, timeout)
+        return {
+            "directory": parent,
+            "epoch": epoch,
+            "record": record_name(epoch, job.step_number, step.id),
+        }
+
+    def _step_session(self, job: SaveJob, timeout: float) -> Session:
+        key = hash(job.partition.groups)
+        if key not in self._step:
+            self._step[key] = self.membership.step_session(job.partition, timeout)
+        return self._step[key]
+
+
+def _attempt(session: Session, job: SaveJob) -> str:
+    return f"{session.id}-{job.handle.number:08d}"
+
+
+def _opened(verdict: dict[str, Any]) -> dict[str, Any]:
+    if "error" in verdict:
+        raise error_from_json(verdict["error"])
+    ok: dict[str, Any] = verdict["ok"]
+    return ok
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,59 @@
+"""A group's meetings: its session and, for its coordinator, the session of the whole step."""
+
+from __future__ import annotations
+
+import threading
+
+from smckpt.engine.groups import Group, Partition, ranks_digest
+from smckpt.engine.session import Session, agree, lone_session
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """This process as a member of `group`, for one purpose (`name`).
+
+    Sessions are agreed when first asked for and live as long as the process. Each caller gets a
+    session on a store client of its own, since a wait on a shared one blocks its other users.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group = group
+        self.name = name
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+
+    def session(self, timeout: float) -> Session:
+        """The group's session, agreed on with all its ranks on first use."""
+        prefix = f"smckpt/{self.name}/group/{ranks_digest([self.group.ranks])}"
+        return self._agreed(
+            prefix, self.group.index, len(self.group.ranks), timeout, self.group.ranks
+        )
+
+    def step_session(self, partition: Partition, timeout: float) -> Session:
+        """The session of the coordinators of all groups of a step; member i speaks for group i."""
+        prefix = f"smckpt/{self.name}/step/{ranks_digest(partition.groups)}"
+        lowest = tuple(ranks[0] for ranks in partition.groups)
+        return self._agreed(prefix, partition.mine, len(partition.groups), timeout, lowest)
+
+    def rank_name(self, member: int) -> str:
+        return f"rank {self.group.ranks[member]}"
+
+    def _agreed(
+        self, prefix: str, member: int, count: int, timeout: float, ranks: tuple[int, ...]
+    ) -> Session:
+        with self._lock:
+            if prefix not in self._sessions:
+                self._sessions[prefix] = (
+                    lone_session()
+                    if count == 1
+                    else agree(
+                        self.group.store.clone(),
+                        prefix,
+                        member=member,
+                        count=count,
+                        timeout=timeout,
+                        name=lambda m: f"rank {ranks[m]}",
+                    )
+                )
+            return self._sessions[prefix].own_client()

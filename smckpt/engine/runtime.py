@@ -1,0 +1,95 @@
+"""What lives as long as the process: queues and loaders by group, and the drain at exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from typing import Any
+
+from smckpt.engine.groups import Group
+from smckpt.engine.load import Loader
+from smckpt.engine.membership import Membership
+from smckpt.engine.queue import SaveQueue
+
+__all__ = ["Runtime"]
+
+log = logging.getLogger("smckpt")
+
+
+class Runtime:
+    """Queues and loaders of this process, by name and by the ranks of their group.
+
+    Keyed by ranks: a new but equal `dist.new_group` finds the save that is in flight.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
+        self._loaders: dict[tuple[int, ...], Loader] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._watching = False
+
+    def queue(self, group: Group, name: str) -> SaveQueue:
+        with self._lock:
+            self._forget_if_forked()
+            key = (name, group.ranks)
+            if key not in self._queues:
+                self._queues[key] = SaveQueue(group, name)
+                if not self._watching:
+                    self._watching = True
+                    atexit.register(self._at_exit)
+            return self._queues[key]
+
+    def loader(self, group: Group) -> Loader:
+        with self._lock:
+            self._forget_if_forked()
+            if group.ranks not in self._loaders:
+                self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
+            return self._loaders[group.ranks]
+
+    def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[SaveQueue]:
+        """Existing queues: of these ranks (all for None), of this name (all for None)."""
+        with self._lock:
+            self._forget_if_forked()
+            return [
+                queue
+                for (its_name, its_ranks), queue in self._queues.items()
+                if (ranks is None or its_ranks == ranks) and (name is None or its_name == name)
+            ]
+
+    def close(self, timeout: float) -> list[Any]:
+        """Drain and end all queues; the saves that failed and that nobody was told of."""
+        with self._lock:
+            queues, self._queues = list(self._queues.values()), {}
+            self._loaders = {}
+        failed = []
+        for queue in queues:
+            queue.close(timeout)
+            failed += queue.failed
+        return failed
+
+    def _forget_if_forked(self) -> None:
+        if os.getpid() != self._pid:  # threads and workers stayed with the parent
+            self._pid = os.getpid()
+            self._queues, self._loaders, self._watching = {}, {}, False
+
+    def _at_exit(self) -> None:
+        """Drain within a limit. A failure that nobody saw makes the exit status non-zero.
+
+        An exception inside `atexit` leaves the status 0, so the process ends itself here.
+        """
+        if os.getpid() != self._pid:
+            return
+        limit = float(os.environ.get("SMCKPT_EXIT_TIMEOUT", "600"))
+        failed = self.close(limit)
+        if not failed:
+            return
+        for handle in failed:
+            print(f"smckpt: {handle.failure()}", file=sys.stderr)
+        print("smckpt: a save failed and nobody was told; exit status 1", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

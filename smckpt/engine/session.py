@@ -1,0 +1,313 @@
+"""How ranks meet: through the c10d store, without collectives, safe against stale keys.
+
+torchrun keeps its store across restarts (pytorch #135712), so a key may be left over from a dead
+attempt. A session is therefore agreed by fresh nonces before any other key is believed:
+
+1. every member posts a nonce under its index, and waits for `accept/<its nonce>`, a key that no
+   earlier attempt can have written;
+2. the leader reads each member's nonce, answers `accept/<nonce>` with the session's id (its own
+   nonce), and waits for the member's acknowledgement under that id; when none comes it reads the
+   nonce anew, for it may have read a stale one;
+3. when all have acknowledged, the leader says go.
+
+After that every key of the session stands under its id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+from smckpt.errors import CheckpointError, PeerError, error_from_json
+
+__all__ = ["Arrival", "Channel", "Session", "Store", "agree", "lone_session"]
+
+ACK_RETRY_SECONDS = 0.5  # after this the leader reads a silent member's nonce anew
+
+
+class Store(Protocol):
+    """The part of a c10d store that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def clone(self) -> Store: ...
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One member's message at a meeting point: its index and what it said."""
+
+    member: int
+    body: dict[str, Any]
+
+
+class Channel:
+    """JSON messages under a prefix of a store client that belongs to one thread.
+
+    `names` tell a member's index as people know it ("rank 3 on host a").
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def sub(self, name: str) -> Channel:
+        return Channel(self._store, f"{self._prefix}/{name}")
+
+    def clone(self) -> Channel:
+        """The same keys over a connection of its own: a wait blocks every other user of one."""
+        return Channel(self._store.clone(), self._prefix)
+
+    def set(self, key: str, body: dict[str, Any]) -> None:
+        self._store.set(self._key(key), json.dumps(body))
+
+    def peek(self, key: str) -> dict[str, Any] | None:
+        """The value if it is there already."""
+        if not self._store.check([self._key(key)]):
+            return None
+        return self._decode(self._store.get(self._key(key)))
+
+    def get(self, key: str, timeout: float) -> dict[str, Any]:
+        """Wait for the value; TimeoutError after `timeout` seconds."""
+        try:
+            self._store.wait([self._key(key)], timedelta(seconds=max(timeout, 0.001)))
+        except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
+            if _is_timeout(error):
+                raise TimeoutError(key) from error
+            raise PeerError(
+                f"the job's c10d store no longer answers: {_first_line(error)}",
+                remedy="the process that hosts the store is gone; restart the job",
+            ) from error
+        return self._decode(self._store.get(self._key(key)))
+
+    def put_once(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Write-once: the value that stands after the call, ours or that of who came first."""
+        return self._decode(self._store.compare_set(self._key(key), "", json.dumps(body)))
+
+    def arrive(self, point: str, member: int, body: dict[str, Any]) -> None:
+        """Say something at a meeting point. Who waits there sees messages as they arrive."""
+        turn = self._store.add(self._key(f"{point}/turn"), 1)
+        self.set(f"{point}/{turn}", {"member": member, "body": body})
+
+    def arrivals(self, point: str, count: int, deadline: float) -> Iterator[Arrival]:
+        """The `count` messages of a meeting point, as they arrive.
+
+        Raises:
+            TimeoutError: `deadline` (of `time.monotonic`) passed.
+        """
+        for turn in range(1, count + 1):
+            data = self.get(f"{point}/{turn}", deadline - time.monotonic())
+            yield Arrival(data["member"], data["body"])
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    @staticmethod
+    def _decode(raw: bytes) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(raw)
+        return value
+
+
+@dataclass(frozen=True)
+class Session:
+    """One life of a set of members that meet.
+
+    id: fresh for each life. member: this process's index of `count`. hosts: host of each member,
+    known to the leader (member 0) only. channel: None where a single member needs no store.
+    """
+
+    id: str
+    member: int
+    count: int
+    channel: Channel | None
+    hosts: tuple[str, ...] = ()
+
+    def own_client(self) -> Session:
+        """The same session over a store connection of the caller's own."""
+        return self if self.channel is None else replace(self, channel=self.channel.clone())
+
+    def meet(
+        self,
+        point: str,
+        body: dict[str, Any],
+        decide: Callable[[dict[int, dict[str, Any]]], dict[str, Any]],
+        *,
+        timeout: float,
+        name: Callable[[int], str],
+        then: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """All members say `body`; the leader decides from all of them; all get the decision.
+
+        `decide` gets the bodies by member; what it raises, and a member that stays away, becomes
+        the error that every member raises. `then` may replace the leader's answer
+        ({"decision": …} or {"error": …}) before it is told, for a meeting beyond this one.
+        """
+        after = then or (lambda answer: answer)
+        if self.channel is None:
+            return _answered(after(self._decided(decide, {0: body})))
+        channel = self.channel
+        deadline = time.monotonic() + timeout
+        channel.arrive(point, self.member, body)
+        if self.member == 0:
+            channel.set(f"{point}/decision", after(self._decide(point, decide, deadline, name)))
+        try:
+            # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
+            answer = channel.get(f"{point}/decision", 4 * timeout + 5)
+        except TimeoutError as error:
+            raise PeerError(
+                f"{name(0)} gave no decision on {point} within {timeout:.0f} s",
+                remedy="look at that rank's log; raise timeout= if it is merely slow",
+            ) from error
+        return _answered(answer)
+
+    def _decide(
+        self,
+        point: str,
+        decide: Callable[[dict[int, dict[str, Any]]], dict[str, Any]],
+        deadline: float,
+        name: Callable[[int], str],
+    ) -> dict[str, Any]:
+        assert self.channel is not None
+        bodies: dict[int, dict[str, Any]] = {}
+        try:
+            for arrival in self.channel.arrivals(point, self.count, deadline):
+                if "error" in arrival.body:  # do not wait for the others
+                    return {"error": arrival.body["error"]}
+                bodies[arrival.member] = arrival.body
+        except TimeoutError:  # PeerError is one too: the store is gone
+            return {"error": absent(bodies, self.count, name, point).to_json()}
+        return self._decided(decide, bodies)
+
+    @staticmethod
+    def _decided(
+        decide: Callable[[dict[int, dict[str, Any]]], dict[str, Any]],
+        bodies: dict[int, dict[str, Any]],
+    ) -> dict[str, Any]:
+        for body in bodies.values():
+            if "error" in body:
+                return {"error": body["error"]}
+        try:
+            return {"decision": decide(bodies)}
+        except CheckpointError as error:
+            return {"error": error.to_json()}
+
+
+def _answered(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise error_from_json(answer["error"])
+    decision: dict[str, Any] = answer["decision"]
+    return decision
+
+
+def absent(
+    bodies: dict[int, Any], count: int, name: Callable[[int], str], what: str
+) -> PeerError:
+    """The error that names who did not come."""
+    missing = [name(m) for m in range(count) if m not in bodies]
+    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return PeerError(
+        f"{shown} did not answer in time ({what})",
+        remedy="a peer that died or hangs keeps a save from being committed; look at its log",
+    )
+
+
+def lone_session() -> Session:
+    """The session of a set with one member: nobody to ask."""
+    return Session(uuid.uuid4().hex[:12], 0, 1, None, (socket.gethostname(),))
+
+
+def agree(
+    store: Store,
+    prefix: str,
+    *,
+    member: int,
+    count: int,
+    timeout: float,
+    name: Callable[[int], str],
+) -> Session:
+    """Agree on a session among `count` members; see the module's text.
+
+    Args:
+        store: this thread's own client.
+        prefix: the same on all members, and of nobody else.
+        member: this process's index; 0 leads.
+        timeout: seconds, for all of it.
+        name: how errors call member i.
+
+    Raises:
+        PeerError: somebody did not come; names them.
+    """
+    channel = Channel(store, prefix)
+    nonce = uuid.uuid4().hex[:12]
+    here = {"nonce": nonce, "host": socket.gethostname(), "pid": os.getpid()}
+    deadline = time.monotonic() + timeout
+    if member == 0:
+        hosts = _lead(channel, nonce, count, deadline, name)
+        return Session(nonce, 0, count, channel.sub(nonce), hosts)
+    channel.set(f"nonce/{member}", here)
+    try:
+        session = channel.get(f"accept/{nonce}", timeout)["session"]
+        channel.set(f"{session}/ack/{member}", here)
+        answer = channel.get(f"{session}/go", deadline + 5 - time.monotonic())
+    except TimeoutError as error:
+        raise PeerError(
+            f"{name(0)} did not agree on a session within {timeout:.0f} s",
+            remedy="all ranks of the group must save or load; look at that rank's log",
+        ) from error
+    if "error" in answer:
+        from smckpt.errors import error_from_json
+
+        raise error_from_json(answer["error"])
+    return Session(session, member, count, channel.sub(session))
+
+
+def _lead(
+    channel: Channel, session: str, count: int, deadline: float, name: Callable[[int], str]
+) -> tuple[str, ...]:
+    acks: dict[int, dict[str, Any]] = {}
+    accepted: dict[int, str] = {}
+
+    def accept(member: int, posted: dict[str, Any]) -> None:
+        if accepted.get(member) != posted["nonce"]:
+            accepted[member] = posted["nonce"]
+            channel.set(f"accept/{posted['nonce']}", {"session": session})
+
+    for member in range(1, count):  # who is there already need not wait for who is not
+        if (posted := channel.peek(f"nonce/{member}")) is not None:
+            accept(member, posted)
+    for member in range(1, count):
+        while member not in acks or acks[member]["nonce"] != accepted[member]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                error = absent({0: None, **acks}, count, name, "agreeing on a session")
+                channel.set(f"{session}/go", {"error": error.to_json()})
+                raise error
+            try:
+                accept(member, channel.get(f"nonce/{member}", min(left, ACK_RETRY_SECONDS)))
+                acks[member] = channel.get(
+                    f"{session}/ack/{member}", min(left, ACK_RETRY_SECONDS)
+                )
+            except TimeoutError:
+                continue
+    channel.set(f"{session}/go", {})
+    return (socket.gethostname(), *(acks[m]["host"] for m in range(1, count)))
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timeout" in text or "timed out" in text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

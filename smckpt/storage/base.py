@@ -1,0 +1,121 @@
+"""The few verbs behind which every store stands.
+
+Names are plain file names; a sub-directory is a `Storage` of its own, made by `join`. Nothing here
+knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only: a store classifies
+its own failures once, at its edge (`smckpt.storage.faults` for file systems).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["BLOCK", "FileInfo", "FileWriter", "Storage"]
+
+BLOCK = 4096  # what direct writes ask of memory and offsets, in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file: its name, without directory, and its size in bytes."""
+
+    name: str
+    size: int
+
+
+class FileWriter(Protocol):
+    """One new file, written piecewise by any number of threads."""
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write `data`, all of it, at byte `offset`; each byte of the file exactly once.
+
+        Fast when `offset` and the memory are multiples of 4,096; only the file's last piece may
+        then have an odd length.
+
+        Raises:
+            StorageError: the store refused (full, quota, gone).
+        """
+
+    def finish(self) -> None:
+        """Make the file durable, with its name; afterwards no crash takes it away.
+
+        Raises:
+            StorageError: the store refused, or some of the bytes were never written.
+        """
+
+    def abort(self) -> None:
+        """Remove what was written. Harmless when repeated; after `finish` it removes the file."""
+
+
+class Storage(Protocol):
+    """One directory, which need not exist yet: verbs that write make it."""
+
+    @property
+    def url(self) -> str:
+        """What errors show and `open_storage` accepts: an absolute path, or `scheme://…`."""
+
+    def create_file(self, name: str, size: int) -> FileWriter:
+        """Begin a new file of `size` bytes.
+
+        Raises:
+            StorageError: the name exists, or the store refused.
+        """
+
+    def put(self, name: str, data: bytes) -> None:
+        """Create a small file, durable when this returns. A crash may leave it half written, so
+        `name` must be unique to the attempt.
+
+        Raises:
+            StorageError: the name exists, or the store refused.
+        """
+
+    def put_exclusive(self, name: str, data: bytes) -> bool:
+        """Create `name`, whole and durable, unless it exists: of all that try, one succeeds, and
+        no reader ever sees a part of it.
+
+        Returns:
+            True: created. False: the name exists.
+
+        Raises:
+            StorageError: the store refused, or cannot create exclusively.
+        """
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `offset`, or all up to the end.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+            CorruptCheckpointError: the file ends before `offset + length`.
+        """
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with consecutive bytes from `offset`.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+            CorruptCheckpointError: the file ends before the last buffer is full.
+        """
+
+    def size(self, name: str) -> int:
+        """In bytes.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+        """
+
+    def list_dirs(self) -> list[str]:
+        """The names of the sub-directories directly here, sorted."""
+
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        """The files directly here whose names start with `prefix`, by name; none if the directory
+        does not exist."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is fine."""
+
+    def join(self, name: str) -> Storage:
+        """The sub-directory `name` ("a/b" goes two levels down), which may not exist yet."""
+
+    def close(self) -> None:
+        """Let go of descriptors and connections. The object may be used again afterwards."""

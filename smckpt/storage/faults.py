@@ -1,0 +1,70 @@
+"""What an operating system's error means to the user: classified once, here."""
+
+from __future__ import annotations
+
+import errno
+
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+
+__all__ = ["storage_error"]
+
+_SAFE = "; what is committed there is untouched"
+
+# errno → (what happened, what to do)
+_MEANING: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: (
+        "the disk is full",
+        "free space, delete old checkpoints, or save elsewhere" + _SAFE,
+    ),
+    errno.EDQUOT: (
+        "the disk quota is used up",
+        "raise the quota, delete old checkpoints, or save elsewhere" + _SAFE,
+    ),
+    errno.EFBIG: (
+        "the file is larger than this file system or process may write",
+        "raise the limit (ulimit -f), or set a smaller max_file_bytes",
+    ),
+    errno.EROFS: ("the file system is read-only", "mount it writable, or save elsewhere"),
+    errno.EACCES: ("permission denied", "give this user access, or choose another directory"),
+    errno.EPERM: ("not permitted", "give this user access, or choose another directory"),
+    errno.ENOTDIR: (
+        "the path is a file, or one of its parents is",
+        "name a directory, or a path that does not exist yet",
+    ),
+    errno.EISDIR: ("the path is a directory", "name a file"),
+    errno.EEXIST: (
+        "the name exists already",
+        "names are unique to an attempt: do two jobs write here with one session?",
+    ),
+    errno.ESTALE: (
+        "the file or its file system is gone (stale handle)",
+        "look whether the server replaced or deleted it, then try again",
+    ),
+    errno.ENOTCONN: ("the file system is not connected", "mount it again"),
+    errno.ENODEV: ("the device is gone", "mount it again"),
+    errno.EIO: ("the device reported an input/output error", "look at the kernel's log"),
+    errno.ETIMEDOUT: ("the file server did not answer", "look at the server, then try again"),
+    errno.ENAMETOOLONG: ("the path is too long", "choose a shorter directory"),
+    errno.ELOOP: ("symbolic links form a loop", "mend the links"),
+    errno.ENOSYS: ("this file system lacks the operation", "save to another file system"),
+    errno.EOPNOTSUPP: ("this file system lacks the operation", "save to another file system"),
+    errno.EMFILE: ("too many open files in this process", "raise the limit (ulimit -n)"),
+    errno.ENFILE: ("too many open files on this host", "raise fs.file-max"),
+}
+
+
+def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
+    """The error to raise for `error`, met at `path` while trying to `action` ("write", "list")."""
+    if isinstance(error, CheckpointError):
+        return error
+    if error.errno == errno.ENOENT:
+        return CheckpointNotFoundError(
+            f"cannot {action}: there is no such file or directory",
+            remedy="look at the path; `smckpt ls` on its parent shows what is there",
+            path=path,
+        )
+    what, remedy = _MEANING.get(
+        error.errno or 0,
+        (error.strerror or str(error), "see what the file system says about this path"),
+    )
+    return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path)

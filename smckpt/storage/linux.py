@@ -1,0 +1,67 @@
+"""System calls that Python does not offer. Each answers "not here" instead of failing elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+
+__all__ = ["fallocate", "rename_exclusive"]
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
+
+
+def fallocate(fd: int, size: int) -> bool:
+    """Reserve `size` bytes for the file, so that a full disk shows before anything is written.
+
+    Not `os.posix_fallocate`: where the file system cannot, glibc writes a byte to every block.
+
+    Returns:
+        Whether the file system can; the file has that size then.
+
+    Raises:
+        OSError: no space, quota, file too large.
+    """
+    if size == 0 or not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "fallocate64", None) or libc.fallocate  # musl has the second name only
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(fd, 0, 0, size):
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+def rename_exclusive(source: str, target: str) -> bool | None:
+    """Rename unless `target` exists, in one step (renameat2 with RENAME_NOREPLACE).
+
+    Returns:
+        True: renamed. False: `target` exists. None: the file system or kernel has no such call.
+
+    Raises:
+        OSError: anything else.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:  # glibc before 2.28
+        return None
+    call.argtypes = (
+        ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint,
+    )  # fmt: skip
+    old, new = os.fsencode(source), os.fsencode(target)
+    if call(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EEXIST:
+        return False
+    if code in _UNSUPPORTED:
+        return None
+    raise OSError(code, os.strerror(code), target)

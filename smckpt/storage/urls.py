@@ -125,7 +125,9 @@ def relative_url(url: str, base: str) -> str:
     lead = start if start.endswith("/") else start + "/"
     if not whole.startswith(lead):
         raise UsageError(f"it is not below {base}", remedy="pass a directory below it", path=url)
-    return whole[len(lead) :] if is_local(whole) else whole[len(lead) : -1]
+    rest = whole[len(lead) :]
+    # An object store's empty names ("a//") end in a slash that belongs to them.
+    return rest if is_local(whole) or rest == "/" or rest.endswith("//") else rest[:-1]
 
 
 def join_url(base: str, rel: str) -> str:
@@ -146,7 +148,7 @@ def join_url(base: str, rel: str) -> str:
                 path=start,
             )
         return posixpath.join(start, rel)
-    return f"{start}{rel}/"
+    return start + (rel if rel.endswith("/") else rel + "/")
 
 
 def _split(url: str) -> tuple[str, str, list[str]]:

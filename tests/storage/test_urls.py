@@ -1,0 +1,98 @@
+"""Locations are cut and joined without losing a byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smckpt.errors import UsageError
+from smckpt.storage.urls import (
+    common_parent,
+    join_url,
+    local_path,
+    normal_url,
+    parent_url,
+    relative_url,
+)
+
+keys = st.text(alphabet="ab/.% ", max_size=12)
+names = st.text(alphabet="ab.%-_ é", min_size=1, max_size=5).filter(lambda n: n not in (".", ".."))
+
+
+@given(keys, keys)
+def test_the_rest_below_a_prefix_joins_back_byte_for_byte(prefix: str, rest: str) -> None:
+    base = normal_url(f"s3://bucket/{prefix}")
+    url = normal_url(base + rest)
+    if url == base:
+        assert relative_url(url, base) == ""
+    assert join_url(base, relative_url(url, base)) == url
+    assert normal_url(url) == url
+
+
+@given(st.lists(names, min_size=1, max_size=4), st.lists(names, min_size=1, max_size=4))
+def test_the_rest_below_a_directory_joins_back(above: list[str], below: list[str]) -> None:
+    base = "/" + "/".join(above)
+    url = base + "/" + "/".join(below)
+    assert relative_url(url, base) == "/".join(below)
+    assert join_url(base, relative_url(url, base)) == url
+    assert parent_url(join_url(base, below[0])) == base
+
+
+@given(st.lists(keys, min_size=1, max_size=3))
+def test_a_common_parent_holds_every_prefix(prefixes: list[str]) -> None:
+    urls = [f"s3://bucket/x{prefix}" for prefix in prefixes]
+    parent = common_parent(urls)
+    for url in urls:
+        assert normal_url(url).startswith(parent) and normal_url(url) != parent
+        assert join_url(parent, relative_url(url, parent)) == normal_url(url)
+
+
+def test_the_parent_of_groups_is_the_deepest_proper_one() -> None:
+    assert common_parent(["/ckpt/tp0/pp0", "/ckpt/tp0/pp1"]) == "/ckpt/tp0"
+    assert common_parent(["/ckpt/tp0", "/ckpt/tp01"]) == "/ckpt"
+    assert common_parent(["/ckpt/a", "/ckpt/a/b"]) == "/ckpt"
+    assert common_parent(["/ckpt/a"]) == "/ckpt"
+    assert common_parent(["/a", "/b"]) == "/"
+    assert common_parent(["s3://b/run/tp0", "s3://b/run/tp1/"]) == "s3://b/run/"
+    assert common_parent(["s3://b/tp0", "s3://b/tp1"]) == "s3://b/"
+
+
+def test_parents_end_at_the_root_and_at_the_bucket() -> None:
+    assert parent_url("/") == "/"
+    assert parent_url("s3://b/a//c") == "s3://b/a//"
+    assert parent_url(parent_url("s3://b/a//c")) == "s3://b/a/"
+    with pytest.raises(UsageError, match="a bucket has no parent"):
+        parent_url("s3://b/")
+
+
+def test_groups_in_two_places_have_no_common_parent() -> None:
+    for urls in (["s3://a/x", "s3://b/x"], ["s3://a/x", "/x"], ["s3://a/x", "msc://a/x"]):
+        with pytest.raises(UsageError, match="no common parent"):
+            common_parent(urls)
+    with pytest.raises(UsageError):
+        common_parent([])
+
+
+@pytest.mark.parametrize("rel", ["..", "../x", "a/../../x", "/etc", "a//b", "a/", ".", "a\0"])
+def test_a_manifest_cannot_lead_a_reader_out_of_its_directory(rel: str) -> None:
+    with pytest.raises(UsageError):
+        join_url("/ckpt", rel)
+
+
+def test_a_directory_that_is_not_below_is_refused() -> None:
+    for url, base in (("/ckpt2/a", "/ckpt"), ("s3://b/run2/", "s3://b/run"), ("/a", "s3://a")):
+        with pytest.raises(UsageError, match="not below"):
+            relative_url(url, base)
+
+
+def test_file_urls_and_paths_become_absolute_paths() -> None:
+    assert local_path("file:///a/b%20c/") == "/a/b c"
+    assert local_path("file://localhost/a") == "/a"
+    assert local_path("a/../b/") == str(Path.cwd() / "b")
+    assert relative_url("file:///a/b", "/") == "a/b"
+    for url in ("", "file://host/a", "file:a\0", "s3://b/a", "file://"):
+        with pytest.raises(UsageError):
+            local_path(url)

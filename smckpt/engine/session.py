@@ -29,7 +29,9 @@ from smckpt.errors import CheckpointError, PeerError, error_from_json
 
 __all__ = ["Arrival", "Channel", "Session", "Store", "agree", "lone_session"]
 
-ACK_RETRY_SECONDS = 0.5  # after this the leader reads a silent member's nonce anew
+# How long the leader first waits for a silent member before it reads its nonce anew; doubled each
+# time up to the second figure, since c10d logs a warning on every wait that runs out.
+ACK_RETRY_SECONDS = (0.25, 8.0)
 
 
 class Store(Protocol):
@@ -286,6 +288,7 @@ def _lead(
     for member in range(1, count):  # who is there already need not wait for who is not
         if (posted := channel.peek(f"nonce/{member}")) is not None:
             accept(member, posted)
+    patience, most = ACK_RETRY_SECONDS
     for member in range(1, count):
         while member not in acks or acks[member]["nonce"] != accepted[member]:
             left = deadline - time.monotonic()
@@ -294,12 +297,12 @@ def _lead(
                 channel.set(f"{session}/go", {"error": error.to_json()})
                 raise error
             try:
-                accept(member, channel.get(f"nonce/{member}", min(left, ACK_RETRY_SECONDS)))
-                acks[member] = channel.get(
-                    f"{session}/ack/{member}", min(left, ACK_RETRY_SECONDS)
-                )
+                accept(member, channel.get(f"nonce/{member}", min(left, patience)))
+                acks[member] = channel.get(f"{session}/ack/{member}", min(left, patience))
+            except PeerError:  # the store is gone: a TimeoutError too, but nothing to retry
+                raise
             except TimeoutError:
-                continue
+                patience = min(2 * patience, most)
     channel.set(f"{session}/go", {})
     return (socket.gethostname(), *(acks[m]["host"] for m in range(1, count)))
 

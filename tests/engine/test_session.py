@@ -1,0 +1,133 @@
+"""Sessions over a real c10d TCPStore; members are threads with a client each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from smckpt.engine.session import Session, agree, lone_session
+from smckpt.errors import CheckpointError, PeerError, StateError
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def name(member: int) -> str:
+    return f"rank {member}"
+
+
+def together(server: Any, count: int, act: Callable[[int, Any], Any], late: dict[int, float]) -> Any:
+    """Run `act(member, client)` on `count` threads; what each returned or raised."""
+    results: dict[int, Any] = {}
+
+    def run(member: int) -> None:
+        client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30))
+        if member in late:
+            threading.Event().wait(late[member])
+        try:
+            results[member] = act(member, client)
+        except CheckpointError as error:
+            results[member] = error
+
+    threads = [threading.Thread(target=run, args=(m,)) for m in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[m] for m in range(count)]
+
+
+def join(member: int, client: Any, count: int = 3, timeout: float = 10) -> Session:
+    return agree(client, "p", member=member, count=count, timeout=timeout, name=name)
+
+
+def test_members_agree_on_one_fresh_session_and_the_leader_knows_the_hosts(server: Any) -> None:
+    sessions = together(server, 3, join, {})
+    assert len({s.id for s in sessions}) == 1
+    assert len(sessions[0].hosts) == 3
+    assert [s.member for s in sessions] == [0, 1, 2]
+
+
+def test_a_stale_nonce_of_an_earlier_attempt_is_not_mistaken_for_a_member(server: Any) -> None:
+    first = together(server, 3, join, {})
+    # The same store, as torchrun keeps it; member 1 comes after the leader has read its old nonce.
+    second = together(server, 3, join, {1: 0.8})
+    assert len({s.id for s in second}) == 1
+    assert second[0].id != first[0].id
+
+
+def test_a_member_that_stays_away_is_named_on_every_rank(server: Any) -> None:
+    def act(member: int, client: Any) -> Session | None:
+        return None if member == 1 else join(member, client, timeout=1.5)
+
+    results = together(server, 3, act, {})
+    for member in (0, 2):
+        assert isinstance(results[member], PeerError)
+    assert "rank 1" in str(results[0])
+    assert "rank 1" in str(results[2])
+
+
+def test_a_meeting_gives_all_members_the_leaders_decision(server: Any) -> None:
+    def act(member: int, client: Any) -> Any:
+        def decide(bodies: dict[int, Any]) -> dict[str, Any]:
+            return {"sum": sum(b["v"] for b in bodies.values())}
+
+        return join(member, client).meet("m", {"v": member}, decide, timeout=10, name=name)
+
+    assert together(server, 3, act, {}) == [{"sum": 3}] * 3
+
+
+def test_one_members_error_reaches_all_without_waiting_for_a_silent_one(server: Any) -> None:
+    def act(member: int, client: Any) -> Any:
+        session = join(member, client)
+        body = {"error": StateError("disk is on fire", rank=2).to_json()} if member == 2 else {}
+        if member == 1:
+            session.channel.get("m/decision", 30)  # never arrives at the meeting
+            return None
+        return session.meet("m", body, lambda _: {}, timeout=30, name=name)
+
+    began = time.monotonic()
+    results = together(server, 3, act, {})
+    assert time.monotonic() - began < 20
+    for member in (0, 2):
+        assert isinstance(results[member], StateError)
+        assert results[member].rank == 2
+        assert "disk is on fire" in str(results[member])
+
+
+def test_what_the_leader_raises_while_deciding_is_raised_by_all(server: Any) -> None:
+    def act(member: int, client: Any) -> Any:
+        def decide(_: Any) -> dict[str, Any]:
+            raise StateError("no", remedy="yes", path="/p")
+
+        return join(member, client).meet("m", {}, decide, timeout=10, name=name)
+
+    results = together(server, 3, act, {})
+    assert all(isinstance(r, StateError) and r.path == "/p" for r in results)
+
+
+def test_write_once_gives_everyone_the_first_value(server: Any) -> None:
+    def act(member: int, client: Any) -> Any:
+        session = join(member, client)
+        return session.channel.put_once("choice", {"by": member})["by"]
+
+    assert len(set(together(server, 3, act, {}))) == 1
+
+
+def test_a_lone_member_decides_by_itself() -> None:
+    session = lone_session()
+    assert session.meet("m", {"v": 1}, lambda b: {"got": b[0]["v"]}, timeout=1, name=name) == {
+        "got": 1
+    }
+    with pytest.raises(StateError):
+        session.meet(
+            "m", {"error": StateError("x").to_json()}, lambda b: {}, timeout=1, name=name
+        )

@@ -76,7 +76,7 @@ def test_told_groups_win_over_the_geometry() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "words"),
-    [([[0, 1], [1, 2]], "stands in two"), ([[0], [1]], "none of the groups")],
+    [([[0, 1], [1, 2]], "stands in two"), ([[0], [1], [2]], "none of the groups")],
 )
 def test_groups_that_cannot_be_are_refused(groups: list[list[int]], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -12,7 +12,7 @@ from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.engine.load import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
-from smckpt.storage.urls import normalise_url
+from smckpt.storage.urls import normal_url
 
 __all__ = [
     "SaveHandle",
@@ -231,14 +231,14 @@ def latest_checkpoint(
     group = group_of(process_group)
     if group is None:
         return None
-    return _RUNTIME.loader(group).find(normalise_url(os.fspath(root)), latest, timeout)
+    return _RUNTIME.loader(group).find(normal_url(os.fspath(root)), latest, timeout)
 
 
 def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:
     """The directory from `checkpoint_id` or from a reader or writer; "" when neither tells."""
     path = getattr(other, "checkpoint_id", None) or getattr(other, "path", None)
-    theirs = normalise_url(os.fspath(path)) if path else ""
-    ours = normalise_url(os.fspath(checkpoint_id)) if checkpoint_id else ""
+    theirs = normal_url(os.fspath(path)) if path else ""
+    ours = normal_url(os.fspath(checkpoint_id)) if checkpoint_id else ""
     if ours and theirs and ours != theirs:
         raise UsageError(
             f"checkpoint_id is {ours}, but {argument} is for {theirs}",

@@ -143,6 +143,10 @@ class PosixStorage:
             raise storage_error(error, path, "delete") from error
 
     def join(self, name: str) -> Storage:
+        if name == ".." or name.startswith("../"):
+            raise UsageError(
+                f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
+            )
         return PosixStorage(join_url(self.url, name))
 
     def close(self) -> None:

@@ -98,8 +98,7 @@ def common_parent(urls: Sequence[str]) -> str:
     parents = [parent_url(url) for url in urls]
     if all(is_local(url) for url in urls):
         return os.path.commonpath(parents)
-    heads = {(scheme_of(url), "" if is_local(url) else _split(url)[1]) for url in urls}
-    if len(heads) > 1:
+    if len({_place(url) for url in urls}) > 1:
         raise UsageError(
             f"the groups' directories have no common parent: {', '.join(urls)}",
             remedy="keep all groups of a step in one store and bucket",
@@ -114,41 +113,61 @@ def common_parent(urls: Sequence[str]) -> str:
 
 
 def relative_url(url: str, base: str) -> str:
-    """The rest of `url` below `base`, so that `join_url(base, rest) == url`; "" for itself.
+    """The way from `base` to `url`, so that `join_url(base, way) == url`: "tp0", "", "../tp1".
 
     Raises:
-        UsageError: `url` is not below `base`.
+        UsageError: they lie in different stores or buckets, or (in an object store) a part of the
+            way is itself named "..".
     """
     whole, start = normal_url(url), normal_url(base)
-    if whole == start:
-        return ""
-    lead = start if start.endswith("/") else start + "/"
-    if not whole.startswith(lead):
-        raise UsageError(f"it is not below {base}", remedy="pass a directory below it", path=url)
-    rest = whole[len(lead) :]
-    # An object store's empty names ("a//") end in a slash that belongs to them.
-    return rest if is_local(whole) or rest == "/" or rest.endswith("//") else rest[:-1]
+    if _place(whole) != _place(start):
+        raise UsageError(
+            f"there is no relative way from {base} to here",
+            remedy="keep all groups of a step in one store and bucket",
+            path=url,
+        )
+    if is_local(whole):
+        way = os.path.relpath(whole, start)
+        return "" if way == "." else way
+    ups = 0
+    while not whole.startswith(start):
+        start, ups = parent_url(start), ups + 1
+    rest = whole[len(start) :]
+    if rest.startswith("../"):
+        raise UsageError(
+            'a part of the key is named ".."', remedy="choose another prefix", path=url
+        )
+    # The slash at the end goes without saying, except after an empty name ("a//").
+    rest = rest if rest == "/" or rest.endswith("//") else rest[:-1]
+    return "../" * ups + rest if rest or not ups else "../" * (ups - 1) + ".."
 
 
 def join_url(base: str, rel: str) -> str:
-    """`rel`, as `relative_url` gives it, below `base`.
+    """The location that `rel`, as `relative_url` gives it, leads to from `base`.
 
     Raises:
-        UsageError: on a file system, `rel` would lead out of `base`.
+        UsageError: `rel` is absolute, climbs higher than `base` has parents, or (on a file system)
+            holds an empty part, "." or a ".." behind a name.
     """
-    start = normal_url(base)
-    if not rel:
+    start, rest = normal_url(base), rel
+    while rest == ".." or rest.startswith("../"):
+        start, rest = parent_url(start), rest[3:]
+    if not rest:
         return start
-    if is_local(start):
-        parts = rel.split("/")
-        if "" in parts or "." in parts or ".." in parts or "\0" in rel:
-            raise UsageError(
-                f"{rel!r} does not name a directory below this one",
-                remedy="pass a relative path without '.', '..' and empty parts",
-                path=start,
-            )
-        return posixpath.join(start, rel)
-    return start + (rel if rel.endswith("/") else rel + "/")
+    if not is_local(start):
+        return start + (rest if rest.endswith("/") else rest + "/")
+    if {"", ".", ".."} & set(rest.split("/")) or "\0" in rest:
+        raise UsageError(
+            f"{rel!r} is no relative path of a directory",
+            remedy="pass one without '.', empty parts, and '..' behind a name",
+            path=start,
+        )
+    return posixpath.join(start, rest)
+
+
+def _place(url: str) -> tuple[str, str]:
+    """Store and bucket."""
+    return ("", "") if is_local(url) else (scheme_of(url), _split(url)[1])
 
 
 def _split(url: str) -> tuple[str, str, list[str]]:

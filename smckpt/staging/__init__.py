@@ -1,0 +1,1 @@
+"""From live tensors to the bytes of a file, in memory that a worker can see."""

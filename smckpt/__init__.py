@@ -1,0 +1,124 @@
+"""smckpt: checkpoints for PyTorch FSDP training, saved in the background, exact and verified.
+
+The public names and nothing else. They are resolved on first use, so that `import smckpt`, the
+`smckpt` command and the worker process do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from smckpt._version import __version__
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.engine.api import (
+        async_save,
+        get_global_ranks,
+        latest_checkpoint,
+        load,
+        maybe_finalize_async_calls,
+        save,
+    )
+    from smckpt.engine.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+    from smckpt.errors import (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        FormatVersionError,
+        KeysMismatchError,
+        MemoryBudgetError,
+        PeerError,
+        SaveFailedError,
+        StateError,
+        StorageError,
+        TensorMismatchError,
+        TopologyError,
+        UsageError,
+        WorkerError,
+    )
+    from smckpt.state_dict import (
+        FULL,
+        LOCAL,
+        SHARDED,
+        SMStateDictType,
+        init_optim_state,
+        sm_state_dict_type,
+    )
+    from smckpt.topology import ParallelState
+    from smckpt.translate import export_hf
+
+__all__ = [
+    "FULL",
+    "LOCAL",
+    "SHARDED",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CorruptCheckpointError",
+    "DistributedFileSystemReader",
+    "DistributedFileSystemWriter",
+    "FormatVersionError",
+    "KeysMismatchError",
+    "MemoryBudgetError",
+    "ParallelState",
+    "PeerError",
+    "SMStateDictType",
+    "SaveFailedError",
+    "StateError",
+    "StorageError",
+    "TensorMismatchError",
+    "TopologyError",
+    "UsageError",
+    "WorkerError",
+    "__version__",
+    "async_save",
+    "export_hf",
+    "find_checkpoints",
+    "get_global_ranks",
+    "init_optim_state",
+    "latest_checkpoint",
+    "load",
+    "maybe_finalize_async_calls",
+    "save",
+    "sm_state_dict_type",
+    "verify_checkpoint",
+]
+
+# Where each public name lives; the imports under TYPE_CHECKING say the same to type checkers.
+_HOMES = {
+    "smckpt.checkpoint.discover": ("find_checkpoints",),
+    "smckpt.checkpoint.verify": ("verify_checkpoint",),
+    "smckpt.engine.api": (
+        "async_save",
+        "get_global_ranks",
+        "latest_checkpoint",
+        "load",
+        "maybe_finalize_async_calls",
+        "save",
+    ),
+    "smckpt.engine.dcp": ("DistributedFileSystemReader", "DistributedFileSystemWriter"),
+    "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "smckpt.state_dict": (
+        "FULL",
+        "LOCAL",
+        "SHARDED",
+        "SMStateDictType",
+        "init_optim_state",
+        "sm_state_dict_type",
+    ),
+    "smckpt.topology": ("ParallelState",),
+    "smckpt.translate": ("export_hf",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'smckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

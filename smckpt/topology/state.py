@@ -1,0 +1,288 @@
+"""`ParallelState`: the degrees of a job, checked against its world."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from smckpt.errors import TopologyError, UsageError
+from smckpt.topology.mesh import order_of, rank_in_job, roles_of
+from smckpt.topology.ranker import DEFAULT_ORDER, Ranker
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ParallelState"]
+
+# The fields that make a topology, and those whose product must divide the world.
+_DEGREES = (
+    "world_size",
+    "tensor_parallel_degree",
+    "expert_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "hybrid_shard_degree",
+)
+_FACTORS = (
+    "tensor_parallel_degree",
+    "expert_parallel_degree",
+    "pipeline_parallel_degree",
+    "hybrid_shard_degree",
+)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """The parallel degrees of a job and the groups that follow from them.
+
+    Args:
+        world_size: number of ranks.
+        tensor_parallel_degree: ranks that share each layer.
+        expert_parallel_degree: ranks that share the experts; a dimension beside the shard group.
+        context_parallel_degree: ranks that share a sequence; divides the shard degree, because
+            they are ranks of one shard group.
+        pipeline_parallel_degree: stages.
+        hybrid_shard_degree: 0: native FSDP (FULL_SHARD over everything that the other degrees
+            leave; for a native HYBRID_SHARD pass its degree), or with tensor parallelism the
+            largest that is possible: the same number. 1: no sharding. 2 and more: shards over so
+            many ranks, replicated over the rest.
+        rank: this process's global rank; by default torchrun's RANK, where its WORLD_SIZE is
+            `world_size`. Only the properties that end in `_rank` need one.
+        order: the grid's dimensions, innermost (neighbouring ranks) first.
+
+    Raises:
+        UsageError: a degree or the order is no such thing.
+        TopologyError: the degrees do not fit the world; the arithmetic is in the message.
+    """
+
+    world_size: int
+    _: KW_ONLY
+    tensor_parallel_degree: int = 1
+    expert_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+    hybrid_shard_degree: int = 0
+    rank: int | None = None
+    order: tuple[str, ...] = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        for name in _DEGREES:
+            least = 0 if name == "hybrid_shard_degree" else 1
+            object.__setattr__(self, name, _count(name, getattr(self, name), least))
+        object.__setattr__(self, "order", _checked_order(self.order))
+        self._check_product()
+        self._check_context()
+        rank = _rank_from_environment(self.world_size) if self.rank is None else self.rank
+        if rank is not None:
+            rank = _count("rank", rank, 0)
+            if rank >= self.world_size:
+                raise TopologyError(
+                    f"rank {rank} is not in a world of {self.world_size}",
+                    remedy="pass the world size of the whole job",
+                )
+        object.__setattr__(self, "rank", rank)
+
+    def _check_product(self) -> None:
+        factors = [(name, getattr(self, name)) for name in _FACTORS]
+        # 0 asks for what is left, so it takes no part in the product
+        shown = [(name, value) for name, value in factors if value > 1] or factors[:1]
+        product = math.prod(value for _, value in shown)
+        if self.world_size % product:
+            text = " × ".join(f"{name} {value}" for name, value in shown)
+            text += f" = {product}" if len(shown) > 1 else ""
+            raise TopologyError(
+                f"{text} does not divide world_size {self.world_size}",
+                remedy="choose degrees whose product divides the number of ranks",
+            )
+
+    def _check_context(self) -> None:
+        if self.shard_degree % self.context_parallel_degree:
+            raise TopologyError(
+                f"context_parallel_degree {self.context_parallel_degree} does not divide the shard "
+                f"degree {self.shard_degree} (world {self.world_size} = pp "
+                f"{self.pipeline_parallel_degree} × replicas {self.replication_degree} × shard "
+                f"{self.shard_degree} × ep {self.expert_parallel_degree} × tp "
+                f"{self.tensor_parallel_degree})",
+                remedy="context-parallel ranks are ranks of one shard group: raise "
+                "hybrid_shard_degree to a multiple of the context degree, or pass 0",
+            )
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that share one copy of the parameters: hybrid_shard_degree with 0 resolved."""
+        if self.hybrid_shard_degree:
+            return self.hybrid_shard_degree
+        return self.world_size // (
+            self.tensor_parallel_degree
+            * self.expert_parallel_degree
+            * self.pipeline_parallel_degree
+        )
+
+    @property
+    def replication_degree(self) -> int:
+        """Copies of each shard: the size of a replication group."""
+        return self.world_size // (
+            self.shard_degree
+            * self.tensor_parallel_degree
+            * self.expert_parallel_degree
+            * self.pipeline_parallel_degree
+        )
+
+    @cached_property
+    def ranker(self) -> Ranker:
+        """The groups of this world."""
+        sizes = {
+            "tp": self.tensor_parallel_degree,
+            "cp": self.context_parallel_degree,
+            "ep": self.expert_parallel_degree,
+            "fsdp": self.shard_degree // self.context_parallel_degree,
+            "rep": self.replication_degree,
+            "pp": self.pipeline_parallel_degree,
+        }
+        return Ranker([(dim, sizes[dim]) for dim in self.order])
+
+    @property
+    def tp_size(self) -> int:
+        return self.tensor_parallel_degree
+
+    @property
+    def cp_size(self) -> int:
+        return self.context_parallel_degree
+
+    @property
+    def ep_size(self) -> int:
+        return self.expert_parallel_degree
+
+    @property
+    def pp_size(self) -> int:
+        return self.pipeline_parallel_degree
+
+    @property
+    def fsdp_size(self) -> int:
+        return self.shard_degree
+
+    @property
+    def rep_size(self) -> int:
+        return self.replication_degree
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples: world / (tp × cp × pp)."""
+        return self.ranker.dp_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.ranker.get_tp_rank(self._own_rank())
+
+    @property
+    def cp_rank(self) -> int:
+        return self.ranker.get_cp_rank(self._own_rank())
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ranker.get_ep_rank(self._own_rank())
+
+    @property
+    def pp_rank(self) -> int:
+        return self.ranker.get_pp_rank(self._own_rank())
+
+    @property
+    def fsdp_rank(self) -> int:
+        return self.ranker.get_fsdp_rank(self._own_rank())
+
+    @property
+    def rep_rank(self) -> int:
+        return self.ranker.get_rep_rank(self._own_rank())
+
+    @property
+    def dp_rank(self) -> int:
+        return self.ranker.get_dp_rank(self._own_rank())
+
+    def _own_rank(self) -> int:
+        if self.rank is None:
+            raise UsageError(
+                "this ParallelState knows no rank of its own",
+                remedy="pass rank=, or start under torchrun with the same world size",
+            )
+        return self.rank
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest records; the same on every rank."""
+        return {
+            **{name: getattr(self, name) for name in _DEGREES},
+            "shard_degree": self.shard_degree,
+            "replication_degree": self.replication_degree,
+            "order": list(self.order),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, rank: int | None = None) -> ParallelState:
+        """The inverse of `to_json`, seen from `rank`."""
+        degrees = {name: data[name] for name in _DEGREES}
+        return cls(order=tuple(data["order"]), rank=rank, **degrees)
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: DeviceMesh, names: Mapping[str, str] | None = None
+    ) -> ParallelState:
+        """The state that a mesh over the whole world describes.
+
+        Args:
+            mesh: with named dimensions, over ranks 0 to n - 1 in any regular order.
+            names: role ("tp", "cp", "ep", "fsdp", "rep", "pp") → name of the mesh dimension that
+                plays it. What is left out is found by its usual name ("dp_shard", "dp_replicate",
+                …). The shard group is made of the "fsdp" and "cp" dimensions together.
+
+        Raises:
+            UsageError: a dimension of the mesh has no role, or a role no dimension.
+            TopologyError: the mesh leaves ranks out or numbers them irregularly.
+        """
+        dims = roles_of(tuple(mesh.mesh_dim_names or ()), names or {})
+        ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+        own_rank = rank_in_job(len(ranks))
+        shape = tuple(int(size) for size in mesh.mesh.shape)
+        sizes = dict(zip(dims, shape, strict=True))
+        return cls(
+            len(ranks),
+            tensor_parallel_degree=sizes.get("tp", 1),
+            expert_parallel_degree=sizes.get("ep", 1),
+            context_parallel_degree=sizes.get("cp", 1),
+            pipeline_parallel_degree=sizes.get("pp", 1),
+            hybrid_shard_degree=sizes.get("fsdp", 1) * sizes.get("cp", 1),
+            order=order_of(dims, shape, ranks),
+            rank=own_rank,
+        )
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise UsageError(
+            f"{name} is {value!r}", remedy=f"pass a whole number that is at least {least}"
+        )
+    return number
+
+
+def _checked_order(order: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(order, str) or sorted(order) != sorted(DEFAULT_ORDER):
+        raise UsageError(
+            f"order is {order!r}",
+            remedy=f"pass a permutation of {DEFAULT_ORDER}, innermost dimension first",
+        )
+    return tuple(order)
+
+
+def _rank_from_environment(world_size: int) -> int | None:
+    if world_size == 1:
+        return 0
+    if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:
+        return int(os.environ["RANK"])
+    return None

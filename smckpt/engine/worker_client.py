@@ -1,0 +1,373 @@
+"""The trainer's side of its worker: starts it, hands it the arena, asks, and notices its death."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import smckpt
+from smckpt.engine.worker_channel import Channel, PeerGone
+from smckpt.errors import WorkerError, error_from_json
+from smckpt.staging.arena import Arena
+
+__all__ = ["Worker"]
+
+# The worker sees the packages that the trainer sees, in the same order, and none in the current
+# directory. Without `site` (-S) it starts faster and runs nobody's sitecustomize.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split('\n'); "
+    "from smckpt.engine.worker import main; main()"
+)
+_START_TIMEOUT = 60.0  # seconds; it takes 0.1 to 0.2 on a quiet machine
+_KILL_TIMEOUT = 2.0  # a killed process goes at once, unless the kernel holds it in a hung write
+_EXIT_GRACE = 0.5  # from the end of the connection to that of the process
+_STDERR_TAIL = 2000  # bytes of it that an error shows
+
+
+@dataclass
+class _Process:
+    """A running worker and what the trainer holds of it."""
+
+    popen: subprocess.Popen[bytes]
+    channel: Channel
+    pidfd: int | None
+    stderr: int
+    ready: bool = False
+
+    def close(self) -> None:
+        self.channel.close()
+        os.close(self.stderr)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+class Worker:
+    """The worker process of this rank. Thread-safe; one request at a time, others wait.
+
+    It starts at the first request, or earlier by `start`. When it died, the request under way
+    raises, and the next one starts another, which is handed the arenas anew.
+
+    Args:
+        threads: that write, per request.
+        niceness: added to the process's priority, 0 to 19, so that it yields to training.
+    """
+
+    def __init__(self, *, threads: int = 4, niceness: int = 10) -> None:
+        self._threads = threads
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._arenas: dict[int, Arena] = {}
+        self._sent: set[int] = set()
+        self._next_id = 0
+        self._closed = False
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs now; False before the first request, too."""
+        process = self._process
+        return process is not None and process.popen.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process, which is started if need be."""
+        self.start()
+        process = self._process
+        return process.popen.pid if process else -1
+
+    def start(self) -> None:
+        """Start the process without waiting for it to be ready."""
+        self._refuse_forked()
+        with self._lock:
+            self._launch()
+
+    def attach(self, arena: Arena) -> int:
+        """Make the arena known to the worker, with its next request; the id to name it by.
+
+        An arena that is attached already keeps its id.
+        """
+        self._refuse_forked()
+        with self._lock:
+            for known, other in self._arenas.items():
+                if other is arena:
+                    return known
+            self._next_id += 1
+            self._arenas[self._next_id] = arena
+            return self._next_id
+
+    def detach(self, arena_id: int) -> None:
+        """Let the worker unmap the arena, so that its memory can be freed.
+
+        Raises:
+            WorkerError: the worker did not answer within seconds.
+        """
+        self._refuse_forked()
+        with self._lock:
+            self._arenas.pop(arena_id, None)
+            if arena_id in self._sent and self.alive:
+                deadline = time.monotonic() + _START_TIMEOUT
+                self._sent.discard(arena_id)
+                self._exchange("detach", {"id": arena_id}, deadline)
+
+    def call(self, command: str, payload: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        """Ask the worker and wait for its answer.
+
+        Args:
+            command: see `smckpt.engine.worker`.
+            payload: JSON-able.
+            timeout: in seconds, for everything: earlier requests, the start, and the answer.
+
+        Raises:
+            CheckpointError: what the worker raised.
+            WorkerError: it died, or did not answer in time (it is killed then).
+        """
+        self._refuse_forked()
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(timeout, 0)):
+            raise WorkerError(
+                f"{command} waited {timeout} s for an earlier request to the worker",
+                remedy="look at what holds up the storage, or allow more time",
+            )
+        try:
+            if self._closed:
+                raise WorkerError("the worker is closed", remedy="make a new queue")
+            self._launch()
+            self._introduce(deadline)
+            answer = self._exchange(command, payload, deadline)
+        finally:
+            self._lock.release()
+        if "error" in answer:
+            raise error_from_json(answer["error"])
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let the process end, or kill it after `timeout` seconds. Harmless when repeated."""
+        if os.getpid() != self._owner:
+            return  # a forked child owns no worker
+        deadline = time.monotonic() + timeout
+        idle = self._lock.acquire(timeout=timeout)
+        self._closed = True
+        process = self._process
+        if not idle:
+            # A request is under way, whose caller is told of the death and tidies up.
+            if process is not None:
+                process.popen.kill()
+            return
+        try:
+            if process is not None and process.popen.poll() is None:
+                try:
+                    process.channel.send({"command": "exit"}, deadline=deadline)
+                    process.popen.wait(max(deadline - time.monotonic(), 0))
+                except (PeerGone, TimeoutError, subprocess.TimeoutExpired):
+                    process.popen.kill()
+            self._discard()
+        finally:
+            self._lock.release()
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._owner:
+            raise WorkerError(
+                "a forked child has no worker: it belongs to the process that made it",
+                remedy="save from the trainer itself",
+            )
+
+    # -- with the lock held ------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        if self._process is not None and self._process.popen.poll() is not None:
+            self._discard()
+        if self._process is None and not self._closed:
+            self._process = _spawn(self._niceness, self._threads)
+            self._sent.clear()
+
+    def _introduce(self, deadline: float) -> None:
+        """Hear that the process is there, and hand it the arenas that it does not know."""
+        process = self._process
+        assert process is not None
+        if not process.ready:
+            with self._watching("start"):
+                process.channel.receive(deadline=deadline)
+            process.ready = True
+        for arena_id, arena in list(self._arenas.items()):
+            if arena.fd < 0:
+                del self._arenas[arena_id]  # closed in the meantime
+            elif arena_id not in self._sent:
+                known = {"id": arena_id, "size": arena.size}
+                answer = self._exchange("attach", known, deadline, [arena.fd])
+                if "error" in answer:
+                    raise error_from_json(answer["error"])
+                self._sent.add(arena_id)
+
+    def _exchange(
+        self, command: str, payload: dict[str, Any], deadline: float, fds: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        with self._watching(command):
+            message = {"command": command, "payload": payload}
+            process.channel.send(message, fds, deadline=deadline)
+            return process.channel.receive(deadline=deadline)[0]
+
+    @contextmanager
+    def _watching(self, command: str) -> Iterator[None]:
+        """A conversation that breaks off leaves no worker behind: not one that still writes, nor
+        one whose next answer would be the last question's."""
+        process = self._process
+        assert process is not None
+        began = time.monotonic()
+        try:
+            yield
+        except PeerGone as gone:
+            code, said = self._discard(_EXIT_GRACE)
+            raise WorkerError(
+                f"the worker {_ending(code)} during {command}{said}",
+                remedy="if it was killed, look whether the host or its cgroup ran out of memory "
+                "(dmesg); the next save starts another worker",
+            ) from gone
+        except TimeoutError as late:
+            _, said = self._discard()
+            raise WorkerError(
+                f"the worker did not answer {command} within {time.monotonic() - began:.1f} s, "
+                f"and was killed{said}",
+                remedy="look whether the storage hangs, or allow more time; the next save starts "
+                "another worker",
+            ) from late
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self, grace: float = 0) -> tuple[int | None, str]:
+        """End the process, at the latest in `grace` seconds, and let go of it: its exit code, and
+        what it last said."""
+        process, self._process = self._process, None
+        self._sent.clear()
+        if process is None:
+            return None, ""
+        try:
+            code: int | None = process.popen.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            code = _reaped(process.popen)
+        said = _tail(process.stderr)
+        process.close()
+        return code, said
+
+
+def _spawn(niceness: int, threads: int) -> _Process:
+    """Start the program with nothing inherited but its socket and our pidfd."""
+    if not sys.executable:
+        raise WorkerError(
+            "this Python does not know its own executable, so it cannot start the worker",
+            remedy="run a normal interpreter, or set sys.executable",
+        )
+    ours, theirs = socket.socketpair()
+    trainer = _pidfd(os.getpid())
+    stderr = _anonymous_log()
+    inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
+    command = [sys.executable, "-S", "-c", _PROGRAM, "\n".join(_search_path())]
+    command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
+    command += [str(niceness), str(threads)]
+    try:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=inherited,
+            cwd="/",  # the user's directory can be unmounted, and holds no module of ours
+            start_new_session=True,  # Ctrl-C is the trainer's to handle
+        )
+    except OSError as error:
+        ours.close()
+        os.close(stderr)
+        raise WorkerError(
+            f"the worker could not be started: {error}",
+            remedy="look at the limits on processes and memory (ulimit -u, the cgroup)",
+        ) from error
+    finally:
+        theirs.close()
+        if trainer is not None:
+            os.close(trainer)
+    pidfd = _pidfd(popen.pid)
+    return _Process(popen, Channel(ours, pidfd), pidfd, stderr)
+
+
+def _search_path() -> list[str]:
+    """The trainer's `sys.path`, absolute, and the directory that smckpt came from."""
+    path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
+    root = str(Path(smckpt.__file__).absolute().parents[1])
+    return path if root in path else [root, *path]
+
+
+def _pidfd(pid: int) -> int | None:
+    """None where there are no pidfds (macOS, Linux before 5.3): the socket's end has to tell."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            return None
+        raise
+
+
+def _anonymous_log() -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("smckpt-worker-stderr", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it now and then
+    return fd
+
+
+def _tail(stderr: int) -> str:
+    size = os.fstat(stderr).st_size
+    text = os.pread(stderr, _STDERR_TAIL, max(size - _STDERR_TAIL, 0)).decode(errors="replace")
+    return f"; it said: {text.strip()}" if text.strip() else ""
+
+
+def _reaped(popen: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return popen.wait(_KILL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return None  # stuck in the kernel; `subprocess` reaps it when it comes back
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "broke off"
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _forget_in_child(reference: weakref.ref[Worker]) -> None:
+    """A forked child (a data loader's worker, say) holds no end of the trainer's conversation."""
+    worker = reference()
+    if worker is None or worker._process is None:
+        return
+    process, worker._process = worker._process, None
+    process.close()
+    process.popen.returncode = 0  # not its child: nothing to warn of or to reap

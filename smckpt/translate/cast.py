@@ -1,0 +1,83 @@
+"""Casts between floating dtypes, exact to the bit, on NumPy arrays that may hold bfloat16 bits.
+
+NumPy has no bfloat16: such values travel as `uint16`. Every cast rounds to nearest, ties to even,
+once; NaNs stay NaNs with their sign. A finite value that the target can only show as infinity is
+an error, for it would ruin a model in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["CASTABLE", "cast", "stored_type"]
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+# torch's names; the NumPy type that holds an element's bits
+CASTABLE: dict[str, str] = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+}
+
+
+def stored_type(dtype: str) -> np.dtype[Any]:
+    """The NumPy dtype in which `cast` takes and gives values of `dtype`, a key of `CASTABLE`."""
+    return np.dtype(CASTABLE[dtype])
+
+
+def cast(values: Array, source: str, target: str) -> Array:
+    """`values` of dtype `source`, rounded to dtype `target` (keys of `CASTABLE`).
+
+    Raises:
+        OverflowError: a finite value lies beyond the target's range.
+    """
+    if source == target:
+        return values
+    wide = _from_bfloat16(values) if source == "bfloat16" else values
+    if target == "bfloat16":
+        out = _to_bfloat16(wide)
+        lost = _is_infinite_bfloat16(out) & ~np.isinf(wide)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            out = wide.astype(stored_type(target))
+        lost = np.isinf(out) & ~np.isinf(wide)
+    if lost.any():
+        raise OverflowError(f"{wide[lost].ravel()[0]} is beyond the range of {target}")
+    return out
+
+
+def _from_bfloat16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_bfloat16(values: Array) -> Array:
+    single = _to_odd_float32(values) if values.dtype.itemsize == 8 else values.astype(np.float32)
+    bits = np.ascontiguousarray(single).view(np.uint32)
+    high = bits >> np.uint32(16)
+    # Half of the last kept place, less one where that place is even: a tie then stays below.
+    rounded = (bits + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
+    quiet = high | np.uint32(0x0040)  # a NaN whose payload is cut off must not become infinity
+    return np.where(np.isnan(single), quiet, rounded).astype(np.uint16)
+
+
+def _to_odd_float32(values: Array) -> Array:
+    """float64 to float32, inexact results to the odd neighbour: the next rounding is then exact.
+
+    Rounding twice to nearest can fall on the wrong side of a tie.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        nearest = values.astype(np.float32)
+        back = nearest.astype(np.float64)
+        inexact = (back != values) & ~np.isnan(values)
+        even = (nearest.view(np.uint32) & np.uint32(1)) == 0
+        toward = np.where(values > back, np.float32(np.inf), np.float32(-np.inf))
+        other = np.nextafter(nearest, toward)
+    return np.where(inexact & even, other, nearest)
+
+
+def _is_infinite_bfloat16(bits: Array) -> Array:
+    return (bits & np.uint16(0x7FFF)) == np.uint16(0x7F80)

@@ -1,0 +1,202 @@
+"""config.json and its companions, with the keys that transformers 4 and 5 each look for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smckpt.errors import UsageError
+
+__all__ = ["CONFIG", "GENERATION_CONFIG", "ModelConfig", "read_config", "tokenizer_files"]
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+# What tokenizers and processors save beside a model.
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+# Generation settings that a model's config may carry and `generate` needs.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's config as plain values; `directory` where it was read from one."""
+
+    values: dict[str, Any]
+    directory: Path | None
+
+    @property
+    def ties_embeddings(self) -> bool | None:
+        """What `tie_word_embeddings` says; None where nothing says it."""
+        for values in (self.values, *_nested(self.values)):
+            if "tie_word_embeddings" in values:
+                return bool(values["tie_word_embeddings"])
+        return None
+
+    def complete(self, dtype: str | None) -> dict[str, Any]:
+        """The config to write: both generations' keys, and `dtype` of the weights that are written.
+
+        Without the older keys transformers 4 falls back to a theta of 10,000 and says nothing.
+
+        Raises:
+            UsageError: the two generations' keys contradict each other.
+        """
+        out = copy.deepcopy(self.values)
+        for values in (out, *_nested(out)):
+            _complete_rope(values)
+            if dtype is not None and (
+                values is out or "dtype" in values or "torch_dtype" in values
+            ):
+                values["dtype"] = values["torch_dtype"] = dtype
+        return out
+
+    def generation(self) -> dict[str, Any] | None:
+        """A generation_config.json made of the config's token ids, when it has any."""
+        ids = {key: self.values[key] for key in _TOKEN_IDS if self.values.get(key) is not None}
+        return {"_from_model_config": True, **ids} if ids else None
+
+
+def read_config(source: Any) -> ModelConfig | None:
+    """A config from a directory, a JSON file, a dict, or an object with `to_dict`.
+
+    Raises:
+        UsageError: it is none of these, or no JSON object, or does not name its `model_type`.
+    """
+    if source is None:
+        return None
+    directory: Path | None = None
+    where: str | None = None
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        if path.is_dir():
+            directory, path = path, path / CONFIG
+        where = str(path)
+        values = _read_json(path)
+    elif isinstance(source, dict):
+        values = copy.deepcopy(source)
+    elif hasattr(source, "to_dict"):
+        values = source.to_dict()
+    elif hasattr(source, "to_json_string"):
+        values = json.loads(source.to_json_string())
+    else:
+        raise UsageError(
+            f"config= is a {type(source).__name__}",
+            remedy="pass a directory, a JSON file, a dict, or a transformers config",
+        )
+    if not isinstance(values, dict) or not values.get("model_type"):
+        raise UsageError(
+            "the config has no model_type, so from_pretrained could not tell the model",
+            remedy="pass the model's own config (model.config)",
+            path=where,
+        )
+    _check_json(values, where)
+    return ModelConfig(values, directory)
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a tokenizer or processor in `directory`."""
+    return [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the config cannot be read: {error}",
+            remedy="pass a directory that has a config.json, or that file",
+            path=str(path),
+        ) from error
+
+
+def _check_json(values: dict[str, Any], where: str | None) -> None:
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise UsageError(
+            f"the config holds a value that JSON cannot hold: {error}",
+            remedy="pass config.to_dict(), or a dict of plain values",
+            path=where,
+        ) from error
+
+
+def _nested(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The configs inside a config: `text_config`, `vision_config`, `decoder`, …"""
+    return [v for v in values.values() if isinstance(v, dict) and "model_type" in v]
+
+
+def _complete_rope(values: dict[str, Any]) -> None:
+    new = values.get("rope_parameters")
+    if isinstance(new, dict) and new:
+        if any(isinstance(v, dict) for v in new.values()):
+            _older_keys_by_layer(values, new)
+        else:
+            _older_keys(values, new)
+    elif "rope_theta" in values or "rotary_emb_base" in values:
+        _newer_keys(values)
+
+
+def _older_keys(values: dict[str, Any], new: dict[str, Any]) -> None:
+    scaling = {k: v for k, v in new.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    default = scaling in ({}, {"rope_type": "default"})
+    if "rope_theta" in new:
+        _agree(values, "rope_theta", new["rope_theta"])
+        _agree_if_neox(values, "rotary_emb_base", new["rope_theta"])
+    if "partial_rotary_factor" in new:
+        _agree(values, "partial_rotary_factor", new["partial_rotary_factor"])
+        _agree_if_neox(values, "rotary_pct", new["partial_rotary_factor"])
+    values.setdefault("rope_scaling", None if default else scaling)
+
+
+def _older_keys_by_layer(values: dict[str, Any], new: dict[str, Any]) -> None:
+    """Gemma 3's shape: one set of parameters for each type of attention layer."""
+    full, sliding = new.get("full_attention"), new.get("sliding_attention")
+    if isinstance(full, dict):
+        _older_keys(values, full)
+    if isinstance(sliding, dict) and "rope_theta" in sliding:
+        _agree(values, "rope_local_base_freq", sliding["rope_theta"])
+
+
+def _newer_keys(values: dict[str, Any]) -> None:
+    scaling = values.get("rope_scaling") or {}
+    new = {"rope_type": scaling.get("type", "default"), **scaling}
+    new.pop("type", None)
+    new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
+    partial = values.get("partial_rotary_factor", values.get("rotary_pct"))
+    if partial is not None:
+        new["partial_rotary_factor"] = partial
+    values["rope_parameters"] = new
+
+
+def _agree_if_neox(values: dict[str, Any], key: str, value: Any) -> None:
+    if str(values.get("model_type", "")).startswith("gpt_neox"):
+        _agree(values, key, value)
+
+
+def _agree(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `key`, or refuse: the model would compute another thing under the other generation."""
+    if values.get(key, value) not in (value, None):
+        raise UsageError(
+            f"the config says {key}={values[key]} and, in rope_parameters, {value}",
+            remedy="give both the same value, or leave one of them out",
+        )
+    values[key] = value

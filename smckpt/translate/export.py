@@ -1,0 +1,386 @@
+"""Export a checkpoint as a Hugging Face directory: `export_hf`.
+
+Catalogue → the model's tensors → targets in files → chunks. Each worker thread takes a chunk, reads
+the boxes that fill it, verified, casts them if asked, and writes it at its place. Memory: per
+thread one chunk as read and one as written, however large the model or its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, open_catalogue
+from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    ModelConfig,
+    read_config,
+    tokenizer_files,
+)
+from smckpt.translate.files import Output, aligned
+from smckpt.translate.names import find_ties, model_tensors
+from smckpt.translate.source import Source
+from smckpt.translate.targets import Chunk, OutputFile, Range, Same, Target, arrange
+
+__all__ = ["ExportReport", "export_hf"]
+
+log = logging.getLogger("smckpt")
+
+CHUNK = 16 << 20  # bytes: large enough for a disk's full rate, small beside any model
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
+    left_out: names not written because they are tied to one that is. notes: what a reader should
+    know ("no config was given …").
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def export_hf(
+    checkpoint: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    tokenizer: Any = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    prefix: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
+
+    For models whose tensors have Hugging Face's names already. Needs no model, no process group
+    and no torch; memory stays at two chunks of 16 MiB a thread. Every byte is verified as it is
+    read. The directory loads when all of it is durable, and not before.
+
+    Args:
+        checkpoint: a committed checkpoint: a group's directory that is whole by itself, or the
+            directory above the groups'.
+        out_dir: the directory to write; made when missing.
+        config: the model's config: a directory or file, a dict, or `model.config`. Written with
+            the keys of transformers 4 and 5, and with the dtype of the weights.
+        tokenizer: a directory whose tokenizer files are copied, or an object with
+            `save_pretrained`. By default those beside `config`, if that is a directory.
+        dtype: "float32", "bfloat16" or "float16" to cast every floating tensor to it, rounding to
+            nearest even; None keeps each tensor's own.
+        max_shard_size: of data in one file, in bytes or as "5GB", "512MiB".
+        prefix: dotted place of the model in the saved state dict ("model"; "" for all of it).
+            Found when left out: the key "model", or the only part that is no optimizer's.
+        threads: how many read and write; by default one for each processor, at most 8.
+        progress: called with (bytes written, bytes in all) after each chunk, one call at a time.
+        overwrite: replace a model that is in `out_dir`. The old one is gone first.
+
+    Raises:
+        UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous.
+        TensorMismatchError: tensors that the config says are tied differ.
+        CorruptCheckpointError: a block of the checkpoint is not what was written.
+        StorageError: the disk is full, read-only, ….
+    """
+    began = time.perf_counter()
+    dtype = _dtype_name(dtype)
+    limit = _size(max_shard_size)
+    workers = min(8, os.cpu_count() or 1) if threads is None else threads
+    if workers < 1:
+        raise UsageError(f"threads={threads}", remedy="give a number above 0")
+    settings = read_config(config)
+    tokens = _tokenizer(tokenizer, settings)
+    catalogue = open_catalogue(os.fspath(checkpoint))
+    tensors = model_tensors(catalogue, prefix)
+    left_out = _tied(catalogue, tensors, settings)
+    notes = _notes(tensors, settings)
+    targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
+    files = arrange(targets, limit)
+    output = Output(os.fspath(out_dir), files)
+    with ExitStack() as cleanup:
+        cleanup.callback(output.close)
+        output.prepare(overwrite=overwrite)
+        on_failure = cleanup.enter_context(ExitStack())
+        on_failure.callback(output.abandon)
+        _write(catalogue, output, files, workers, progress)
+        _write_companions(output, settings, tokens, targets)
+        output.publish(_index(files) if len(files) > 1 else None)
+        on_failure.pop_all()
+    for note in notes:
+        log.warning("%s: %s", output.url, note)
+    return ExportReport(
+        directory=output.url,
+        files=tuple(file.name for file in files),
+        tensors=len(targets),
+        nbytes=sum(file.data_bytes for file in files),
+        left_out=left_out,
+        notes=notes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+# -- what is exported ----------------------------------------------------------------------------
+
+
+def _target(name: str, tensor: LogicalTensor, dtype: str | None) -> Same:
+    own = tensor.dtype
+    wanted = own
+    if dtype is not None and _is_float(own):
+        if own not in CASTABLE:
+            raise UsageError(
+                f"{name} has dtype {own}, which is not cast",
+                remedy=f"export with dtype=None; casts are between {', '.join(CASTABLE)}",
+            )
+        wanted = dtype
+    return Same(name, wanted, tuple(tensor.shape), tensor.name, own)
+
+
+def _tied(
+    catalogue: Catalogue, tensors: dict[str, LogicalTensor], settings: ModelConfig | None
+) -> tuple[str, ...]:
+    """Names to leave out because the config ties them to another; refused where they differ."""
+    if settings is None or not settings.ties_embeddings:
+        return ()
+    left_out = []
+    for tie in find_ties(tensors):
+        kept, other = tensors[tie.kept], tensors[tie.left_out]
+        if not Source(catalogue).equal(kept, other, CHUNK):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
+                remedy="set tie_word_embeddings to false in the config if the model was trained "
+                "with both; else the checkpoint is not of this model",
+                path=catalogue.url,
+            )
+        left_out.append(tie.left_out)
+    return tuple(left_out)
+
+
+def _notes(tensors: dict[str, LogicalTensor], settings: ModelConfig | None) -> tuple[str, ...]:
+    if settings is None:
+        return (f"no config was given: put the model's {CONFIG} there before loading",)
+    notes = []
+    architectures = settings.values.get("architectures") or [""]
+    heads = any("head" in name or name.startswith("embed_out") for name in tensors)
+    if settings.ties_embeddings is False and architectures[0].endswith("ForCausalLM") and not heads:
+        notes.append(
+            f"{architectures[0]} with untied embeddings, but no output head is in the checkpoint: "
+            "from_pretrained would make a random one"
+        )
+    return tuple(notes)
+
+
+# -- the bytes -----------------------------------------------------------------------------------
+
+
+def _write(
+    catalogue: Catalogue,
+    output: Output,
+    files: Sequence[OutputFile],
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """All chunks of all files, in order, by `threads` workers; the first failure ends it."""
+    meter = _Meter(sum(file.data_bytes for file in files), progress)
+    source = Source(catalogue)
+    idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
+    for _ in range(threads):
+        idle.put(_Scratch())
+
+    def one(file: OutputFile, chunk: Chunk, count: int) -> None:
+        scratch = idle.get()
+        try:
+            data = scratch.fill(source, chunk)
+            output.writer(file, count).write_at(chunk.offset, data)
+        finally:
+            idle.put(scratch)
+        output.chunk_done(file)
+        meter.add(chunk.length)
+
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(threads, "smckpt-export")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        pending = []
+        for file in files:
+            chunks = list(file.chunks(CHUNK))
+            if not chunks:
+                output.writer(file, 0)
+            pending += [pool.submit(one, file, chunk, len(chunks)) for chunk in chunks]
+        for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+            future.result()
+
+
+class _Scratch:
+    """The memory of one worker: a chunk as it is written and, for casts, one as it is read."""
+
+    def __init__(self) -> None:
+        self._out = aligned(CHUNK)
+        self._raw = aligned(0)
+
+    def fill(self, source: Source, chunk: Chunk) -> memoryview:
+        """The bytes of a chunk: its ranges read, those that need it cast."""
+        need = sum(r.source_bytes for r in chunk.ranges if r.casts)
+        if need > len(self._raw):
+            self._raw = aligned(need)
+        views, at = [], 0
+        for item in chunk.ranges:
+            if item.casts:
+                views.append(self._raw[at : at + item.source_bytes])
+                at += item.source_bytes
+            else:
+                views.append(self._out[item.offset : item.offset + item.nbytes])
+        source.read([r.target.entry(r.start, r.stop) for r in chunk.ranges], views)
+        for item, view in zip(chunk.ranges, views, strict=True):
+            if item.casts:
+                _cast_into(item, view, self._out)
+        return self._out[: chunk.length]
+
+
+def _cast_into(item: Range, raw: memoryview, memory: memoryview) -> None:
+    target = item.target
+    values = np.frombuffer(raw, stored_type(target.source_dtype))
+    out = np.frombuffer(memory, np.uint8)[item.offset : item.offset + item.nbytes]
+    try:
+        out[:] = cast(values, target.source_dtype, target.dtype).view(np.uint8)
+    except OverflowError as error:
+        raise UsageError(
+            f"{target.name} cannot be exported as {target.dtype}: {error}",
+            remedy="export it as bfloat16 or float32",
+        ) from error
+
+
+class _Meter:
+    """Bytes done, told one call at a time."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
+        self._total = total
+        self._tell = tell
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._done.put(0)
+
+    def add(self, nbytes: int) -> None:
+        done = self._done.get() + nbytes
+        try:
+            if self._tell is not None:
+                self._tell(done, self._total)
+        finally:
+            self._done.put(done)
+
+
+# -- what stands beside the weights --------------------------------------------------------------
+
+
+def _write_companions(
+    output: Output,
+    settings: ModelConfig | None,
+    tokenizer: Path | Any | None,
+    targets: Sequence[Target],
+) -> None:
+    if settings is not None:
+        output.put(CONFIG, _json(settings.complete(_main_dtype(targets))))
+        generation = settings.generation()
+        beside = settings.directory / GENERATION_CONFIG if settings.directory else None
+        if beside is not None and beside.is_file():
+            output.put(GENERATION_CONFIG, beside.read_bytes())
+        elif generation is not None:
+            output.put(GENERATION_CONFIG, _json(generation))
+    if isinstance(tokenizer, Path):
+        for path in tokenizer_files(tokenizer):
+            output.put(path.name, path.read_bytes())
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(output.url)
+
+
+def _index(files: Sequence[OutputFile]) -> bytes:
+    weight_map = {t.name: file.name for file in files for t in file.targets}
+    total = sum(file.data_bytes for file in files)
+    return _json(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    )
+
+
+def _main_dtype(targets: Sequence[Target]) -> str | None:
+    """The floating dtype that most bytes have: what the model should be loaded in."""
+    counts: dict[str, int] = {}
+    for target in targets:
+        if target.dtype in CASTABLE:
+            nbytes = int(np.prod(target.shape)) * DTYPES[target.dtype].itemsize
+            counts[target.dtype] = counts.get(target.dtype, 0) + nbytes
+    return max(counts, key=lambda name: counts[name]) if counts else None
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=False) + "\n").encode()
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def _tokenizer(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | None:
+    if tokenizer is None:
+        return settings.directory if settings is not None else None
+    if isinstance(tokenizer, (str, os.PathLike)):
+        path = Path(os.fspath(tokenizer))
+        if not tokenizer_files(path):
+            raise UsageError(
+                "no tokenizer files are there",
+                remedy="pass a local directory with tokenizer.json or the like",
+                path=str(path),
+            )
+        return path
+    if hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    raise UsageError(
+        f"tokenizer= is a {type(tokenizer).__name__}",
+        remedy="pass a directory, or a tokenizer that has save_pretrained",
+    )
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UsageError(
+            f"dtype={dtype!s}", remedy="pass float32, bfloat16 or float16, or None to keep it"
+        )
+    return name
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _size(size: int | str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    unit = match.group(2) if match else "?"
+    if match is None or unit not in _SIZES or float(match.group(1)) * _SIZES[unit] < 1:
+        raise UsageError(
+            f"max_shard_size={size!r}", remedy='pass bytes, or a text such as "5GB" or "512MiB"'
+        )
+    return int(float(match.group(1)) * _SIZES[unit])

@@ -1,0 +1,161 @@
+"""The export's directory: what stands there before, what is written, and what makes it whole.
+
+Weights are written first and made durable; what makes them loadable (the index, or the name
+model.safetensors) comes last. An export that is killed leaves files that nothing loads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from smckpt.errors import StorageError, UsageError
+from smckpt.storage import FileWriter, Storage, open_storage
+from smckpt.storage.faults import storage_error
+from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.targets import OutputFile
+
+__all__ = ["INDEX", "Output", "aligned"]
+
+INDEX = "model.safetensors.index.json"
+UNFINISHED = ".unfinished"
+
+# Weights in any form that from_pretrained would take, and their indices.
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
+    r"(\.index\.json)?$"
+)
+
+
+class Output:
+    """The directory `url`, on its way from empty (or overwritten) to a whole model."""
+
+    def __init__(self, url: str, files: Sequence[OutputFile]) -> None:
+        self.storage: Storage = open_storage(url)
+        self.url = self.storage.url
+        self._files = tuple(files)
+        self._lock = threading.Lock()
+        self._open: dict[str, FileWriter] = {}
+        self._chunks: dict[str, int] = {}
+        self._made: list[str] = []
+
+    def prepare(self, *, overwrite: bool) -> None:
+        """Refuse a directory that holds something, or take the old model out of it.
+
+        Raises:
+            UsageError: it is not empty and `overwrite` is False.
+            StorageError: there is too little space, or the directory cannot be used.
+        """
+        present = [f.name for f in self.storage.list()]
+        if (present or self.storage.list_dirs()) and not overwrite:
+            raise UsageError(
+                "the directory is not empty",
+                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
+                path=self.url,
+            )
+        # The index first: from then on no mixture of two models can be loaded.
+        for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
+            self.storage.delete(name)
+        self._check_space()
+
+    def writer(self, file: OutputFile, chunks: int) -> FileWriter:
+        """The writer of `file`, made with its header when first asked for."""
+        with self._lock:
+            if file.name not in self._open:
+                name = self._stored(file)
+                writer = self.storage.create_file(name, file.size)
+                self._open[file.name] = writer
+                self._chunks[file.name] = chunks
+                self._made.append(name)
+                memory = aligned(len(file.header))
+                memory[:] = file.header
+                writer.write_at(0, memory)
+                if chunks == 0:
+                    self._finish(file)
+            return self._open[file.name]
+
+    def chunk_done(self, file: OutputFile) -> None:
+        """One chunk less; the file is made durable with its last."""
+        with self._lock:
+            self._chunks[file.name] -= 1
+            if self._chunks[file.name]:
+                return
+        self._finish(file)
+
+    def put(self, name: str, data: bytes) -> None:
+        """A small file, in place of one that was there (only `overwrite` lets that happen)."""
+        self.storage.delete(name)
+        self.storage.put(name, data)
+        self._made.append(name)
+
+    def publish(self, index: bytes | None) -> None:
+        """Make it loadable: the index, or the name of the single file."""
+        if index is not None:
+            self.storage.put(INDEX, index)
+            return
+        (file,) = self._files
+        stored = self._stored(file)
+        if stored != file.name:
+            directory = local_path(self.url)
+            path = os.path.join(directory, file.name)
+            try:
+                os.rename(os.path.join(directory, stored), path)
+                _sync(directory)
+            except OSError as error:
+                raise storage_error(error, path, "name the finished file") from error
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as the store lets us."""
+        with ExitStack() as each:  # one that cannot be removed does not keep the others
+            for name in self._made:
+                each.callback(self.storage.delete, name)
+            for writer in self._open.values():
+                each.callback(_abort, writer)
+
+    def close(self) -> None:
+        self.storage.close()
+
+    def _finish(self, file: OutputFile) -> None:
+        self._open[file.name].finish()
+
+    def _stored(self, file: OutputFile) -> str:
+        """A single file has another name until it is whole; an object appears whole anyway."""
+        single = len(self._files) == 1 and is_local(self.url)
+        return file.name + UNFINISHED if single else file.name
+
+    def _check_space(self) -> None:
+        if not is_local(self.url):
+            return
+        there = local_path(self.url)
+        while not os.path.isdir(there):
+            there = os.path.dirname(there)
+        need = sum(file.size for file in self._files)
+        free = shutil.disk_usage(there).free
+        if free < need:
+            raise StorageError(
+                f"the model needs {need:,} bytes and {free:,} are free",
+                remedy="free space, or choose an out_dir on another disk",
+                path=self.url,
+            )
+
+
+def aligned(size: int) -> memoryview:
+    """`size` bytes of page-aligned memory, what direct writes ask for; freed with its last view."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+def _abort(writer: FileWriter) -> None:
+    writer.abort()
+
+
+def _sync(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

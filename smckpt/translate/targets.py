@@ -1,0 +1,193 @@
+"""What an export writes: target tensors, each made of boxes of logical tensors, laid out in files.
+
+The seam for translation lies here: a `Target` answers which boxes of which logical tensors make up
+a range of its elements, and nothing after it knows how that was decided. Where names and layouts
+are Hugging Face's already, that is one tensor, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from smckpt.errors import UsageError
+from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.geometry import BoxGeometry, Shape, boxes_of_range
+
+__all__ = ["ALIGNMENT", "Chunk", "OutputFile", "Range", "Same", "Target", "arrange"]
+
+ALIGNMENT = 4096  # the data starts on such a boundary, and chunks do: what direct writes ask for
+_SINGLE = "model.safetensors"
+
+
+class Target(Protocol):
+    """A tensor of the export."""
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+
+    @property
+    def dtype(self) -> str:
+        """In the file; a name in `DTYPES` with a safetensors code."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def source_dtype(self) -> str:
+        """Of the elements that `entry` names."""
+
+    def entry(self, start: int, stop: int) -> Entry:
+        """Elements [start, stop), row-major, as an array of boxes of logical tensors."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """A target that is one logical tensor, `source`, under another name and maybe dtype."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    source: str
+    source_dtype: str
+
+    def entry(self, start: int, stop: int) -> Entry:
+        boxes = tuple(boxes_of_range(self.shape, start, stop))
+        return Entry(
+            path=(self.name,),
+            dtype=self.source_dtype,
+            shape=boxes[0].sizes if len(boxes) == 1 else (stop - start,),
+            geometry=BoxGeometry(self.source, self.shape, boxes, (0,)),
+            before=(),
+            after=(),
+        )
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a target, at byte `offset` of a chunk."""
+
+    target: Target
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * DTYPES[self.target.dtype].itemsize
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.start) * DTYPES[self.target.source_dtype].itemsize
+
+    @property
+    def casts(self) -> bool:
+        return self.target.dtype != self.target.source_dtype
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [offset, offset + length) of a file and the ranges that fill them, without a gap."""
+
+    offset: int
+    length: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One safetensors file: targets ordered so that each is aligned to its element size."""
+
+    name: str
+    targets: tuple[Target, ...]
+
+    @cached_property
+    def ordered(self) -> tuple[Target, ...]:
+        return tuple(sorted(self.targets, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name)))
+
+    @cached_property
+    def header(self) -> bytes:
+        """Padded, so that the data starts on a boundary."""
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for target in self.ordered:
+            end = at + _nbytes(target)
+            table[target.name] = {
+                "dtype": DTYPES[target.dtype].code,
+                "shape": list(target.shape),
+                "data_offsets": [at, end],
+            }
+            at = end
+        text = json.dumps(table, separators=(",", ":")).encode()
+        padded = -(-(len(text) + 8) // ALIGNMENT) * ALIGNMENT - 8
+        return padded.to_bytes(8, "little") + text.ljust(padded)
+
+    @cached_property
+    def data_bytes(self) -> int:
+        return sum(map(_nbytes, self.targets))
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + self.data_bytes
+
+    def chunks(self, length: int) -> Iterator[Chunk]:
+        """The data in chunks of `length` bytes, a multiple of `ALIGNMENT`; the last is shorter.
+
+        No element is split: chunks start on multiples of every element size.
+        """
+        ranges: list[Range] = []
+        base, filled = len(self.header), 0
+        for target in self.ordered:
+            itemsize = DTYPES[target.dtype].itemsize
+            start, numel = 0, math.prod(target.shape)
+            while start < numel:
+                stop = min(numel, start + (length - filled) // itemsize)
+                ranges.append(Range(target, start, stop, filled))
+                filled += (stop - start) * itemsize
+                start = stop
+                if filled == length:
+                    yield Chunk(base, filled, tuple(ranges))
+                    base, filled, ranges = base + filled, 0, []
+        if filled:
+            yield Chunk(base, filled, tuple(ranges))
+
+
+def arrange(targets: Sequence[Target], max_bytes: int) -> tuple[OutputFile, ...]:
+    """The targets in files of at most `max_bytes` of data each, in their order.
+
+    A larger tensor has a file of its own. One file is called model.safetensors; several are
+    numbered, as `save_pretrained` does.
+
+    Raises:
+        UsageError: a target's dtype has no code in safetensors.
+    """
+    batches: list[list[Target]] = [[]]
+    room = max_bytes
+    for target in targets:
+        if DTYPES[target.dtype].code is None:
+            raise UsageError(
+                f"{target.name} has dtype {target.dtype}, which safetensors files cannot hold",
+                remedy="leave that tensor out of the model's state, or keep it in another dtype",
+            )
+        need = _nbytes(target)
+        if need > room and batches[-1]:
+            batches.append([])
+            room = max_bytes
+        batches[-1].append(target)
+        room -= need
+    count = len(batches)
+    if count == 1:
+        return (OutputFile(_SINGLE, tuple(batches[0])),)
+    return tuple(
+        OutputFile(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(batch))
+        for number, batch in enumerate(batches, 1)
+    )
+
+
+def _nbytes(target: Target) -> int:
+    return math.prod(target.shape) * DTYPES[target.dtype].itemsize

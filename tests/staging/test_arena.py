@@ -1,0 +1,115 @@
+"""The arena's memory: whose it is, and when it goes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from smckpt.errors import MemoryBudgetError, UsageError
+from smckpt.staging.arena import Arena
+from tests.support import child
+
+
+def test_its_pages_are_there_from_the_start() -> None:
+    faults = child.run(
+        """
+        import resource
+        from smckpt.staging.arena import Arena
+        arena = Arena(64 << 20)
+        view = arena.view(0, arena.size)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        view[::4096] = bytes(arena.size // 4096)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        """
+    )
+    assert int(faults) < 1000, "16,384 pages would fault one by one"
+
+
+def test_a_size_is_rounded_up_to_whole_pages_and_views_stay_inside() -> None:
+    with closing(Arena(5000)) as arena:
+        assert arena.size == 8192
+        assert os.fstat(arena.fd).st_size == 8192
+        arena.view(8000, 192)[:] = b"x" * 192
+        for offset, length in ((8000, 193), (-1, 5), (0, -1)):
+            with pytest.raises(UsageError):
+                arena.view(offset, length)
+    with pytest.raises(UsageError, match="0 bytes"):
+        Arena(0)
+
+
+def test_another_process_sees_the_bytes_through_the_descriptor() -> None:
+    with closing(Arena(4096)) as arena:
+        arena.view(100, 5)[:] = b"hello"
+        with mmap.mmap(arena.fd, 4096, prot=mmap.PROT_READ) as other:
+            assert other[100:105] == b"hello"
+
+
+def test_closing_gives_the_memory_back_as_soon_as_no_view_lives() -> None:
+    arena = Arena(1 << 20)
+    assert held_by(os.getpid()) == (2, 1)  # ours, and the one that mmap keeps
+    arena.close()
+    arena.close()
+    assert held_by(os.getpid()) == (0, 0)
+    arena = Arena(1 << 20)
+    view = arena.view(0, 10)
+    arena.close()
+    view[:] = bytes(10)  # still mapped: no crash
+    view.release()
+    assert held_by(os.getpid()) == (0, 0)
+
+
+def test_a_forked_child_holds_none_of_the_memory() -> None:
+    """A data loader's worker that outlives the trainer must not keep its arena."""
+    arena = Arena(1 << 20)
+    ready, say_ready = os.pipe()
+    hold, let_go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(say_ready, b"x")
+        os.close(let_go)
+        os.read(hold, 1)  # until the parent closes its end
+        os._exit(0)
+    os.read(ready, 1)
+    held = held_by(pid)
+    arena.close()
+    for fd in (let_go, hold, ready, say_ready):
+        os.close(fd)
+    os.waitpid(pid, 0)
+    assert held == (0, 0)
+
+
+def test_a_child_may_fork_and_use_its_own_descriptors_after() -> None:
+    """What the child closes late must not be somebody else's descriptor."""
+    child.run(
+        """
+        import gc, os
+        from smckpt.staging.arena import Arena
+        arena = Arena(1 << 20)
+        pid = os.fork()
+        if pid == 0:
+            mine = [os.open("/dev/zero", os.O_RDONLY) for _ in range(20)]
+            del arena
+            gc.collect()
+            ok = all(os.read(fd, 1) == b"\\0" for fd in mine)
+            os._exit(0 if ok else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        """
+    )
+
+
+def test_too_large_an_arena_is_an_error_and_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((MemoryBudgetError, OSError)):
+        Arena(1 << 60)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def held_by(pid: int) -> tuple[int, int]:
+    """How many descriptors and mappings of arenas a process has."""
+    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return tuple(sum("smckpt-arena" in x for x in where) for where in (links, maps))  # type: ignore[return-value]

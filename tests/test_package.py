@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
+import re
 import subprocess
 import sys
+import textwrap
 import venv
 from pathlib import Path
 
@@ -104,3 +107,57 @@ def test_the_wheel_holds_the_package_and_imports_in_an_empty_environment(tmp_pat
     )
     assert done.stdout.split() == [smckpt.__version__, "2"], done.stderr
     assert (bin_ / "smckpt").is_file()
+
+
+def pins() -> dict[str, str]:
+    """Requirement lines of requirements/dev.txt by normal name."""
+    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    return {normal(line.split("==")[0]): line for line in wanted}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_dependency_and_extra_is_pinned():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    text = config["options"]["install_requires"]
+    text += "".join(config["options.extras_require"][name] for name in ("hf", "notebook"))
+    text += config.get("options.extras_require", "test", raw=True)
+    text += config.get("options.extras_require", "dev", raw=True)
+    names = re.findall(r"^([A-Za-z0-9_-]+)>=", text, re.MULTILINE)
+    assert {"torch", "numpy", "typer", "transformers", "mypy"} <= set(names)
+    assert [name for name in names if normal(name) not in pins()] == []
+    assert all("==" in line for line in pins().values())
+
+
+def test_torch_is_pinned_without_a_build():
+    assert re.fullmatch(r"torch==[0-9.]+", pins()["torch"])
+
+
+def test_the_readmes_example_runs_in_plain_python(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    (code,) = [block for block in re.findall(r"\n\n((?:    .*\n|\n)+)", text) if "AdamW" in block]
+    lines = textwrap.dedent(code).replace("/tmp", str(tmp_path)).strip().splitlines()
+    assert len([line for line in lines if line]) <= 10
+    assert "smckpt.save(" in code and "smckpt.load(" in code
+    python("\n".join(lines))
+    assert "ok" in python_cli("verify", str(tmp_path / "first-checkpoint"))
+
+
+def python_cli(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "smckpt.cli", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_script_says_what_its_commands_are():
+    done = subprocess.run([ROOT / "dev"], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    for command in ("./dev train", "./dev test"):
+        assert command in done.stderr
+        assert command in (ROOT / "README.md").read_text()

@@ -1,0 +1,128 @@
+"""How the command prints: sizes, times, JSON, tables and progress bars.
+
+rich is imported where a table is drawn: `smckpt --json` and `smckpt --version` do without.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from smckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "bytes_text",
+    "print_error",
+    "print_facts",
+    "print_json",
+    "print_line",
+    "print_table",
+    "progress_bar",
+]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+# What a table may take where nobody wraps it: a pipe or a file gets every character.
+_UNBOUNDED = 100_000
+
+
+def bytes_text(size: int) -> str:
+    """1536 → "1.5 KiB"."""
+    value, unit = float(size), "B"
+    for larger in _UNITS:
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_line(text: str) -> None:
+    print(text)
+
+
+def print_error(error: CheckpointError) -> None:
+    """One line on stderr. Host and rank, which matter in a job, say nothing here."""
+    where = f"{error.path}: " if error.path and error.path not in error.message else ""
+    remedy = f" — {error.remedy}" if error.remedy else ""
+    line = " ".join(f"{where}{error.message}{remedy}".split())
+    print(f"smckpt: {line}", file=sys.stderr)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # no markup: a path may hold [brackets]
+    width = None if sys.stdout.isatty() else _UNBOUNDED
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
+) -> None:
+    """A table; columns named in `right` are flush right. None shows as "-"."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, style="bold") if title else None, box=box.SIMPLE_HEAD)
+    table.title_justify = "left"
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold", header_style=""
+        )
+    for row in rows:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row))
+    _console().print(table)
+
+
+def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
+    """A title and its name–value lines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    console.print(Text(title, style="bold"))
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(f"  {name}", "-" if value is None else str(value))
+    console.print(table)
+
+
+@contextmanager
+def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes on stderr; yields what to call with (done, total).
+
+    Yields None where nobody would see it: `quiet`, or stderr is no terminal.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

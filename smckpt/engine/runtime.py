@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from smckpt.engine.groups import Group
+from smckpt.engine.job import SaveHandle
 from smckpt.engine.load import Loader
 from smckpt.engine.membership import Membership
 from smckpt.engine.queue import SaveQueue
@@ -17,6 +19,17 @@ from smckpt.engine.queue import SaveQueue
 __all__ = ["Runtime"]
 
 log = logging.getLogger("smckpt")
+
+
+class Finalizable(Protocol):
+    """What a queue of saves is to those who wait for it."""
+
+    @property
+    def failed(self) -> list[SaveHandle]: ...
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]: ...
+
+    def close(self, timeout: float) -> None: ...
 
 
 class Runtime:
@@ -27,6 +40,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
+        self._adopted: dict[tuple[str, tuple[int, ...]], Finalizable] = {}
         self._loaders: dict[tuple[int, ...], Loader] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -38,10 +52,20 @@ class Runtime:
             key = (name, group.ranks)
             if key not in self._queues:
                 self._queues[key] = SaveQueue(group, name)
-                if not self._watching:
-                    self._watching = True
-                    atexit.register(self._at_exit)
+                self._watch()
             return self._queues[key]
+
+    def adopt(
+        self, name: str, ranks: tuple[int, ...], make: Callable[[], Finalizable]
+    ) -> Finalizable:
+        """A queue of saves by other means (DCP's), made on first use; waited for like our own."""
+        with self._lock:
+            self._forget_if_forked()
+            key = (name, ranks)
+            if key not in self._adopted:
+                self._adopted[key] = make()
+                self._watch()
+            return self._adopted[key]
 
     def loader(self, group: Group) -> Loader:
         with self._lock:
@@ -50,21 +74,21 @@ class Runtime:
                 self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
             return self._loaders[group.ranks]
 
-    def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[SaveQueue]:
+    def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[Finalizable]:
         """Existing queues: of these ranks (all for None), of this name (all for None)."""
         with self._lock:
             self._forget_if_forked()
             return [
                 queue
-                for (its_name, its_ranks), queue in self._queues.items()
+                for (its_name, its_ranks), queue in self._all()
                 if (ranks is None or its_ranks == ranks) and (name is None or its_name == name)
             ]
 
     def close(self, timeout: float) -> list[Any]:
         """Drain and end all queues; the saves that failed and that nobody was told of."""
         with self._lock:
-            queues, self._queues = list(self._queues.values()), {}
-            self._loaders = {}
+            queues = [queue for _, queue in self._all()]
+            self._queues, self._adopted, self._loaders = {}, {}, {}
         failed = []
         for queue in queues:
             queue.close(timeout)
@@ -74,7 +98,15 @@ class Runtime:
     def _forget_if_forked(self) -> None:
         if os.getpid() != self._pid:  # threads and workers stayed with the parent
             self._pid = os.getpid()
-            self._queues, self._loaders, self._watching = {}, {}, False
+            self._queues, self._adopted, self._loaders, self._watching = {}, {}, {}, False
+
+    def _all(self) -> list[tuple[tuple[str, tuple[int, ...]], Finalizable]]:
+        return [*self._queues.items(), *self._adopted.items()]
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         """Drain within a limit. A failure that nobody saw makes the exit status non-zero.

@@ -1,0 +1,274 @@
+"""Saves and loads that torch.distributed.checkpoint plans: for foreign planners and writers.
+
+DCP runs its collectives here, so each such save runs on a gloo group of its own (interleaved with
+the collectives of training they would pair up wrongly) and waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from smckpt.engine.groups import Group
+from smckpt.engine.job import SaveHandle, Timings
+from smckpt.errors import CheckpointError, SaveFailedError, StateError
+
+__all__ = ["ForeignQueue", "load_with_dcp"]
+
+log = logging.getLogger("smckpt")
+
+
+class ForeignQueue:
+    """The saves of one group that DCP plans, in order, one in flight.
+
+    Finalized, closed and asked for failures like a `SaveQueue`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._process_group: Any = None
+        self._numbers = 0
+        self._flying: SaveHandle | None = None
+        self._unreported: list[SaveHandle] = []
+        self._committed: list[int] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # -- the front: called by the training thread -------------------------------------------
+
+    def submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        *,
+        checkpoint_id: str | os.PathLike[str] | None,
+        writer: StorageWriter,
+        planner: SavePlanner | None,
+    ) -> SaveHandle:
+        """Copy the state, let DCP save it in the background; see `smckpt.async_save`."""
+        began = time.perf_counter()
+        where = (
+            checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", "")
+        )
+        handle = SaveHandle(self._numbers, os.fspath(where), None)
+        self._numbers += 1
+        self._wait_for_room()
+        process_group = self._own_group()
+        refused: BaseException | None = None
+        staged: dict[str, Any] = {}
+        try:
+            staged = _staged(state_dict, writer)
+        except BaseException as error:
+            # The peers are on their way into DCP's collectives: tell them there.
+            refused, planner = error, _Refusal(error)
+        blocked = time.perf_counter() - began
+        arguments = {
+            "checkpoint_id": checkpoint_id,
+            "storage_writer": writer,
+            "planner": planner,
+            "process_group": process_group,
+        }
+        self._flying = handle
+        threading.Thread(
+            target=self._run,
+            args=(handle, staged, arguments, began, blocked, refused is not None),
+            name="smckpt-dcp",
+            daemon=True,
+        ).start()
+        if refused is not None:
+            raise refused
+        self._raise_failures()
+        return handle
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
+        """The numbers of the saves committed since the last call; raises what failed."""
+        flying = self._flying
+        if blocking and flying is not None and not flying._done.wait(timeout):
+            raise SaveFailedError(
+                f"save {flying.number} by DCP is still under way after {timeout} s",
+                remedy="wait longer, or look at the logs of the other ranks",
+                path=flying.checkpoint_id,
+                rank=self.group.rank,
+            )
+        self._raise_failures()
+        with self._lock:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def close(self, timeout: float) -> None:
+        """Wait for the save in flight."""
+        flying = self._flying
+        if os.getpid() == self._pid and flying is not None and not flying._done.wait(timeout):
+            log.error(
+                "save %d by DCP is not finished after %.0f s: given up", flying.number, timeout
+            )
+
+    @property
+    def failed(self) -> list[SaveHandle]:
+        """Saves that failed and that nobody was told of."""
+        with self._lock:
+            return list(self._unreported)
+
+    def _wait_for_room(self) -> None:
+        flying = self._flying
+        if flying is None or flying.done():
+            return
+        log.info("a save waits for save %d, which DCP is still writing", flying.number)
+        flying._done.wait()  # gloo's timeout bounds each collective of it
+
+    def _own_group(self) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if self._process_group is None:
+            self._process_group = dist.new_group(
+                list(self.group.ranks), backend="gloo", use_local_synchronization=True
+            )
+        return self._process_group
+
+    def _raise_failures(self) -> None:
+        with self._lock:
+            failed, self._unreported = self._unreported, []
+        for handle in failed[:-1]:
+            log.error("%s", handle.failure())
+        if failed:
+            raise failed[-1].failure()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _run(
+        self,
+        handle: SaveHandle,
+        staged: dict[str, Any],
+        arguments: dict[str, Any],
+        began: float,
+        blocked: float,
+        reported: bool,
+    ) -> None:
+        error: CheckpointError | None = None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(staged, **arguments)
+        except BaseException as raised:  # CheckpointException is no Exception
+            error = told(raised, self.group, handle.checkpoint_id)
+        committed = time.perf_counter() - began
+        handle.timings = Timings(blocked, blocked, committed, committed, 0)
+        handle.error = error
+        with self._lock:
+            if error is None:
+                self._committed.append(handle.number)
+            elif not reported:
+                self._unreported.append(handle)
+        if error is not None:
+            log.error("save %d was not committed: %s", handle.number, error)
+        handle._done.set()
+
+
+def load_with_dcp(
+    state_dict: MutableMapping[str, Any],
+    group: Group,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    reader: StorageReader,
+    planner: LoadPlanner | None,
+    process_group: Any,
+) -> MutableMapping[str, Any]:
+    """`torch.distributed.checkpoint.load`, with errors of ours.
+
+    Raises:
+        CheckpointError: DCP's load failed; with the cause and the rank where it happened.
+    """
+    try:
+        dcp.load(
+            state_dict,  # type: ignore[arg-type]
+            checkpoint_id=checkpoint_id,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+        )
+    except CheckpointException as error:
+        where = checkpoint_id or getattr(reader, "checkpoint_id", None) or ""
+        raise told(error, group, os.fspath(where), CheckpointError) from error
+    return state_dict
+
+
+def told(
+    error: BaseException, group: Group, where: str, kind: type[CheckpointError] = SaveFailedError
+) -> CheckpointError:
+    """What DCP raised, as one of ours: the first rank's cause, and which rank that is."""
+    if isinstance(error, CheckpointError):
+        return error
+    rank = group.rank
+    if isinstance(error, CheckpointException):
+        causes = {r: pair[0] for r, pair in sorted(error.failures.items())}
+        for cause in causes.values():
+            if isinstance(cause, CheckpointError):
+                return cause
+        index, error = next(iter(causes.items()))
+        rank = group.ranks[index]
+    return kind(
+        f"torch.distributed.checkpoint failed: {type(error).__name__}: {error}",
+        remedy="see the traceback on that rank; the planner and the storage passed in are DCP's",
+        path=where,
+        rank=rank,
+    )
+
+
+def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict[str, Any]:
+    """A copy that training does not touch, by the writer's own stager if it has one."""
+    if state_dict is None:
+        raise StateError(
+            "this rank has nothing to save (None)",
+            remedy="pass {} on ranks without state, or leave them out of the process group",
+        )
+    plain = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    stager = writer if isinstance(writer, AsyncStager) else None
+    if stager is not None:
+        staged: Any = stager.stage(plain)
+        return staged.result() if hasattr(staged, "result") else staged
+    own = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        return own.stage(plain)  # type: ignore[return-value]
+    finally:
+        own.close()
+
+
+class _Refusal(SavePlanner):
+    """Stands in for the planner of a rank that could not stage: DCP tells its error to all."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        if isinstance(self._error, CheckpointError):
+            raise self._error
+        raise StateError(
+            f"the state could not be copied: {type(self._error).__name__}: {self._error}",
+            remedy="see the traceback on that rank",
+        )
+
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("never reached")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        raise AssertionError("never reached")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise AssertionError("never reached")
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        raise AssertionError("never reached")

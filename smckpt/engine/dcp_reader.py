@@ -1,0 +1,316 @@
+"""Our checkpoints as something that torch.distributed.checkpoint loads from.
+
+Logical names are the names of DCP's flattened state dict, and every box that a source holds is a
+chunk, so any DCP planner reads any box, whatever mesh or flat parameter it was saved from.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.plan import plan_logical
+from smckpt.checkpoint.read import execute
+from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.geometry import Box, BoxGeometry
+from smckpt.storage.urls import normal_url
+
+__all__ = ["DistributedFileSystemReader"]
+
+log = logging.getLogger("smckpt")
+
+_STAGED_BYTES = 1 << 30  # at most so many bytes wait in stand-ins for tensors read indirectly
+
+
+class DistributedFileSystemReader(StorageReader):
+    """Reads a committed checkpoint of ours for `torch.distributed.checkpoint.load`.
+
+    Every block is verified against its checksum. Values that are no tensors come from this rank's
+    own part, or where the world has changed from that of saved rank i mod n.
+
+    Args:
+        checkpoint_id: a group's directory that is whole by itself, or the directory above the
+            groups' directories.
+        threads: that read.
+    """
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str], *, threads: int = 4) -> None:
+        super().__init__()
+        self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self._threads = threads
+        self._catalogue: Catalogue | None = None
+        self._objects: dict[str, Any] = {}
+
+    @property
+    def path(self) -> str:
+        return self.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a committed checkpoint of ours."""
+        try:
+            open_catalogue(os.fspath(checkpoint_id))
+        except CheckpointError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins: the newest commit is looked up again."""
+        if checkpoint_id:
+            self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self._catalogue = None
+
+    def read_metadata(self) -> Metadata:
+        """What is saved, in DCP's terms."""
+        catalogue = self._opened()
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        paths: dict[str, Path] = {}
+        for name, tensor in catalogue.logical.items():
+            boxes = {source.box for source in catalogue.sources(name)}
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                torch.Size(tensor.shape),
+                [_chunk(box) for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))],
+            )
+            paths[name] = tuple(tensor.path)
+        for path, value in self._flat_objects(catalogue):
+            name = dotted(path)
+            if name not in entries:
+                entries[name] = BytesStorageMetadata()
+                paths[name] = path
+                self._objects[name] = value
+        return Metadata(
+            entries,
+            planner_data=paths,
+            storage_data=catalogue.identity,
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Called by DCP; there is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Called by DCP: tells the coordinator which commit this rank follows."""
+        return replace(plan, storage_data=self._opened().identity)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Called by DCP on the coordinator.
+
+        Raises:
+            UsageError: a save was committed while the ranks looked, and they follow different ones.
+        """
+        seen = {plan.storage_data for plan in plans if plan.storage_data is not None}
+        if len(seen) > 1:
+            raise UsageError(
+                f"the ranks found different commits: {sorted(seen)}",
+                remedy="load when no save into this directory is under way",
+                path=self.checkpoint_id,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Called by DCP: fill what the plan asks for.
+
+        Raises:
+            CorruptCheckpointError: a block differs from what was written; names file and offset.
+        """
+        catalogue = self._opened()
+        tensors = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._bytes_of(item))
+            else:
+                tensors.append(item)
+        for batch in _batches(tensors, planner):
+            self._read(catalogue, batch, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _opened(self) -> Catalogue:
+        if self._catalogue is None:
+            self._catalogue = open_catalogue(self.checkpoint_id)
+            self._objects = {}
+        return self._catalogue
+
+    def _flat_objects(self, catalogue: Catalogue) -> Iterator[tuple[Path, Any]]:
+        """This rank's values, cut as DCP cuts a nested state dict."""
+        saved = sorted(catalogue.object_ranks)
+        if not saved:
+            return
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        mine = rank if rank in saved else saved[rank % len(saved)]
+        for path, value in catalogue.objects(mine).values():
+            named = _with_names(tuple(path), value, catalogue.optimizers)
+            yield from _flattened(tuple(path), named)
+
+    def _bytes_of(self, item: ReadItem) -> io.BytesIO:
+        name = item.storage_index.fqn
+        if name not in self._objects:
+            self.read_metadata()
+        if name not in self._objects:
+            raise KeysMismatchError(
+                f"{name} is not in the checkpoint",
+                remedy="load with the metadata that read_metadata returned",
+                path=self.checkpoint_id,
+            )
+        data = io.BytesIO()
+        torch.save(self._objects[name], data)
+        data.seek(0)
+        return data
+
+    def _read(
+        self,
+        catalogue: Catalogue,
+        batch: list[tuple[ReadItem, torch.Tensor]],
+        planner: LoadPlanner,
+    ) -> None:
+        entries, buffers, late = [], [], []
+        for number, (item, target) in enumerate(batch):
+            tensor = catalogue.logical[item.storage_index.fqn]
+            entries.append(_entry(number, tensor.name, tensor.dtype, tensor.shape, item))
+            dtype = getattr(torch, tensor.dtype)
+            memory = target
+            if not _readable(target, dtype):
+                if target.dtype != dtype:
+                    log.debug("%s: read as %s, target %s", tensor.name, dtype, target.dtype)
+                memory = torch.empty(target.shape, dtype=dtype)
+                late.append((target, memory))
+            buffers.append(memoryview(memory.reshape(-1).view(torch.uint8).numpy()).cast("B"))
+        plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        if plan.missing:
+            raise CorruptCheckpointError(
+                f"not in the checkpoint: {sorted(plan.missing)[:8]}",
+                remedy="load with the metadata that read_metadata returned",
+                path=self.checkpoint_id,
+            )
+        execute(plan, buffers, threads=self._threads)
+        for target, memory in late:
+            target.copy_(memory)
+        for item, target in batch:
+            planner.commit_tensor(item, target)
+
+
+def _batches(
+    items: list[ReadItem], planner: LoadPlanner
+) -> Iterator[list[tuple[ReadItem, torch.Tensor]]]:
+    """The items with their targets, so many at a time that stand-ins stay within bounds."""
+    batch: list[tuple[ReadItem, torch.Tensor]] = []
+    staged = 0
+    for item in items:
+        target = planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != tuple(item.lengths):
+            raise UsageError(
+                f"{item.dest_index.fqn}: the planner gave a tensor of shape "
+                f"{tuple(target.shape)} for a box of {tuple(item.lengths)}",
+                remedy="resolve_tensor must return exactly the part that is to be filled",
+            )
+        need = 0 if _readable(target, target.dtype) else target.numel() * 8
+        if batch and staged + need > _STAGED_BYTES:
+            yield batch
+            batch, staged = [], 0
+        batch.append((item, target))
+        staged += need
+    if batch:
+        yield batch
+
+
+def _readable(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a file can be read straight into the tensor's memory."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: ReadItem) -> Entry:
+    """The box of logical tensor `name` that a read item asks for."""
+    origin = item.storage_index.offset
+    if origin is None:
+        raise UsageError(
+            f"{name}: the planner's read item names a chunk without its offset",
+            remedy="keep the storage_index of DCP's read items as it is",
+        )
+    offsets = tuple(o + d for o, d in zip(origin, item.storage_offsets, strict=True))
+    box = Box(offsets, tuple(item.lengths))
+    return Entry(
+        path=(name, number),
+        dtype=dtype,
+        shape=box.sizes,
+        geometry=BoxGeometry(name, tuple(shape), (box,), (0,)),
+        before=(),
+        after=(),
+    )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+# -- paths and values as DCP has them --------------------------------------------------------------
+
+
+def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves that DCP's flattening makes of `value`: into mappings, and into lists of them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flattened((*path, str(key)), inner)
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, inner in enumerate(value):
+            yield from _flattened((*path, index), inner)
+    else:
+        yield path, value
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(
+        isinstance(v, torch.Tensor) or (isinstance(v, (Mapping, list)) and not _is_leaf(v))
+        for v in value
+    )
+
+
+def _with_names(path: Path, value: Any, optimizers: Mapping[str, Any]) -> Any:
+    """`param_groups` of an optimizer that was saved by number, with names of parameters instead:
+    what FSDP.optim_state_dict_to_load and torch's set_optimizer_state_dict look for.
+    """
+    if not path or path[-1] != "param_groups" or not isinstance(value, list):
+        return value
+    known = optimizers.get(dotted(path[:-1]))
+    if known is None or known.get("form") != "id":
+        return value
+    ids = known["ids"]
+    return [
+        {**group, "params": [fqn for number in group["params"] for fqn in ids[number]]}
+        for group in value
+    ]

@@ -30,7 +30,7 @@ __all__ = ["Worker"]
 # The worker sees the packages that the trainer sees, in the same order, and none in the current
 # directory. Without `site` (-S) it starts faster and runs nobody's sitecustomize.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\n'); "
+    "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
     "from smckpt.engine.worker import main; main()"
 )
 _START_TIMEOUT = 60.0  # seconds; it takes 0.1 to 0.2 on a quiet machine

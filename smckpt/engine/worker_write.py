@@ -6,7 +6,6 @@ and writes it. Nothing is copied.
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 import sys
@@ -18,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
-from smckpt.checkpoint.format import crc_name, data_name, part_name
+from smckpt.checkpoint.format import crc_name, data_name, part_name, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.storage import FileWriter, Storage, open_storage
 
@@ -32,6 +31,7 @@ class _File:
     """A file under way, its bytes in the arena, and the checksum of each of its blocks."""
 
     name: str
+    crc_name: str
     data: memoryview
     writer: FileWriter
     crcs: list[int]
@@ -81,14 +81,20 @@ def write_part(
     undo: list[Callable[[], None]] = []
     try:
         under_way = [
-            _begin(storage, arena, data_name(attempt, rank, number), file, undo)
+            _begin(
+                storage,
+                data_name(attempt, rank, number),
+                crc_name(attempt, rank, number),
+                memoryview(arena)[file["arena_offset"] :][: file["size"]],
+                undo,
+            )
             for number, file in enumerate(files)
             if arena is not None
         ]
         _write_all(under_way, threads)
         records = [_finish(storage, file, undo) for file in under_way]
         name = part_name(attempt, rank)
-        body = json.dumps({**part, "files": records}, separators=(",", ":")).encode()
+        body = seal_json({**part, "files": records})
         undo.append(partial(storage.delete, name))
         storage.put(name, body)
     except BaseException:
@@ -105,17 +111,11 @@ def write_part(
 
 
 def _begin(
-    storage: Storage,
-    arena: mmap.mmap,
-    name: str,
-    file: dict[str, int],
-    undo: list[Callable[[], None]],
+    storage: Storage, name: str, beside: str, data: memoryview, undo: list[Callable[[], None]]
 ) -> _File:
-    start, size = file["arena_offset"], file["size"]
-    writer = storage.create_file(name, size)
+    writer = storage.create_file(name, data.nbytes)
     undo.append(writer.abort)
-    data = memoryview(arena)[start : start + size]
-    return _File(name, data, writer, [0] * -(-size // BLOCK))
+    return _File(name, beside, data, writer, [0] * -(-data.nbytes // BLOCK))
 
 
 def _write_all(files: list[_File], threads: int) -> None:
@@ -156,14 +156,13 @@ def _chunks(files: list[_File]) -> Iterator[tuple[_File, int, int]]:
 def _finish(storage: Storage, file: _File, undo: list[Callable[[], None]]) -> dict[str, Any]:
     """Make the file and its block checksums durable; its record for the part."""
     file.writer.finish()
-    beside = crc_name(file.name)
-    undo.append(partial(storage.delete, beside))
-    storage.put(beside, struct.pack(f"<{len(file.crcs)}Q", *file.crcs))
+    undo.append(partial(storage.delete, file.crc_name))
+    storage.put(file.crc_name, struct.pack(f"<{len(file.crcs)}Q", *file.crcs))
     return {
         "name": file.name,
         "size": file.data.nbytes,
         "crc64": hex64(file.crc()),
-        "crc_name": beside,
+        "crc_name": file.crc_name,
     }
 
 

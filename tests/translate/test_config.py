@@ -1,0 +1,107 @@
+"""config.json carries what transformers 4 and 5 each look for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig
+
+from smckpt.errors import UsageError
+from smckpt.translate.config import read_config, tokenizer_files
+
+
+def _complete(values: dict, dtype: str | None = None) -> dict:
+    config = read_config(values)
+    assert config is not None
+    return config.complete(dtype)
+
+
+def test_rope_of_transformers_5_is_written_in_the_older_keys_too():
+    rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    out = _complete({"model_type": "llama", "rope_parameters": rope})
+    assert out["rope_parameters"] == rope
+    assert out["rope_theta"] == 5e5
+    assert out["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+
+
+def test_rope_of_transformers_4_is_written_in_the_newer_key_too():
+    scaling = {"type": "linear", "factor": 2.0}
+    out = _complete({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling})
+    assert out["rope_scaling"] == scaling
+    assert out["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+
+
+def test_plain_rope_has_no_scaling_in_the_older_keys():
+    out = _complete(LlamaConfig(rope_theta=5e5).to_dict())
+    assert (out["rope_theta"], out["rope_scaling"]) == (5e5, None)
+
+
+def test_neox_has_its_own_older_names():
+    out = _complete(GPTNeoXConfig().to_dict())
+    assert (out["rotary_pct"], out["rotary_emb_base"]) == (0.25, 10000.0)
+
+
+def test_generations_that_contradict_each_other_are_refused():
+    values = {"model_type": "llama", "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}
+    with pytest.raises(UsageError, match="rope_theta"):
+        _complete(values)
+
+
+def test_layers_of_two_kinds_keep_both_thetas():
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    out = _complete({"model_type": "gemma3_text", "rope_parameters": rope})
+    assert (out["rope_theta"], out["rope_local_base_freq"]) == (1e6, 1e4)
+
+
+def test_the_dtype_is_that_of_the_weights_in_both_generations_keys_and_inside():
+    inner = {"model_type": "llama", "dtype": "float32"}
+    out = _complete({"model_type": "llava", "dtype": "float32", "text_config": inner}, "bfloat16")
+    assert (out["dtype"], out["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert out["text_config"]["dtype"] == "bfloat16"
+
+
+def test_what_was_written_reads_back_as_the_same_config(tmp_path: Path):
+    config = LlamaConfig(rope_theta=5e5, hidden_size=64, num_attention_heads=8)
+    (tmp_path / "config.json").write_text(json.dumps(_complete(config.to_dict(), "float32")))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == config.rope_parameters
+    assert again.hidden_size == 64
+
+
+def test_the_given_config_is_not_changed():
+    values = {"model_type": "llama", "rope_theta": 5e5}
+    _complete(values, "bfloat16")
+    assert values == {"model_type": "llama", "rope_theta": 5e5}
+
+
+def test_a_directory_a_file_a_dict_and_an_object_are_all_taken(tmp_path: Path):
+    config = LlamaConfig(hidden_size=64, num_attention_heads=8)
+    config.save_pretrained(tmp_path)
+    sources = (tmp_path, str(tmp_path / "config.json"), config.to_dict(), config)
+    for source in sources:
+        found = read_config(source)
+        assert found is not None and found.values["hidden_size"] == 64
+    assert read_config(None) is None
+
+
+@pytest.mark.parametrize("source", [{}, {"hidden_size": 3}, "/nowhere/at/all", 7])
+def test_what_is_no_config_is_refused(source):
+    with pytest.raises(UsageError):
+        read_config(source)
+
+
+def test_generation_settings_come_from_the_config():
+    config = read_config({"model_type": "gpt2", "eos_token_id": 7, "pad_token_id": None})
+    assert config is not None
+    assert config.generation() == {"_from_model_config": True, "eos_token_id": 7}
+
+
+def test_only_tokenizer_files_are_listed(tmp_path: Path):
+    for name in ("tokenizer.json", "merges.txt", "config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert [p.name for p in tokenizer_files(tmp_path)] == ["merges.txt", "tokenizer.json"]

@@ -6,6 +6,7 @@ epochs, manifests and records are created exclusively.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -312,7 +313,7 @@ def publish_record(
 
 def _refuse_nested(directories: Sequence[str], root: str) -> None:
     ordered = sorted(d.rstrip("/") for d in directories)
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    for a, b in itertools.pairwise(ordered):
         if a == b or b.startswith(a + "/"):
             raise UsageError(
                 f"the directories of two groups are one, or one in the other: {a}, {b}",

@@ -11,7 +11,7 @@ BLOCK = 1 << 20  # the unit of the sidecars: a changed byte is found within one 
 
 def crc64(data: bytes | memoryview, previous: int = 0) -> int:
     """CRC-64/NVME of `data`, going on from `previous`. Lets go of the GIL on long data."""
-    value: int = checksums.crc64nvme(data, previous)  # type: ignore[arg-type]
+    value: int = checksums.crc64nvme(data, previous)
     return value
 
 

@@ -61,7 +61,9 @@ def _encode_dict(value: dict[Any, Any], allow: Sequence[type], path: str) -> Any
 
 def _encode_other(value: Any, allow: Sequence[type], path: str) -> Any:
     if type(value) is tuple:
-        return _tagged("tuple", [encode_object(v, allow, f"{path}.{i}") for i, v in enumerate(value)])
+        return _tagged(
+            "tuple", [encode_object(v, allow, f"{path}.{i}") for i, v in enumerate(value)]
+        )
     if type(value) in (set, frozenset):
         items = [encode_object(v, allow, path) for v in value]
         return _tagged(type(value).__name__, items)
@@ -171,5 +173,3 @@ def _decode_torch(tag: str, v: Any) -> Any:
             f"a stored object may not be read: {str(error).splitlines()[0]}",
             remedy="call torch.serialization.add_safe_globals with its type before loading",
         ) from error
-
-

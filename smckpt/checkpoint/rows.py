@@ -7,6 +7,7 @@ by number. A row that not every rank of the group has says which ranks have it.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,9 +164,7 @@ def decode_rows(table: dict[str, Any], ranks: Sequence[int], path: str = "") -> 
             for m in table["meshes"]
         ]
         units = [
-            FlatUnit(
-                tuple(Segment(f, tuple(s), n) for f, s, n in u["segments"]), u["shard_numel"]
-            )
+            FlatUnit(tuple(Segment(f, tuple(s), n) for f, s, n in u["segments"]), u["shard_numel"])
             for u in table["units"]
         ]
         return [_row(row, meshes, units, tuple(ranks)) for row in table["rows"]]
@@ -239,7 +238,7 @@ def _compressed(ranks: Sequence[int]) -> Any:
     """{"first", "count", "stride"} when evenly spaced, as nearly every mesh is; else the list."""
     if len(ranks) > 2:
         stride = ranks[1] - ranks[0]
-        if all(b - a == stride for a, b in zip(ranks, ranks[1:], strict=False)):
+        if all(b - a == stride for a, b in itertools.pairwise(ranks)):
             return {"first": ranks[0], "count": len(ranks), "stride": stride}
     return list(ranks)
 

@@ -87,10 +87,9 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process, which is started if need be."""
-        self.start()
+        """Of the process; 0 when there is none, or none any more."""
         process = self._process
-        return process.popen.pid if process else -1
+        return process.popen.pid if process is not None else 0
 
     def start(self) -> None:
         """Start the process without waiting for it to be ready."""

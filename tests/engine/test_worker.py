@@ -1,0 +1,503 @@
+"""What the trainer can rely on from its worker: that it writes, and that it never hangs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.format import open_json
+from smckpt.engine.worker_client import Worker
+from smckpt.errors import StorageError, WorkerError
+from smckpt.staging.arena import Arena
+from tests.support import child
+
+ATTEMPT = "0123456789ab-00000007"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(threads=3)
+    yield made
+    made.close(timeout=5)
+
+
+def filled(size: int) -> Arena:
+    arena = Arena(size)
+    arena.view(0, arena.size)[:] = os.urandom(arena.size)
+    return arena
+
+
+def request(directory: Path, arena_id: int, *sizes: int) -> dict[str, object]:
+    """Files of these sizes, one after the other in the arena."""
+    files, at = [], 0
+    for size in sizes:
+        files.append({"arena_offset": at, "size": size})
+        at += -(-size // 4096) * 4096
+    return {
+        "directory": str(directory),
+        "attempt": ATTEMPT,
+        "rank": 3,
+        "arena": arena_id,
+        "files": files,
+        "part": {"format": [1, 0], "step": 9, "objects": {"ä": "ü"}},
+    }
+
+
+def test_a_part_is_written_with_its_files_and_their_checksums(
+    tmp_path: Path, worker: Worker
+) -> None:
+    sizes = (9 * BLOCK + 4097, 4096, 17 * BLOCK, 5)
+    with closing(filled(30 * BLOCK)) as arena:
+        payload = request(tmp_path / "new", worker.attach(arena), *sizes)
+        done = worker.call("write_part", payload, timeout=30)
+        part_bytes = (tmp_path / "new" / done["part"]).read_bytes()
+        assert done["crc64"] == hex64(crc64(part_bytes))
+        assert done["bytes"] == sum(sizes) and done["write_seconds"] > 0
+        part = open_json(part_bytes, "part")
+        assert part["step"] == 9 and part["objects"] == {"ä": "ü"}
+        for record, file in zip(part["files"], payload["files"], strict=True):  # type: ignore[call-overload]
+            data = (tmp_path / "new" / record["name"]).read_bytes()
+            assert data == arena.view(file["arena_offset"], file["size"])
+            assert record["size"] == len(data) and record["crc64"] == hex64(crc64(data))
+            blocks = (tmp_path / "new" / record["crc_name"]).read_bytes()
+            expected = [crc64(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+            assert blocks == struct.pack(f"<{len(expected)}Q", *expected)
+        assert len(list((tmp_path / "new").iterdir())) == 2 * len(sizes) + 1
+
+
+def test_a_rank_that_holds_nothing_writes_a_part_alone(tmp_path: Path, worker: Worker) -> None:
+    payload = {**request(tmp_path, 0), "arena": None}
+    done = worker.call("write_part", payload, timeout=30)
+    assert [path.name for path in tmp_path.iterdir()] == [done["part"]]
+    assert done["bytes"] == 0
+
+
+def test_new_contents_and_a_new_arena_reach_the_next_save(tmp_path: Path, worker: Worker) -> None:
+    for turn in range(2):
+        with closing(filled((turn + 1) * BLOCK)) as arena:
+            number = worker.attach(arena)
+            assert worker.attach(arena) == number
+            for again in range(2):
+                arena.view(0, 8)[:] = b"%d turn %d" % (turn, again)
+                directory = tmp_path / f"{turn}{again}"
+                done = worker.call("write_part", request(directory, number, BLOCK), timeout=30)
+                part = json.loads((directory / done["part"]).read_bytes())["body"]
+                assert (directory / part["files"][0]["name"]).read_bytes() == arena.view(0, BLOCK)
+            worker.detach(number)
+    assert held_by(worker.pid) == 0
+
+
+def test_a_full_disk_is_raised_here_and_leaves_nothing(tmp_path: Path, worker: Worker) -> None:
+    point = tmp_path / "small"
+    point.mkdir()
+    if os.geteuid() or os.system(f"mount -t tmpfs -o size=8m tmpfs {point} 2>/dev/null"):
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        with closing(filled(20 * BLOCK)) as arena:
+            number = worker.attach(arena)
+            payload = request(point / "run", number, 6 * BLOCK, 6 * BLOCK)
+            with pytest.raises(StorageError, match="disk is full") as caught:
+                worker.call("write_part", payload, timeout=30)
+            assert str(point) in str(caught.value)
+            assert list((point / "run").iterdir()) == []
+            worker.call("write_part", request(point / "run", number, BLOCK), timeout=30)
+    finally:
+        os.system(f"umount -l {point}")
+
+
+def test_a_write_that_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
+    """The worker inherits a limit on file sizes that the second file exceeds."""
+    child.run(
+        """
+        import os, resource, signal, sys
+        from pathlib import Path
+        from smckpt.engine.worker_client import Worker
+        from smckpt.errors import StorageError
+        from tests.engine.test_worker import BLOCK, filled, request
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        arena = filled(12 * BLOCK)
+        worker = Worker()
+        number = worker.attach(arena)
+        directory = Path(sys.argv[1]) / "run"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK, 2 * BLOCK))
+        try:
+            worker.call("write_part", request(directory, number, BLOCK, 9 * BLOCK), timeout=30)
+        except StorageError as error:
+            assert "ulimit -f" in str(error), error
+        else:
+            raise SystemExit("no error")
+        assert os.listdir(directory) == []
+        worker.close(5)
+        """,
+        str(tmp_path),
+    )
+
+
+def test_a_path_that_is_a_file_and_a_name_in_use_are_raised_here(
+    tmp_path: Path, worker: Worker
+) -> None:
+    (tmp_path / "file").touch()
+    with closing(filled(BLOCK)) as arena:
+        number = worker.attach(arena)
+        with pytest.raises(StorageError, match="is a file"):
+            worker.call("write_part", request(tmp_path / "file", number, 10), timeout=30)
+        worker.call("write_part", request(tmp_path / "run", number, 10), timeout=30)
+        before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        with pytest.raises(StorageError, match="exists already"):
+            worker.call("write_part", request(tmp_path / "run", number, 10), timeout=30)
+        assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_command_that_nobody_knows_is_an_error_and_the_worker_goes_on(worker: Worker) -> None:
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="knows no command 'dance'"):
+            worker.call("dance", {}, timeout=30)
+    pid = worker.pid
+    with pytest.raises(WorkerError, match="write_part failed in the worker: TypeError"):
+        worker.call("write_part", {"files": [], "nonsense": 1}, timeout=30)
+    assert worker.pid == pid
+
+
+def test_large_messages_pass_both_ways(tmp_path: Path, worker: Worker) -> None:
+    """A part's objects may be megabytes; a socket takes some hundred kilobytes at once."""
+    big = "x" * (30 << 20)
+    payload = {**request(tmp_path, 0), "arena": None}
+    payload["part"]["objects"] = big  # type: ignore[index]
+    done = worker.call("write_part", payload, timeout=60)
+    assert (tmp_path / done["part"]).stat().st_size > len(big)
+    with pytest.raises(WorkerError) as caught:
+        worker.call("x" * (30 << 20), {}, timeout=60)
+    assert len(str(caught.value)) > len(big)
+
+
+def test_starting_returns_at_once_and_takes_tenths_of_a_second(worker: Worker) -> None:
+    best_start = best_ready = 9.0
+    for _ in range(3):
+        began = time.perf_counter()
+        worker.start()
+        best_start = min(best_start, time.perf_counter() - began)
+        with pytest.raises(WorkerError, match="knows no"):
+            worker.call("are you there", {}, timeout=30)
+        best_ready = min(best_ready, time.perf_counter() - began)
+        kill(pid := worker.pid)
+        wait_gone(pid)
+    assert best_start < 0.1 and best_ready < 0.5, (best_start, best_ready)
+
+
+def test_the_worker_has_no_torch_and_little_memory(tmp_path: Path) -> None:
+    out = child.run(
+        """
+        import json, sys
+        import smckpt.engine.worker, smckpt.engine.worker_write, smckpt.storage
+        import smckpt.checkpoint.commit
+        heavy = {"torch", "numpy", "boto3", "transformers"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    assert out == ""
+    with closing(Worker()) as worker, closing(filled(64 << 20)) as arena:
+        number = worker.attach(arena)
+        worker.call("write_part", request(tmp_path, number, 64 << 20), timeout=60)
+        memory = psutil.Process(worker.pid).memory_full_info()
+        assert memory.uss < 60 << 20, "beside the arena, which it shares"
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        assert "torch" not in maps
+
+
+def test_it_runs_at_low_priority_and_holds_nothing_of_the_trainer(worker: Worker) -> None:
+    with open(os.devnull) as extra:
+        os.set_inheritable(extra.fileno(), True)
+        with pytest.raises(WorkerError):
+            worker.call("?", {}, timeout=30)
+        process = psutil.Process(worker.pid)
+        assert process.nice() - os.getpriority(os.PRIO_PROCESS, 0) in range(1, 11)
+        fds = {os.readlink(f) for f in Path(f"/proc/{worker.pid}/fd").iterdir()}
+        kinds = sorted(link.split(":")[0].removeprefix("anon_inode") for link in fds)
+        assert len(kinds) <= 4, kinds  # /dev/null, the log, the socket, the trainer's pidfd
+        assert process.name() == "smckpt-worker"
+
+
+@pytest.mark.parametrize("how", ["module", "package", "sitecustomize"])
+def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path, how: str) -> None:
+    trap = "raise SystemExit('the wrong module')"
+    if how == "package":
+        (tmp_path / "smckpt" / "engine").mkdir(parents=True)
+        (tmp_path / "smckpt" / "__init__.py").write_text(trap)
+    names = {"module": ["smckpt", "json", "worker", "queue"], "sitecustomize": ["sitecustomize"]}
+    for name in names.get(how, []):
+        (tmp_path / f"{name}.py").write_text(trap)
+    code = f"""
+        import os
+        from smckpt.engine.worker_client import Worker
+        from smckpt.errors import WorkerError
+        os.chdir({str(tmp_path)!r})
+        os.environ["PYTHONPATH"] = {str(tmp_path) if how == "sitecustomize" else ""!r}
+        try:
+            Worker().call("?", {{}}, timeout=30)
+        except WorkerError as error:
+            assert "knows no command" in str(error), error
+    """
+    child.run(code)
+
+
+def test_the_worker_is_a_program_of_its_own_too() -> None:
+    """`python -m smckpt.engine.worker` is what it is; without its arguments it ends at once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "smckpt.engine.worker"], cwd=child.ROOT, capture_output=True
+    )
+    assert done.returncode == 1
+
+
+# -- deaths ------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_noticed_at_once_and_replaced(tmp_path: Path, worker: Worker) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with closing(filled(BLOCK)) as arena:
+        number = worker.attach(arena)
+        worker.call("write_part", request(tmp_path / "a", number, BLOCK), timeout=30)
+        pid = worker.pid
+        kill(pid, signal.SIGSTOP)  # so that it is busy when the kill comes
+        threading.Timer(0.3, kill, (pid,)).start()
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match="was killed by SIGKILL during write_part"):
+            worker.call("write_part", request(tmp_path / "b", number, BLOCK), timeout=60)
+        assert time.monotonic() - began < 3
+        assert not worker.alive
+        # The next request starts another, which knows the arena.
+        done = worker.call("write_part", request(tmp_path / "c", number, BLOCK), timeout=30)
+        assert done["bytes"] == BLOCK and worker.pid != pid
+
+
+def test_a_worker_that_died_between_requests_is_replaced(tmp_path: Path, worker: Worker) -> None:
+    with closing(filled(BLOCK)) as arena:
+        number = worker.attach(arena)
+        worker.start()
+        kill(worker.pid)
+        wait_gone(worker.pid)
+        assert not worker.alive
+        worker.call("write_part", request(tmp_path, number, BLOCK), timeout=30)
+
+
+def test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed(
+    tmp_path: Path, worker: Worker
+) -> None:
+    with pytest.raises(WorkerError, match="knows no"):
+        worker.call("?", {}, timeout=30)
+    pid = worker.pid
+    kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    big = {**request(tmp_path, 0), "part": {"objects": "x" * (20 << 20)}}
+    with pytest.raises(WorkerError, match=r"did not answer write_part within .* killed"):
+        worker.call("write_part", big, timeout=1)  # more than the socket takes: it blocks in send
+    assert time.monotonic() - began < 5
+    wait_gone(pid)
+    with pytest.raises(WorkerError, match="knows no"):
+        worker.call("?", {}, timeout=30)
+
+
+def test_a_worker_that_crashes_says_why(worker: Worker) -> None:
+    with pytest.raises(WorkerError, match="knows no"):
+        worker.call("?", {}, timeout=30)
+    kill(worker.pid, signal.SIGSTOP)
+    kill(worker.pid, signal.SIGSEGV)
+    threading.Timer(0.2, kill, (worker.pid, signal.SIGCONT)).start()
+    with pytest.raises(WorkerError, match=r"SIGSEGV during .*Fatal Python error"):
+        worker.call("?", {}, timeout=30)
+
+
+def test_requests_of_several_threads_wait_for_each_other(worker: Worker) -> None:
+    said: list[str] = []
+
+    def ask(i: int) -> None:
+        try:
+            worker.call(f"question {i}", {}, timeout=30)
+        except WorkerError as error:
+            said.append(error.message)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(said) == [f"the worker knows no command 'question {i}'" for i in range(8)]
+
+
+def test_closing_ends_the_process_and_is_harmless_when_repeated(worker: Worker) -> None:
+    worker.start()
+    pid = worker.pid
+    worker.close(timeout=5)
+    worker.close(timeout=5)
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(WorkerError, match="is closed"):
+        worker.call("?", {}, timeout=1)
+
+
+def test_closing_while_a_request_is_under_way_does_not_wait_for_it(worker: Worker) -> None:
+    with pytest.raises(WorkerError, match="knows no"):
+        worker.call("?", {}, timeout=30)
+    kill(worker.pid, signal.SIGSTOP)
+    failures: list[WorkerError] = []
+
+    def ask() -> None:
+        try:
+            worker.call("?", {}, timeout=60)
+        except WorkerError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    worker.close(timeout=0.5)
+    thread.join(timeout=10)
+    assert time.monotonic() - began < 5 and len(failures) == 1
+
+
+TRAINER = """
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    from smckpt.engine.worker_client import Worker
+    from tests.engine.test_worker import BLOCK, filled, request
+    arena = filled(64 * BLOCK)
+    worker = Worker()
+    number = worker.attach(arena)
+    def save():
+        for turn in range(10_000):
+            worker.call("write_part", request(Path(sys.argv[1]) / str(turn), number, 64 * BLOCK),
+                        timeout=60)
+    worker.start()
+    {extra}
+    threading.Thread(target=save, daemon=True).start()
+    while not (Path(sys.argv[1]) / "1").exists():
+        time.sleep(0.01)
+    print(worker.pid, flush=True)
+    time.sleep(60)
+"""
+# A child of the trainer that inherited everything that fork gives, and outlives it.
+FORKED = "if os.fork() == 0: time.sleep(60)"
+
+
+@pytest.mark.parametrize("extra", ["pass", FORKED], ids=["alone", "with a forked child"])
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_killed_trainer_takes_its_worker_along_within_a_second(
+    tmp_path: Path, extra: str, busy: bool
+) -> None:
+    code = TRAINER.replace("{extra}", extra)
+    if not busy:
+        code = code.replace("10_000", "2")
+    trainer = subprocess.Popen(
+        child.command(code, str(tmp_path)), stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        if not busy:
+            time.sleep(1)
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        kill(trainer.pid)
+        wait_gone(pid, limit=1)
+    finally:
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+
+
+def test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends(worker: Worker) -> None:
+    worker.start()
+    ready, say = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            worker.call("?", {}, timeout=1)
+        except WorkerError as error:
+            os.write(say, error.message.encode())
+        os.read(ready, 0)
+        signal.pause()
+    said = os.read(ready, 1000).decode()
+    sockets = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir()]
+    kill(pid)
+    os.waitpid(pid, 0)
+    os.close(ready)
+    os.close(say)
+    assert "a forked child has no worker" in said
+    mine = {os.readlink(f) for f in Path(f"/proc/{worker.pid}/fd").iterdir()}
+    assert not [link for link in sockets if link in mine and link.startswith("socket")]
+    assert not [link for link in sockets if "smckpt-worker-stderr" in link]
+    assert worker.alive
+
+
+def test_a_trainer_that_exits_without_closing_leaves_no_worker() -> None:
+    pid = int(
+        child.run(
+            """
+            from smckpt.engine.worker_client import Worker
+            worker = Worker()
+            worker.start()
+            print(worker.pid)
+            """
+        )
+    )
+    wait_gone(pid)
+
+
+def test_interrupts_and_terminations_are_the_trainers_to_handle(
+    tmp_path: Path, worker: Worker
+) -> None:
+    with closing(filled(BLOCK)) as arena:
+        number = worker.attach(arena)
+        with pytest.raises(WorkerError, match="knows no"):
+            worker.call("?", {}, timeout=30)
+        pid = worker.pid
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            kill(pid, signum)
+        worker.call("write_part", request(tmp_path, number, BLOCK), timeout=30)
+        assert worker.pid == pid
+        assert os.getsid(pid) != os.getsid(0)
+
+
+def test_many_workers_in_turn_leave_no_descriptor_behind() -> None:
+    def turn() -> None:
+        with closing(Worker()) as worker, pytest.raises(WorkerError):
+            worker.call("?", {}, timeout=30)
+
+    turn()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        turn()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    os.kill(pid, signum)
+
+
+def wait_gone(pid: int, limit: float = 2) -> None:
+    """Until the process is dead; a zombie is."""
+    deadline = time.monotonic() + limit
+    try:
+        process = psutil.Process(pid)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"{pid} is still there"
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:
+        return
+
+
+def held_by(pid: int) -> int:
+    """Descriptors and mappings of arenas."""
+    links = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir()]
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum("smckpt-arena" in text for text in [*links, *maps])

@@ -199,6 +199,8 @@ def load_with_dcp(
             process_group=process_group,
         )
     except CheckpointException as error:
+        if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
+            raise failure from error
         where = checkpoint_id or getattr(reader, "checkpoint_id", None) or ""
         raise told(error, group, os.fspath(where), CheckpointError) from error
     return state_dict

@@ -60,6 +60,7 @@ class DistributedFileSystemReader(StorageReader):
         self._threads = threads
         self._catalogue: Catalogue | None = None
         self._objects: dict[str, Any] = {}
+        self.failure: CheckpointError | None = None  # of read_metadata: DCP keeps its text only
 
     @property
     def path(self) -> str:
@@ -78,33 +79,19 @@ class DistributedFileSystemReader(StorageReader):
         """A new load begins: the newest commit is looked up again."""
         if checkpoint_id:
             self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
-        self._catalogue = None
+        self._catalogue = self.failure = None
 
     def read_metadata(self) -> Metadata:
-        """What is saved, in DCP's terms."""
-        catalogue = self._opened()
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        paths: dict[str, Path] = {}
-        for name, tensor in catalogue.logical.items():
-            boxes = {source.box for source in catalogue.sources(name)}
-            entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, tensor.dtype)),
-                torch.Size(tensor.shape),
-                [_chunk(box) for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))],
-            )
-            paths[name] = tuple(tensor.path)
-        for path, value in self._flat_objects(catalogue):
-            name = dotted(path)
-            if name not in entries:
-                entries[name] = BytesStorageMetadata()
-                paths[name] = path
-                self._objects[name] = value
-        return Metadata(
-            entries,
-            planner_data=paths,
-            storage_data=catalogue.identity,
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
-        )
+        """What is saved, in DCP's terms.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError.
+        """
+        try:
+            return self._metadata(self._opened())
+        except CheckpointError as error:
+            self.failure = error
+            raise
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -157,6 +144,30 @@ class DistributedFileSystemReader(StorageReader):
             self._objects = {}
         return self._catalogue
 
+    def _metadata(self, catalogue: Catalogue) -> Metadata:
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        paths: dict[str, Path] = {}
+        for name, tensor in catalogue.logical.items():
+            boxes = {source.piece.box for source in catalogue.sources(name)}
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                torch.Size(tensor.shape),
+                [_chunk(box) for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))],
+            )
+            paths[name] = tuple(tensor.path)
+        for path, value in self._flat_objects(catalogue):
+            name = dotted(path)
+            if name not in entries:
+                entries[name] = BytesStorageMetadata()
+                paths[name] = path
+                self._objects[name] = value
+        return Metadata(
+            entries,
+            planner_data=paths,
+            storage_data=catalogue.identity,
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+        )
+
     def _flat_objects(self, catalogue: Catalogue) -> Iterator[tuple[Path, Any]]:
         """This rank's values, cut as DCP cuts a nested state dict."""
         saved = sorted(catalogue.object_ranks)
@@ -164,9 +175,9 @@ class DistributedFileSystemReader(StorageReader):
             return
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         mine = rank if rank in saved else saved[rank % len(saved)]
+        optimizers = catalogue.part(mine)["optimizers"]
         for path, value in catalogue.objects(mine).values():
-            named = _with_names(tuple(path), value, catalogue.optimizers)
-            yield from _flattened(tuple(path), named)
+            yield from _flattened(path, _with_names(path, value, optimizers))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         name = item.storage_index.fqn

@@ -21,7 +21,7 @@ from smckpt.checkpoint.plan import Direct, Gather, ReadPlan
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import Storage, open_storage
 
-__all__ = ["BlockReader", "ReadStats", "execute", "read_range"]
+__all__ = ["BlockReader", "ReadStats", "Readers", "execute", "read_range"]
 
 REQUEST = 8 << 20  # bytes a thread reads at once
 
@@ -132,6 +132,7 @@ def execute(
     threads: int = 4,
     verify: bool = True,
     preverify: bool = False,
+    readers: Readers | None = None,
 ) -> ReadStats:
     """Read everything that the plan says.
 
@@ -139,40 +140,44 @@ def execute(
         buffers: writable contiguous bytes of each target's local array.
         verify: check blocks against their checksums.
         preverify: check all needed blocks first, so that a bad one leaves the targets untouched.
+        readers: kept open by the caller over many calls, which say then whether to verify.
 
     Raises:
         CorruptCheckpointError: a block differs, a file is cut short.
     """
     began = time.perf_counter()
-    readers = _Readers(verify)
+    opened = readers or Readers(verify)
     with ThreadPoolExecutor(threads, thread_name_prefix="smckpt-read") as pool:
         if preverify:
-            _run(pool, _preverify_tasks(plan, readers))
+            _run(pool, _preverify_tasks(plan, opened))
         copies: list[tuple[memoryview, memoryview]] = []
-        tasks = list(_direct_tasks(plan, buffers, readers, copies))
-        tasks += [_gather_task(gather, buffers, readers) for gather in plan.gathers]
+        tasks = list(_direct_tasks(plan, buffers, opened, copies))
+        tasks += [_gather_task(gather, buffers, opened) for gather in plan.gathers]
         _run(pool, tasks)
         for source, target in copies:
             target[:] = source
-    readers.close()
+    if readers is None:
+        opened.close()
     return ReadStats(plan.nbytes, time.perf_counter() - began)
 
 
-class _Readers:
-    """One reader for each file, one storage for each directory."""
+class Readers:
+    """One reader for each file, one storage for each directory. Thread-safe."""
 
     def __init__(self, verify: bool) -> None:
         self._verify = verify
+        self._lock = threading.Lock()
         self._storages: dict[str, Storage] = {}
         self._readers: dict[str, BlockReader] = {}
 
     def of(self, file: SavedFile) -> BlockReader:
-        if file.path not in self._readers:
-            if file.directory not in self._storages:
-                self._storages[file.directory] = open_storage(file.directory)
-            storage = self._storages[file.directory]
-            self._readers[file.path] = BlockReader(storage, file, self._verify)
-        return self._readers[file.path]
+        with self._lock:
+            if file.path not in self._readers:
+                if file.directory not in self._storages:
+                    self._storages[file.directory] = open_storage(file.directory)
+                storage = self._storages[file.directory]
+                self._readers[file.path] = BlockReader(storage, file, self._verify)
+            return self._readers[file.path]
 
     def close(self) -> None:
         for storage in self._storages.values():
@@ -194,7 +199,7 @@ def _run(pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], Any]]) -> None:
 def _direct_tasks(
     plan: ReadPlan,
     buffers: Sequence[memoryview],
-    readers: _Readers,
+    readers: Readers,
     copies: list[tuple[memoryview, memoryview]],
 ) -> Iterable[Callable[[], None]]:
     by_file: dict[str, list[Direct]] = {}
@@ -256,7 +261,7 @@ def _request(
     return lambda: reader.fill(low, high, segments)
 
 
-def _preverify_tasks(plan: ReadPlan, readers: _Readers) -> Iterable[Callable[[], None]]:
+def _preverify_tasks(plan: ReadPlan, readers: Readers) -> Iterable[Callable[[], None]]:
     reads = itertools.chain(plan.directs, *(g.reads for g in plan.gathers))
     blocks: dict[str, tuple[SavedFile, set[int]]] = {}
     for read in reads:
@@ -277,7 +282,7 @@ def read_range(reader: BlockReader, offset: int, target: memoryview) -> None:
 
 
 def _gather_task(
-    gather: Gather, buffers: Sequence[memoryview], readers: _Readers
+    gather: Gather, buffers: Sequence[memoryview], readers: Readers
 ) -> Callable[[], None]:
     chosen = [(readers.of(read.file), read) for read in gather.reads]
 

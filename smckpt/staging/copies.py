@@ -7,11 +7,10 @@ one `copy_` a slot. Copies run on torch's own intra-op threads: as fast as `memc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from smckpt.errors import StateError
-from smckpt.layout.image import Layout
+from smckpt.layout.image import Layout, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +51,18 @@ class StagePlan:
         self.layout = layout
         memory = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
         self._headers = [arena.view(f.arena_offset, len(f.header)) for f in layout.files]
-        self._slots = []
+        self._slots: list[tuple[Slot, torch.Tensor]] = []
         for slot in layout.slots:
-            itemsize = layout.entries[slot.entry].itemsize
+            entry = layout.entries[slot.entry]
             start = layout.files[slot.file].arena_offset + slot.offset
-            span = memory.narrow(0, start, (slot.stop - slot.start) * itemsize)
-            self._slots.append(span.view(_bits(itemsize)))
+            span = memory.narrow(0, start, (slot.stop - slot.start) * entry.itemsize)
+            if not span.numel():
+                continue
+            if slot.stop - slot.start == entry.numel:
+                target = span.view(getattr(torch, entry.dtype)).view(entry.shape)
+            else:
+                target = span.view(_bits(entry.itemsize))
+            self._slots.append((slot, target))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
@@ -66,11 +71,13 @@ class StagePlan:
         for image, header in zip(self.layout.files, self._headers, strict=True):
             header[:] = image.header
         with torch.no_grad(), _SideStreams() as streams:
-            for slot, target in zip(self.layout.slots, self._slots, strict=True):
-                if target.numel():
-                    source = tensors[slot.entry].detach()
+            for slot, target in self._slots:
+                source = tensors[slot.entry]
+                if source.is_cuda:
                     with streams.on(source.device):
                         _copy(target, source, slot.start)
+                else:
+                    _copy(target, source, slot.start)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         for entry, tensor in zip(self.layout.entries, tensors, strict=True):
@@ -88,7 +95,7 @@ class StagePlan:
 
 
 def _bits(itemsize: int) -> torch.dtype:
-    """Any dtype is copied as integers of its size: copies of fp8, 4-bit and NaN are exact."""
+    """Integers of that size. Parts are copied as such: of any dtype, and exactly."""
     import torch
 
     return {
@@ -97,14 +104,19 @@ def _bits(itemsize: int) -> torch.dtype:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, start: int) -> None:
-    """Elements [start, start + len(target)) of `source`, row-major, to the flat `target`."""
+    """All of `source` to a `target` of its shape; or, from element `start` in row-major order, as
+    many elements as a flat `target` of bits holds."""
+    wait = not source.is_cuda  # copies from CUDA are waited for together
+    if target.dtype == source.dtype and target.shape == source.shape:
+        target.copy_(source, non_blocking=not wait)
+        return
     if source.is_conj() or source.is_neg():
         # The bits in memory are not the values: let torch resolve them in the copy.
         target = target.view(source.dtype)
     else:
         source = source.view(target.dtype)
     for part, piece in _parts(source, start, start + target.numel(), target):
-        piece.copy_(part, non_blocking=source.is_cuda)  # only CUDA's copies are waited for below
+        piece.copy_(part, non_blocking=not wait)
 
 
 def _parts(
@@ -142,11 +154,9 @@ class _SideStreams:
     def __enter__(self) -> _SideStreams:
         return self
 
-    def on(self, device: torch.device) -> AbstractContextManager[object]:
+    def on(self, device: torch.device) -> torch.cuda.StreamContext:
         import torch
 
-        if device.type != "cuda":
-            return nullcontext()
         if device not in self._streams:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))

@@ -6,6 +6,7 @@ Exit status: 0 fine, 1 the checkpoint is bad, 2 the command could not be carried
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -20,8 +21,9 @@ from smckpt.cli.output import (
     print_line,
     print_table,
     progress_bar,
+    time_text,
 )
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["app", "main"]
 
@@ -73,10 +75,14 @@ def ls(
     ],
     as_json: Json = False,
 ) -> None:
-    """List the committed checkpoints under ROOT, newest first."""
+    """List the committed checkpoints in and below ROOT, newest first."""
     from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.storage.urls import is_local, local_path
 
-    found = sorted(find_checkpoints(root), key=lambda one: (one.epoch, one.number), reverse=True)
+    # finding nothing in a mistyped directory would look like an answer
+    if is_local(root) and not os.path.isdir(local_path(root)):
+        raise CheckpointNotFoundError("no such directory", path=root)
+    found = find_checkpoints(root)[::-1]
     if as_json:
         print_json([one.to_json() for one in found])
         return
@@ -89,13 +95,33 @@ def ls(
             one.path,
             one.step,
             one.kind,
-            bytes_text(one.bytes),
-            one.groups,
+            bytes_text(one.nbytes),
+            len(one.groups),
             time_text(one.committed_at),
         )
         for one in found
     ]
     print_table("", columns, rows, right=("step", "size", "groups"))
+
+
+@app.command()
+def show(
+    checkpoint: Checkpoint,
+    tensors: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only these: a glob, or a part of the name."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what CHECKPOINT holds: topology, tensors, sizes, who wrote what, metadata."""
+    from smckpt.checkpoint.catalogue import open_catalogue
+    from smckpt.cli.show import describe, print_description
+
+    facts = describe(open_catalogue(checkpoint), tensors)
+    if as_json:
+        print_json(facts)
+    else:
+        print_description(facts, tensors)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import CheckpointError
@@ -24,6 +25,7 @@ __all__ = [
     "print_line",
     "print_table",
     "progress_bar",
+    "time_text",
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -39,6 +41,11 @@ def bytes_text(size: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def time_text(nanoseconds: int) -> str:
+    """A time since 1970 in the reader's zone: "2025-03-01 12:30:05+01:00"."""
+    return datetime.fromtimestamp(nanoseconds // 10**9).astimezone().isoformat(" ")
 
 
 def print_json(value: Any) -> None:

@@ -1,0 +1,86 @@
+"""Options, processes and devices of the main job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parallel", choices=("fsdp2", "fsdp1", "ddp"), default="fsdp2")
+    add("--state-dict", choices=("local", "sharded"), default="local")
+    add("--shard", type=int, default=2, help="ranks that share a copy of the model (default 2)")
+    add("--tp", type=int, default=1, help="tensor-parallel degree, FSDP2 only (default 1)")
+    add("--world", type=int, default=4, help="processes to start without torchrun (default 4)")
+    add("--steps", type=int, default=100)
+    add("--save-every", type=int, default=10, help="steps (default 10)")
+    add("--kill-at", default="auto", help="auto, never, or a step (default auto)")
+    add("--no-reference", action="store_true", help="do not prove it by a second training")
+    add("--data", type=Path, nargs="+", default=[], help="text files or directories of them")
+    add("--out", type=Path, help="directory of the run (default runs/<id>); resumes what is there")
+    add("--seed", type=int, default=1)
+    add("--batch", type=int, default=4, help="windows per rank and step (default 4)")
+    add("--length", type=int, default=64, help="bytes in a window (default 64)")
+    add("--hidden", type=int, default=128)
+    add("--layers", type=int, default=2)
+    add("--learning-rate", type=float, default=1e-2)
+    args = parser.parse_args()
+    if args.tp > 1 and args.parallel != "fsdp2":
+        parser.error("--tp needs --parallel fsdp2")
+    if args.kill_at not in ("auto", "never") and not args.kill_at.isdigit():
+        parser.error("--kill-at is auto, never, or a step")
+    if args.kill_at.isdigit() and not 1 <= int(args.kill_at) <= args.steps:
+        parser.error(f"--kill-at {args.kill_at} is none of the {args.steps} steps")
+    return args
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def start_torchrun(world: int) -> None:
+    """Become torchrun: it starts this script `world` times, and all of them again if one dies."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    launcher += ["--nproc-per-node", str(world)]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+
+
+def join() -> torch.device:
+    """Meet the other ranks; returns this rank's device."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    # torchrun's store outlives a restart and keeps the old attempt's keys, in which the new one
+    # would get lost: each attempt has a prefix of its own
+    store, rank, world = next(dist.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    # equal bits need equal orders of additions
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    return device
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -12,13 +12,15 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -59,10 +61,7 @@ class ForeignQueue:
     ) -> SaveHandle:
         """Copy the state, let DCP save it in the background; see `smckpt.async_save`."""
         began = time.perf_counter()
-        where = (
-            checkpoint_id or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", "")
-        )
-        handle = SaveHandle(self._numbers, os.fspath(where), None)
+        handle = SaveHandle(self._numbers, _place(checkpoint_id, writer), None)
         self._numbers += 1
         self._wait_for_room()
         process_group = self._own_group()
@@ -160,7 +159,7 @@ class ForeignQueue:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(staged, **arguments)
+                dcp_save(staged, **arguments)
         except BaseException as raised:  # CheckpointException is no Exception
             error = told(raised, self.group, handle.checkpoint_id)
         committed = time.perf_counter() - began
@@ -191,8 +190,8 @@ def load_with_dcp(
         CheckpointError: DCP's load failed; with the cause and the rank where it happened.
     """
     try:
-        dcp.load(
-            state_dict,  # type: ignore[arg-type]
+        dcp_load(
+            state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=reader,
             planner=planner,
@@ -201,8 +200,7 @@ def load_with_dcp(
     except CheckpointException as error:
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
             raise failure from error
-        where = checkpoint_id or getattr(reader, "checkpoint_id", None) or ""
-        raise told(error, group, os.fspath(where), CheckpointError) from error
+        raise told(error, group, _place(checkpoint_id, reader), CheckpointError) from error
     return state_dict
 
 
@@ -236,15 +234,21 @@ def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict
             remedy="pass {} on ranks without state, or leave them out of the process group",
         )
     plain = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
-    stager = writer if isinstance(writer, AsyncStager) else None
-    if stager is not None:
-        staged: Any = stager.stage(plain)
-        return staged.result() if hasattr(staged, "result") else staged
-    own = DefaultStager(StagingOptions(False, False, False, False))
+    its_own = isinstance(writer, AsyncStager)
+    stager: Any = writer if its_own else DefaultStager(StagingOptions(False, False, False, False))
     try:
-        return own.stage(plain)  # type: ignore[return-value]
+        staged: Any = stager.stage(plain)
+        whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
+        return whole
     finally:
-        own.close()
+        if not its_own:
+            stager.close()
+
+
+def _place(checkpoint_id: Any, storage: Any) -> str:
+    """Where a reader or writer works, as far as it says."""
+    said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
+    return str(next((one for one in said if one), ""))
 
 
 class _Refusal(SavePlanner):

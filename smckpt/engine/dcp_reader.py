@@ -211,7 +211,8 @@ class DistributedFileSystemReader(StorageReader):
                     log.debug("%s: read as %s, target %s", tensor.name, dtype, target.dtype)
                 memory = torch.empty(target.shape, dtype=dtype)
                 late.append((target, memory))
-            buffers.append(memoryview(memory.reshape(-1).view(torch.uint8).numpy()).cast("B"))
+            data: Any = memory.reshape(-1).view(torch.uint8).numpy()
+            buffers.append(memoryview(data))
         plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,), strict=False)
         if plan.missing:
             raise CorruptCheckpointError(

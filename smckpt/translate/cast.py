@@ -38,20 +38,23 @@ def cast(values: Array, source: str, target: str) -> Array:
     if source == target:
         return values
     wide = _from_bfloat16(values) if source == "bfloat16" else values
+    out: Array
     if target == "bfloat16":
         out = _to_bfloat16(wide)
-        lost = _is_infinite_bfloat16(out) & ~np.isinf(wide)
+        infinite = (out & np.uint16(0x7FFF)) == np.uint16(0x7F80)
     else:
         with np.errstate(over="ignore", invalid="ignore"):
             out = wide.astype(stored_type(target))
-        lost = np.isinf(out) & ~np.isinf(wide)
+        infinite = np.isinf(out)
+    lost = infinite & ~np.isinf(wide)
     if lost.any():
         raise OverflowError(f"{wide[lost].ravel()[0]} is beyond the range of {target}")
     return out
 
 
 def _from_bfloat16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return wide
 
 
 def _to_bfloat16(values: Array) -> Array:
@@ -61,7 +64,8 @@ def _to_bfloat16(values: Array) -> Array:
     # Half of the last kept place, less one where that place is even: a tie then stays below.
     rounded = (bits + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
     quiet = high | np.uint32(0x0040)  # a NaN whose payload is cut off must not become infinity
-    return np.where(np.isnan(single), quiet, rounded).astype(np.uint16)
+    out: Array = np.where(np.isnan(single), quiet, rounded).astype(np.uint16)
+    return out
 
 
 def _to_odd_float32(values: Array) -> Array:
@@ -77,7 +81,3 @@ def _to_odd_float32(values: Array) -> Array:
         toward = np.where(values > back, np.float32(np.inf), np.float32(-np.inf))
         other = np.nextafter(nearest, toward)
     return np.where(inexact & even, other, nearest)
-
-
-def _is_infinite_bfloat16(bits: Array) -> Array:
-    return (bits & np.uint16(0x7FFF)) == np.uint16(0x7F80)

@@ -1,8 +1,7 @@
 """Export a checkpoint as a Hugging Face directory: `export_hf`.
 
-Catalogue → the model's tensors → targets in files → chunks. Each worker thread takes a chunk, reads
-the boxes that fill it, verified, casts them if asked, and writes it at its place. Memory: per
-thread one chunk as read and one as written, however large the model or its tensors.
+Catalogue → the model's tensors (`names`) → targets in files (`targets`) → chunks, read, cast and
+written (`stream`) → config and tokenizer (`config`) → what makes it loadable (`files`).
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, open_catalogue
+from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -33,16 +30,16 @@ from smckpt.translate.config import (
     read_config,
     tokenizer_files,
 )
-from smckpt.translate.files import Output, aligned
+from smckpt.translate.files import Output
 from smckpt.translate.names import find_ties, model_tensors
 from smckpt.translate.source import Source
-from smckpt.translate.targets import Chunk, OutputFile, Range, Same, Target, arrange
+from smckpt.translate.stream import CHUNK, write_chunks
+from smckpt.translate.targets import OutputFile, Same, Target, arrange
 
 __all__ = ["ExportReport", "export_hf"]
 
 log = logging.getLogger("smckpt")
 
-CHUNK = 16 << 20  # bytes: large enough for a disk's full rate, small beside any model
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -117,17 +114,19 @@ def export_hf(
     tokens = _tokenizer(tokenizer, settings)
     catalogue = open_catalogue(os.fspath(checkpoint))
     tensors = model_tensors(catalogue, prefix)
-    left_out = _tied(catalogue, tensors, settings)
+    source = Source(catalogue)
+    left_out = _tied(source, tensors, settings)
     notes = _notes(tensors, settings)
     targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
     files = arrange(targets, limit)
     output = Output(os.fspath(out_dir), files)
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
+        cleanup.callback(source.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
-        _write(catalogue, output, files, workers, progress)
+        write_chunks(source, output, files, workers, progress)
         _write_companions(output, settings, tokens, targets)
         output.publish(_index(files) if len(files) > 1 else None)
         on_failure.pop_all()
@@ -161,7 +160,7 @@ def _target(name: str, tensor: LogicalTensor, dtype: str | None) -> Same:
 
 
 def _tied(
-    catalogue: Catalogue, tensors: dict[str, LogicalTensor], settings: ModelConfig | None
+    source: Source, tensors: dict[str, LogicalTensor], settings: ModelConfig | None
 ) -> tuple[str, ...]:
     """Names to leave out because the config ties them to another; refused where they differ."""
     if settings is None or not settings.ties_embeddings:
@@ -169,12 +168,12 @@ def _tied(
     left_out = []
     for tie in find_ties(tensors):
         kept, other = tensors[tie.kept], tensors[tie.left_out]
-        if not Source(catalogue).equal(kept, other, CHUNK):
+        if not source.equal(kept, other, CHUNK):
             raise TensorMismatchError(
                 f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
                 remedy="set tie_word_embeddings to false in the config if the model was trained "
                 "with both; else the checkpoint is not of this model",
-                path=catalogue.url,
+                path=source.catalogue.url,
             )
         left_out.append(tie.left_out)
     return tuple(left_out)
@@ -192,103 +191,6 @@ def _notes(tensors: dict[str, LogicalTensor], settings: ModelConfig | None) -> t
             "from_pretrained would make a random one"
         )
     return tuple(notes)
-
-
-# -- the bytes -----------------------------------------------------------------------------------
-
-
-def _write(
-    catalogue: Catalogue,
-    output: Output,
-    files: Sequence[OutputFile],
-    threads: int,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    """All chunks of all files, in order, by `threads` workers; the first failure ends it."""
-    meter = _Meter(sum(file.data_bytes for file in files), progress)
-    source = Source(catalogue)
-    idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
-    for _ in range(threads):
-        idle.put(_Scratch())
-
-    def one(file: OutputFile, chunk: Chunk, count: int) -> None:
-        scratch = idle.get()
-        try:
-            data = scratch.fill(source, chunk)
-            output.writer(file, count).write_at(chunk.offset, data)
-        finally:
-            idle.put(scratch)
-        output.chunk_done(file)
-        meter.add(chunk.length)
-
-    with ExitStack() as stack:
-        pool = ThreadPoolExecutor(threads, "smckpt-export")
-        stack.callback(pool.shutdown, cancel_futures=True)
-        pending = []
-        for file in files:
-            chunks = list(file.chunks(CHUNK))
-            if not chunks:
-                output.writer(file, 0)
-            pending += [pool.submit(one, file, chunk, len(chunks)) for chunk in chunks]
-        for future in wait(pending, return_when=FIRST_EXCEPTION).done:
-            future.result()
-
-
-class _Scratch:
-    """The memory of one worker: a chunk as it is written and, for casts, one as it is read."""
-
-    def __init__(self) -> None:
-        self._out = aligned(CHUNK)
-        self._raw = aligned(0)
-
-    def fill(self, source: Source, chunk: Chunk) -> memoryview:
-        """The bytes of a chunk: its ranges read, those that need it cast."""
-        need = sum(r.source_bytes for r in chunk.ranges if r.casts)
-        if need > len(self._raw):
-            self._raw = aligned(need)
-        views, at = [], 0
-        for item in chunk.ranges:
-            if item.casts:
-                views.append(self._raw[at : at + item.source_bytes])
-                at += item.source_bytes
-            else:
-                views.append(self._out[item.offset : item.offset + item.nbytes])
-        source.read([r.target.entry(r.start, r.stop) for r in chunk.ranges], views)
-        for item, view in zip(chunk.ranges, views, strict=True):
-            if item.casts:
-                _cast_into(item, view, self._out)
-        return self._out[: chunk.length]
-
-
-def _cast_into(item: Range, raw: memoryview, memory: memoryview) -> None:
-    target = item.target
-    values = np.frombuffer(raw, stored_type(target.source_dtype))
-    out = np.frombuffer(memory, np.uint8)[item.offset : item.offset + item.nbytes]
-    try:
-        out[:] = cast(values, target.source_dtype, target.dtype).view(np.uint8)
-    except OverflowError as error:
-        raise UsageError(
-            f"{target.name} cannot be exported as {target.dtype}: {error}",
-            remedy="export it as bfloat16 or float32",
-        ) from error
-
-
-class _Meter:
-    """Bytes done, told one call at a time."""
-
-    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
-        self._total = total
-        self._tell = tell
-        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._done.put(0)
-
-    def add(self, nbytes: int) -> None:
-        done = self._done.get() + nbytes
-        try:
-            if self._tell is not None:
-                self._tell(done, self._total)
-        finally:
-            self._done.put(done)
 
 
 # -- what stands beside the weights --------------------------------------------------------------

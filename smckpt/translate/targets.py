@@ -98,6 +98,10 @@ class Chunk:
     length: int
     ranges: tuple[Range, ...]
 
+    @property
+    def entries(self) -> list[Entry]:
+        return [r.target.entry(r.start, r.stop) for r in self.ranges]
+
 
 @dataclass(frozen=True)
 class OutputFile:

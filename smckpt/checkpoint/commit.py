@@ -28,6 +28,7 @@ from smckpt.checkpoint.format import (
     seal_json,
 )
 from smckpt.checkpoint.rows import merge_rows
+from smckpt.checkpoint.sweep import sweep, sweep_records
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -39,7 +40,7 @@ from smckpt.errors import (
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url
 
-__all__ = ["claim_epoch", "probe", "publish_manifest", "publish_record", "write_json"]
+__all__ = ["claim_epoch", "probe", "publish_manifest", "publish_record", "sweep", "sweep_records", "write_json"]
 
 _READERS = 16  # parts read at once; a shared file system answers small reads in milliseconds
 

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.errors import CorruptCheckpointError, FormatVersionError
+from smckpt.errors import CorruptCheckpointError, FormatVersionError, UsageError
 
 __all__ = [
     "FORMAT_VERSION",
     "FileRecord",
     "Manifest",
+    "ParsedName",
+    "Part",
     "PartRecord",
     "Record",
+    "checked_metadata",
     "crc_name",
     "data_name",
     "epoch_name",
+    "fence_name",
     "manifest_name",
     "open_json",
     "parse_name",
+    "parse_temporary",
     "part_name",
     "probe_name",
     "record_name",
@@ -34,20 +39,26 @@ __all__ = [
 
 FORMAT_VERSION = (1, 0)  # (major, minor): a reader refuses a newer major, reads any minor
 
-_ATTEMPT = r"(?P<session>[0-9a-f]{12})-(?P<number>\d{8})"
+_SESSION = r"(?P<session>[0-9a-f]{12})"
+_ATTEMPT = rf"{_SESSION}-(?P<number>\d{{8,}})"
+_COMMIT = rf"(?P<epoch>\d{{6,}})-(?P<number>\d{{8,}})-{_SESSION}"
 _PATTERNS = {
-    "data": re.compile(rf"data-{_ATTEMPT}-r(?P<rank>\d{{5,}})-(?P<file>\d+)\.safetensors"),
-    "crc": re.compile(rf"data-{_ATTEMPT}-r(?P<rank>\d{{5,}})-(?P<file>\d+)\.crc"),
-    "part": re.compile(rf"part-{_ATTEMPT}-r(?P<rank>\d{{5,}})\.json"),
-    "manifest": re.compile(
-        r"manifest-(?P<epoch>\d{6})-(?P<number>\d{8})-(?P<session>[0-9a-f]{12})\.json"
-    ),
-    "record": re.compile(
-        r"record-(?P<epoch>\d{6})-(?P<number>\d{8})-(?P<session>[0-9a-f]{12})\.json"
-    ),
-    "epoch": re.compile(r"epoch-(?P<epoch>\d{6})\.json"),
-    "probe": re.compile(r"probe-(?P<session>[0-9a-f]{12})\.json"),
+    "data": re.compile(rf"data-{_ATTEMPT}-r(?P<rank>\d{{5,}})-(?P<file>\d+)\.safetensors", re.A),
+    "crc": re.compile(rf"data-{_ATTEMPT}-r(?P<rank>\d{{5,}})-(?P<file>\d+)\.crc", re.A),
+    "part": re.compile(rf"part-{_ATTEMPT}-r(?P<rank>\d{{5,}})\.json", re.A),
+    "manifest": re.compile(rf"manifest-{_COMMIT}\.json", re.A),
+    "record": re.compile(rf"record-{_COMMIT}\.json", re.A),
+    "epoch": re.compile(r"epoch-(?P<epoch>\d{6,})\.json", re.A),
+    "fence": re.compile(rf"fence-{_ATTEMPT}\.json", re.A),
+    "probe": re.compile(rf"probe-{_SESSION}\.json", re.A),
 }
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
+_HEX64 = re.compile(r"[0-9a-f]{16}", re.A)
+
+_OPENING, _MARKER, _CLOSING = b'{"crc64":"', b'","body":', b"}\n"
+_BODY = len(_OPENING) + 16 + len(_MARKER)  # where the body begins, in bytes
+_LINE = 100  # a longer value is broken, so that `cat` shows a row per line
+_NESTING = 4  # body → layout → rows → row: a row is never broken further
 
 
 def data_name(attempt: str, rank: int, file: int) -> str:
@@ -72,6 +83,10 @@ def record_name(epoch: int, number: int, session: str) -> str:
 
 def epoch_name(epoch: int) -> str:
     return f"epoch-{epoch:06d}.json"
+
+
+def fence_name(attempt: str) -> str:
+    return f"fence-{attempt}.json"
 
 
 def probe_name(token: str) -> str:
@@ -103,10 +118,20 @@ def parse_name(name: str) -> ParsedName | None:
     return None
 
 
+def parse_temporary(name: str) -> ParsedName | None:
+    """The same for what a store left of an exclusive creation that was cut short."""
+    match = _TEMPORARY.fullmatch(name)
+    return parse_name(match["name"]) if match else None
+
+
+# -- the envelope ----------------------------------------------------------------------------
+
+
 def seal_json(body: dict[str, Any]) -> bytes:
-    """The bytes of a JSON file with its own checksum."""
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=True).encode()
-    return b'{"crc64":"' + hex64(crc64(text)).encode() + b'","body":' + text + b"}\n"
+    """The bytes of a JSON file with its own checksum. `body` holds JSON values with text keys,
+    no NaN or infinity."""
+    text = _lines(body, 0).encode()
+    return _OPENING + hex64(crc64(text)).encode() + _MARKER + text + _CLOSING
 
 
 def open_json(data: bytes, path: str) -> dict[str, Any]:
@@ -116,22 +141,22 @@ def open_json(data: bytes, path: str) -> dict[str, Any]:
         CorruptCheckpointError: the bytes are not what was written.
         FormatVersionError: a newer major version wrote it.
     """
-    marker = b'","body":'
-    if data[:10] != b'{"crc64":"' or data[26:35] != marker or data[-2:] != b"}\n":
-        raise CorruptCheckpointError(
-            "the file is cut short or is not one of ours",
-            remedy="use an older checkpoint, and check the file system",
-            path=path,
+    if not (data.startswith(_OPENING) and data.endswith(_CLOSING)) or (
+        data[_BODY - len(_MARKER) : _BODY] != _MARKER
+    ):
+        raise _damaged("the file is cut short or is not one of ours", path)
+    text = memoryview(data)[_BODY : -len(_CLOSING)]
+    stored = data[len(_OPENING) : len(_OPENING) + 16].decode("ascii", "replace")
+    if stored != hex64(crc64(text)):
+        raise _damaged(
+            f"bytes {_BODY} to {len(data) - len(_CLOSING)} are not those that were written "
+            "(checksum differs)",
+            path,
         )
-    body = data[35:-2]
-    if data[10:26].decode("ascii", "replace") != hex64(crc64(body)):
-        raise CorruptCheckpointError(
-            f"bytes 35 to {len(data) - 2} are not those that were written (checksum differs)",
-            remedy="use an older checkpoint, and check the file system",
-            path=path,
-        )
-    parsed: dict[str, Any] = json.loads(body)
-    version = tuple(parsed.get("format", (0, 0)))
+    body = json.loads(bytes(text))
+    version = body.get("format") if isinstance(body, dict) else None
+    if not (isinstance(version, list) and [type(n) for n in version] == [int, int]):
+        raise _damaged(f"its format version is {version!r}, not [major, minor]", path)
     if version[0] > FORMAT_VERSION[0]:
         raise FormatVersionError(
             f"written in format {version[0]}.{version[1]}; this smckpt reads up to "
@@ -139,12 +164,52 @@ def open_json(data: bytes, path: str) -> dict[str, Any]:
             remedy="install a newer smckpt",
             path=path,
         )
-    return parsed
+    return dict(body)
+
+
+def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a user's metadata, if JSON holds it exactly.
+
+    Raises:
+        UsageError: it would come back otherwise: a key that is no text, a tuple, NaN, an object.
+    """
+    remedy = "pass dicts with text keys, lists, text, finite numbers, booleans and None"
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"metadata is not JSON: {error}", remedy=remedy) from error
+    if copy != metadata or repr(copy) != repr(metadata):
+        raise UsageError("metadata would not come back from JSON as it is", remedy=remedy)
+    return copy
+
+
+def _lines(value: Any, depth: int) -> str:
+    """Compact JSON, but long lists and objects have an item per line, down to `_NESTING`.
+
+    A line of the outermost object begins with its key; lines further in begin with spaces.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    if depth == _NESTING or len(text) <= _LINE or not isinstance(value, (dict, list)):
+        return text
+    indent = "\n" + " " * depth
+    if isinstance(value, list):
+        return f"[{indent}{f',{indent}'.join(_lines(item, depth + 1) for item in value)}]"
+    items = (f"{json.dumps(key)}:{_lines(item, depth + 1)}" for key, item in value.items())
+    return f"{{{indent}{f',{indent}'.join(items)}}}"
+
+
+def _damaged(what: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        what, remedy="use an older checkpoint, and check the file system", path=path
+    )
+
+
+# -- what the files hold ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One data file: `crc64` of all its bytes; block checksums in `crc_name`."""
+    """One data file: `size` in bytes, `crc64` of all of them; block checksums in `crc_name`."""
 
     name: str
     size: int
@@ -152,13 +217,64 @@ class FileRecord:
     crc_name: str
 
     def __post_init__(self) -> None:
-        if self.size < 0 or len(self.crc64) != 16:
-            raise ValueError(f"bad file record for {self.name}")
+        _name(self.name, "data")
+        _name(self.crc_name, "crc")
+        _count(self.size, "size")
+        _crc(self.crc64)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FileRecord:
+        return cls(data["name"], data["size"], data["crc64"], data["crc_name"])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote, in its part file: `layout` as `rows.encode_rows` gives it; `objects`
+    {key: {"path": […], "value": encoded}}; `classes` the digests that replicas compare."""
+
+    checkpoint_id: str
+    kind: str | None
+    step: int | None
+    attempt: str
+    session: str
+    number: int
+    rank: int
+    host: str
+    group_ranks: tuple[int, ...]
+    fingerprint: str
+    classes: dict[str, str]
+    layout: dict[str, Any]
+    objects: dict[str, Any]
+    files: tuple[FileRecord, ...]
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    topology: dict[str, Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    format: tuple[int, int] = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        _identity(self.kind, self.step, self.number)
+        _text(self.checkpoint_id, "checkpoint_id")
+        _text(self.host, "host")
+        _count(self.rank, "rank")
+        _ranks(self.group_ranks)
+        _objects(self, "classes", "layout", "objects", "optimizers", "metadata", "versions")
+        if self.attempt != f"{self.session}-{self.number:08d}":
+            raise ValueError(f"attempt {self.attempt!r} of session {self.session!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**_plain(self), "files": [asdict(file) for file in self.files]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Part:
+        known = _known(cls, data)
+        known["files"] = tuple(FileRecord.from_json(f) for f in data["files"])
+        return cls(**known)
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One rank's share, as the manifest names it."""
+    """One rank's share, as the manifest names it; `crc64` of all bytes of the part file."""
 
     rank: int
     host: str
@@ -166,21 +282,22 @@ class PartRecord:
     crc64: str
     files: tuple[FileRecord, ...]
 
+    def __post_init__(self) -> None:
+        _count(self.rank, "rank")
+        _text(self.host, "host")
+        _name(self.name, "part")
+        _crc(self.crc64)
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PartRecord:
-        return cls(
-            data["rank"],
-            data["host"],
-            data["name"],
-            data["crc64"],
-            tuple(FileRecord(**f) for f in data["files"]),
-        )
+        files = tuple(FileRecord.from_json(f) for f in data["files"])
+        return cls(data["rank"], data["host"], data["name"], data["crc64"], files)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All parts of a group. `record` is the relative way to the record that commits it, or None
-    when the manifest is the commit itself."""
+    when the manifest is the commit itself; committed_at: nanoseconds since 1970."""
 
     checkpoint_id: str
     kind: str | None
@@ -200,22 +317,32 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT_VERSION
 
+    def __post_init__(self) -> None:
+        _identity(self.kind, self.step, self.number)
+        _text(self.checkpoint_id, "checkpoint_id")
+        _count(self.epoch, "epoch")
+        _count(self.committed_at, "committed_at")
+        _ranks(self.group_ranks)
+        _objects(self, "layout", "optimizers", "metadata", "versions")
+        if self.record is not None:
+            _name(_text(self.record, "record").rsplit("/", 1)[-1], "record")
+        if tuple(part.rank for part in self.parts) != self.group_ranks:
+            raise ValueError(f"{len(self.parts)} parts, not one for each rank of the group")
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**_plain(self), "parts": [asdict(part) for part in self.parts]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        known = _known(cls, data)
         known["parts"] = tuple(PartRecord.from_json(p) for p in data["parts"])
-        known["group_ranks"] = tuple(data["group_ranks"])
-        known["format"] = tuple(data["format"])
         return cls(**known)
 
 
 @dataclass(frozen=True)
 class Record:
     """The commit of several groups: {"directory" (relative), "manifest", "crc64", "coordinator"}
-    for each."""
+    for each. nbytes: of all data files; committed_at: nanoseconds since 1970."""
 
     session: str
     number: int
@@ -227,12 +354,81 @@ class Record:
     groups: tuple[dict[str, Any], ...]
     format: tuple[int, int] = FORMAT_VERSION
 
+    def __post_init__(self) -> None:
+        _identity(self.kind, self.step, self.number)
+        _count(self.epoch, "epoch")
+        _count(self.committed_at, "committed_at")
+        _count(self.nbytes, "nbytes")
+        for group in self.groups:
+            _text(group["directory"], "directory")
+            _name(group["manifest"], "manifest")
+            _crc(group["crc64"])
+            _count(group["coordinator"], "coordinator")
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _plain(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        known = _known(cls, data)
         known["groups"] = tuple(data["groups"])
-        known["format"] = tuple(data["format"])
         return cls(**known)
+
+
+def _plain(body: Part | Manifest | Record) -> dict[str, Any]:
+    """As JSON, the version first. Not `asdict`, which copies large tables value by value."""
+    out = {"format": list(body.format), **{k: v for k, v in vars(body).items() if k != "format"}}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
+
+
+def _known(cls: type[Part | Manifest | Record], data: dict[str, Any]) -> dict[str, Any]:
+    """The fields that this version knows; a newer minor version may have more."""
+    known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+    known["format"] = tuple(data["format"])
+    if "group_ranks" in data:
+        known["group_ranks"] = tuple(data["group_ranks"])
+    return known
+
+
+def _identity(kind: Any, step: Any, number: Any) -> None:
+    if kind not in (None, "LOCAL", "SHARDED", "FULL"):
+        raise ValueError(f"kind is {kind!r}")
+    if step is not None and type(step) is not int:
+        raise ValueError(f"step is {step!r}")
+    _count(number, "number")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}, not text")
+    return value
+
+
+def _count(value: Any, what: str) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r}, not a number from 0")
+
+
+def _crc(value: Any) -> None:
+    if not (isinstance(value, str) and _HEX64.fullmatch(value)):
+        raise ValueError(f"crc64 is {value!r}, not 16 hex digits")
+
+
+def _ranks(ranks: tuple[Any, ...]) -> None:
+    for rank in ranks:
+        _count(rank, "a rank of the group")
+    if list(ranks) != sorted(set(ranks)) or not ranks:
+        raise ValueError("the ranks of the group are not ascending, or there are none")
+
+
+def _name(value: Any, kind: str) -> None:
+    """Only names of ours: what a file says can never lead a reader to another one."""
+    parsed = parse_name(_text(value, "a name"))
+    if parsed is None or parsed.kind != kind:
+        raise ValueError(f"{value!r} is no name of a {kind} file")
+
+
+def _objects(body: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(body, name), dict):
+            raise ValueError(f"{name} is no object")

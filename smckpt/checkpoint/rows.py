@@ -2,12 +2,12 @@
 
 A part carries the table of one rank. A manifest carries the tables of all its parts merged: equal
 rows stand once, whatever the number of ranks; meshes and flat units stand once and are referred to
-by number. A row that not every rank of the group has says which ranks have it.
+by number. A row that not every rank of the group has says which ranks have it. Ranks are written as
+runs [first, count, stride].
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from smckpt.layout.geometry import (
     Shape,
 )
 
-__all__ = ["Row", "decode_rows", "encode_rows", "merge_rows"]
+__all__ = ["Row", "RowMerger", "decode_rows", "encode_rows", "merge_rows"]
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,16 @@ class Row:
         return (*self.before, fqn, *self.after)
 
 
+# -- writing -----------------------------------------------------------------------------------
+
+
 class _Table:
     """Distinct values in order of appearance, by their JSON."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._index: dict[str, int] = {}
+        self._known: dict[int, tuple[object, int]] = {}  # by identity; holds what it knows
 
     def add(self, value: Any) -> int:
         text = json.dumps(value)
@@ -76,138 +80,139 @@ class _Table:
             self.values.append(value)
         return self._index[text]
 
+    def number(self, of: Mesh | FlatUnit) -> int:
+        """The number of a mesh or unit. Geometries share these objects: each is encoded once."""
+        if id(of) not in self._known:
+            number = self.add(_mesh(of) if isinstance(of, Mesh) else _unit(of))
+            self._known[id(of)] = (of, number)
+        return self._known[id(of)][1]
+
 
 def encode_rows(entries: Iterable[Entry]) -> dict[str, Any]:
     """One rank's table: {"meshes": […], "units": […], "rows": […]}."""
     meshes, units = _Table(), _Table()
-    known: dict[int, int] = {}  # by identity: geometries share their mesh and unit objects
-    keep: list[object] = []
-
-    def number(table: _Table, value: Mesh | FlatUnit) -> int:
-        if id(value) not in known:
-            keep.append(value)
-            known[id(value)] = table.add(_mesh(value) if isinstance(value, Mesh) else _unit(value))
-        return known[id(value)]
-
-    rows = []
-    for entry in entries:
-        geometry = entry.geometry
-        if isinstance(geometry, MeshGeometry):
-            data: dict[str, Any] = {
-                "mesh": number(meshes, geometry.mesh),
-                "placements": [str(p) for p in geometry.placements],
-                "fqn": geometry.fqn,
-                "shape": list(geometry.shape),
-            }
-        elif isinstance(geometry, FlatGeometry):
-            data = {
-                "unit": number(units, geometry.unit),
-                "mesh": number(meshes, geometry.mesh),
-                "member": geometry.member,
-            }
-        elif isinstance(geometry, BoxGeometry):
-            data = {
-                "boxes": [[list(b.offsets), list(b.sizes)] for b in geometry.boxes],
-                "holders": list(geometry.holders),
-                "fqn": geometry.fqn,
-                "shape": list(geometry.shape),
-            }
-        else:
-            data = {"kept": list(geometry.fqns), "shape": list(geometry.shape)}
-        rows.append(
-            {
-                "path": list(entry.path),
-                "dtype": entry.dtype,
-                "before": list(entry.before),
-                "after": list(entry.after),
-                "geometry": data,
-            }
-        )
-    return {"meshes": meshes.values, "units": units.values, "rows": rows}
-
-
-def merge_rows(tables: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The tables of several ranks as one; rows that some ranks lack get a "ranks" list."""
-    meshes, units = _Table(), _Table()
-    merged: dict[str, tuple[dict[str, Any], list[int]]] = {}
-    seen: dict[str, list[str]] = {}  # most ranks have the very same table: translate it once
-    for rank in sorted(tables):
-        table = tables[rank]
-        text = json.dumps(table)
-        if text not in seen:
-            at_mesh = [meshes.add(m) for m in table["meshes"]]
-            at_unit = [units.add(u) for u in table["units"]]
-            seen[text] = []
-            for row in table["rows"]:
-                moved = {**row, "geometry": _moved(row["geometry"], at_mesh, at_unit)}
-                key = json.dumps(moved)
-                merged.setdefault(key, (moved, []))
-                seen[text].append(key)
-        for key in seen[text]:
-            merged[key][1].append(rank)
     rows = [
-        row if len(ranks) == len(tables) else {**row, "ranks": ranks}
-        for row, ranks in merged.values()
+        {
+            "path": list(entry.path),
+            "dtype": entry.dtype,
+            "before": list(entry.before),
+            "after": list(entry.after),
+            "geometry": _geometry(entry.geometry, meshes, units),
+        }
+        for entry in entries
     ]
     return {"meshes": meshes.values, "units": units.values, "rows": rows}
 
 
-def decode_rows(table: dict[str, Any], ranks: Sequence[int], path: str = "") -> list[Row]:
-    """The rows of a table that belongs to `ranks`.
+def _geometry(geometry: Geometry, meshes: _Table, units: _Table) -> dict[str, Any]:
+    if isinstance(geometry, MeshGeometry):
+        return {
+            "mesh": meshes.number(geometry.mesh),
+            "placements": [str(p) for p in geometry.placements],
+            "fqn": geometry.fqn,
+            "shape": list(geometry.shape),
+        }
+    if isinstance(geometry, FlatGeometry):
+        return {
+            "unit": units.number(geometry.unit),
+            "mesh": meshes.number(geometry.mesh),
+            "member": geometry.member,
+        }
+    if isinstance(geometry, BoxGeometry):
+        return {
+            "boxes": [[list(b.offsets), list(b.sizes)] for b in geometry.boxes],
+            "holders": _runs(geometry.holders),
+            "fqn": geometry.fqn,
+            "shape": list(geometry.shape),
+        }
+    return {"kept": list(geometry.fqns), "shape": list(geometry.shape)}
 
-    Raises:
-        CorruptCheckpointError: the table does not make sense.
+
+def _mesh(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "names": list(mesh.dim_names),
+        "shape": list(mesh.shape),
+        "ranks": _runs(mesh.ranks),
+    }
+
+
+def _unit(unit: FlatUnit) -> dict[str, Any]:
+    return {
+        "segments": [[s.fqn, list(s.shape), s.numel] for s in unit.segments],
+        "shard_numel": unit.shard_numel,
+    }
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """(0, 1, 2, 3, 8, 10, 12) → [[0, 4, 1], [8, 3, 2]]; order is kept."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == 1:
+            runs[-1][1:] = [2, rank - runs[-1][0]]
+        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1, 1])
+    return runs
+
+
+# -- merging -----------------------------------------------------------------------------------
+
+
+class RowMerger:
+    """The tables of several ranks, added one by one, as one.
+
+    Most ranks of a mesh have the very same table. `same` lets a caller that has a table's bytes
+    (or a digest of them) skip reading it again: at 16,384 ranks that is the difference between
+    minutes and nothing.
     """
-    try:
-        meshes = [
-            Mesh(tuple(m["names"]), tuple(m["shape"]), tuple(_expanded(m["ranks"])))
-            for m in table["meshes"]
+
+    def __init__(self) -> None:
+        self._meshes, self._units = _Table(), _Table()
+        self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
+        self._count = 0
+
+    def same(self, rank: int, token: object) -> bool:
+        """Whether a table with this token was added; if so, `rank` has it too now."""
+        if token not in self._seen:
+            return False
+        self._count += 1
+        for ranks in self._seen[token]:
+            ranks.append(rank)
+        return True
+
+    def add(self, rank: int, table: Mapping[str, Any], token: object = None) -> None:
+        """Add the table of `rank`."""
+        at_mesh = [self._meshes.add(mesh) for mesh in table["meshes"]]
+        at_unit = [self._units.add(unit) for unit in table["units"]]
+        lists = []
+        for row in table["rows"]:
+            moved = {**row, "geometry": _moved(row["geometry"], at_mesh, at_unit)}
+            lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
+        if token is not None:
+            self._seen[token] = lists
+        for ranks in lists:
+            ranks.append(rank)
+        self._count += 1
+
+    def merged(self) -> dict[str, Any]:
+        """The table of all; rows that some ranks lack get "ranks"."""
+        rows = [
+            row if len(ranks) == self._count else {**row, "ranks": _runs(sorted(ranks))}
+            for row, ranks in self._rows.values()
         ]
-        units = [
-            FlatUnit(tuple(Segment(f, tuple(s), n) for f, s, n in u["segments"]), u["shard_numel"])
-            for u in table["units"]
-        ]
-        return [_row(row, meshes, units, tuple(ranks)) for row in table["rows"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptCheckpointError(
-            f"the table of tensors does not make sense: {error}",
-            remedy="use an older checkpoint",
-            path=path,
-        ) from error
+        return {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
 
 
-def _row(
-    row: dict[str, Any], meshes: list[Mesh], units: list[FlatUnit], ranks: tuple[int, ...]
-) -> Row:
-    data = row["geometry"]
-    geometry: MeshGeometry | FlatGeometry | BoxGeometry | None
-    if "placements" in data:
-        geometry = MeshGeometry(
-            data["fqn"],
-            tuple(data["shape"]),
-            meshes[data["mesh"]],
-            tuple(map(Placement.parse, data["placements"])),
-        )
-        fqns, shape = geometry.fqns, geometry.shape
-    elif "unit" in data:
-        geometry = FlatGeometry(units[data["unit"]], meshes[data["mesh"]], data["member"])
-        fqns, shape = geometry.fqns, ()
-    elif "boxes" in data:
-        boxes = tuple(Box(tuple(o), tuple(s)) for o, s in data["boxes"])
-        geometry = BoxGeometry(data["fqn"], tuple(data["shape"]), boxes, tuple(data["holders"]))
-        fqns, shape = geometry.fqns, geometry.shape
-    else:
-        geometry, fqns, shape = None, tuple(data["kept"]), tuple(data["shape"])
-    return Row(
-        tuple(row["path"]),
-        row["dtype"],
-        tuple(row["before"]),
-        tuple(row["after"]),
-        geometry,
-        fqns,
-        shape,
-        tuple(row.get("ranks", ranks)),
-    )
+def merge_rows(tables: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The tables of several ranks as one; rows that some ranks lack get "ranks"."""
+    merger = RowMerger()
+    for rank in sorted(tables):
+        token = json.dumps(tables[rank])
+        if not merger.same(rank, token):
+            merger.add(rank, tables[rank], token)
+    return merger.merged()
 
 
 def _moved(data: dict[str, Any], at_mesh: list[int], at_unit: list[int]) -> dict[str, Any]:
@@ -219,32 +224,83 @@ def _moved(data: dict[str, Any], at_mesh: list[int], at_unit: list[int]) -> dict
     return out
 
 
-def _mesh(mesh: Mesh) -> dict[str, Any]:
-    return {
-        "names": list(mesh.dim_names),
-        "shape": list(mesh.shape),
-        "ranks": _compressed(mesh.ranks),
-    }
+# -- reading -----------------------------------------------------------------------------------
 
 
-def _unit(unit: FlatUnit) -> dict[str, Any]:
-    return {
-        "segments": [[s.fqn, list(s.shape), s.numel] for s in unit.segments],
-        "shard_numel": unit.shard_numel,
-    }
+def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") -> list[Row]:
+    """The rows of a table that belongs to `ranks`. Rows of the same ranks share one tuple.
+
+    Raises:
+        CorruptCheckpointError: the table does not make sense.
+    """
+    try:
+        return _Decoder(table, tuple(ranks)).rows()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"the table of tensors does not make sense: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
 
 
-def _compressed(ranks: Sequence[int]) -> Any:
-    """{"first", "count", "stride"} when evenly spaced, as nearly every mesh is; else the list."""
-    if len(ranks) > 2:
-        stride = ranks[1] - ranks[0]
-        if all(b - a == stride for a, b in itertools.pairwise(ranks)):
-            return {"first": ranks[0], "count": len(ranks), "stride": stride}
-    return list(ranks)
+class _Decoder:
+    def __init__(self, table: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
+        self._table = table
+        self._ranks = ranks
+        self._members = frozenset(ranks)
+        self._subsets: dict[str, tuple[int, ...]] = {}
+        self._meshes = [
+            Mesh(tuple(m["names"]), tuple(m["shape"]), _expanded(m["ranks"]))
+            for m in table["meshes"]
+        ]
+        self._units = [
+            FlatUnit(tuple(Segment(f, tuple(s), n) for f, s, n in u["segments"]), u["shard_numel"])
+            for u in table["units"]
+        ]
+
+    def rows(self) -> list[Row]:
+        return [self._row(row) for row in self._table["rows"]]
+
+    def _row(self, row: Mapping[str, Any]) -> Row:
+        data = row["geometry"]
+        if "kept" in data:
+            geometry, fqns, shape = None, tuple(data["kept"]), tuple(data["shape"])
+        else:
+            geometry = self._rule(data)
+            fqns = geometry.fqns
+            shape = () if isinstance(geometry, FlatGeometry) else geometry.shape
+        return Row(
+            tuple(row["path"]),
+            row["dtype"],
+            tuple(row["before"]),
+            tuple(row["after"]),
+            geometry,
+            fqns,
+            shape,
+            self._subset(row["ranks"]) if "ranks" in row else self._ranks,
+        )
+
+    def _rule(self, data: Mapping[str, Any]) -> MeshGeometry | FlatGeometry | BoxGeometry:
+        if "placements" in data:
+            placements = tuple(map(Placement.parse, data["placements"]))
+            mesh = self._meshes[data["mesh"]]
+            return MeshGeometry(data["fqn"], tuple(data["shape"]), mesh, placements)
+        if "unit" in data:
+            return FlatGeometry(
+                self._units[data["unit"]], self._meshes[data["mesh"]], data["member"]
+            )
+        boxes = tuple(Box(tuple(o), tuple(s)) for o, s in data["boxes"])
+        return BoxGeometry(data["fqn"], tuple(data["shape"]), boxes, _expanded(data["holders"]))
+
+    def _subset(self, runs: list[list[int]]) -> tuple[int, ...]:
+        key = json.dumps(runs)
+        if key not in self._subsets:
+            ranks = _expanded(runs)
+            if not self._members.issuperset(ranks):
+                raise ValueError(f"a row of ranks {runs} in a group without them")
+            self._subsets[key] = ranks
+        return self._subsets[key]
 
 
-def _expanded(data: Any) -> Sequence[int]:
-    if isinstance(data, dict):
-        first, stride = data["first"], data["stride"]
-        return [first + i * stride for i in range(data["count"])]
-    return list(data)
+def _expanded(runs: list[list[int]]) -> tuple[int, ...]:
+    return tuple(first + i * stride for first, count, stride in runs for i in range(count))

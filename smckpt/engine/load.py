@@ -23,7 +23,7 @@ from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session
 from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.state_dict.optimizers import prepare_optimizers
-from smckpt.state_dict.restore import restore
+from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
 from smckpt.state_dict.select import Selection, Selector
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ class Loader:
 
     def load(self, state_dict: MutableMapping[str, Any], request: LoadRequest) -> None:
         """Fill `state_dict` (and the live objects behind it) in place. See `smckpt.load`."""
+        wrapped = unwrap_stateful(state_dict)
+        done = False
+        try:
+            self._fill(state_dict, request)
+            done = True
+        finally:
+            rewrap_stateful(wrapped, loaded=done)
+
+    def _fill(self, state_dict: MutableMapping[str, Any], request: LoadRequest) -> None:
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
         session = self.membership.session(request.timeout)
@@ -82,7 +91,7 @@ class Loader:
         guard = replace(guard, step=step)
         with guard.stage("plan"):
             catalogue = open_catalogue(request.directory, choose=identity)
-            prepare_optimizers(state_dict, set(catalogue.logical), kind=catalogue.kind)
+            prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
             selection = Selector(self.group.rank).select(state_dict)
             plan = self._plan(catalogue, selection, request)
             objects = catalogue.objects(self._object_rank(catalogue))

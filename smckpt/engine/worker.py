@@ -28,7 +28,9 @@ from smckpt.errors import CheckpointError, WorkerError
 __all__ = ["main"]
 
 # Functions of smckpt.checkpoint.commit that a request names, with its payload as arguments.
-_COMMIT = frozenset({"publish_manifest", "publish_record", "claim_epoch", "sweep", "probe"})
+_COMMIT = frozenset(
+    {"publish_manifest", "publish_record", "claim_epoch", "sweep", "sweep_records", "probe"}
+)
 _STDERR_LIMIT = 1 << 20
 
 

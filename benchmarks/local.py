@@ -1,0 +1,266 @@
+"""How fast a LOCAL checkpoint is taken, staged, saved and loaded, against the limits of this machine.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/local.py --dir /path/on/the/disk
+
+Everything is measured in one run, in turns (A B C A B C …), all ranks at once, and printed as a
+ratio against a raw limit of the same run: a plain copy into pre-faulted memory, the fastest raw
+durable write, the fastest raw read. torch.distributed.checkpoint stands beside. Medians of
+`--repeats` turns; the slowest rank counts; min and max show the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from smckpt import (
+    LOCAL,
+    async_save,
+    init_optim_state,
+    load,
+    maybe_finalize_async_calls,
+    save,
+    sm_state_dict_type,
+)
+
+PIECE = 8 << 20
+
+
+class Block(nn.Module):
+    """The tensors of a Llama block; never run, so no forward."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        inner = hidden * 8 // 3 // 64 * 64
+        for name, shape in {
+            "q": (hidden, hidden),
+            "k": (hidden, hidden),
+            "v": (hidden, hidden),
+            "o": (hidden, hidden),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+            "norm1": (hidden,),
+            "norm2": (hidden,),
+        }.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+
+def build(kind: str, hidden: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(hidden) for _ in range(layers)))
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
+            use_orig_params=kind == "fsdp1-orig",
+            device_id=torch.device("cpu"),
+        )
+    optimizer = torch.optim.AdamW(model.parameters())
+    init_optim_state(optimizer)
+    return model, optimizer
+
+
+def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with sm_state_dict_type(model, LOCAL):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def local_tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree.to_local() if hasattr(tree, "to_local") else tree]
+    if isinstance(tree, dict):
+        return [t for value in tree.values() for t in local_tensors(value)]
+    if isinstance(tree, (list, tuple)):
+        return [t for value in tree for t in local_tensors(value)]
+    return []
+
+
+def timed(act: Callable[[], Any]) -> float:
+    """Seconds that the slowest rank takes, all starting together."""
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds.item())
+
+
+class Raw:
+    """The limits: the same bytes, as plain as it goes."""
+
+    def __init__(self, tensors: list[torch.Tensor], path: Path) -> None:
+        self.tensors = [t.detach() for t in tensors]
+        self.nbytes = sum(t.nbytes for t in self.tensors)
+        self.padded = -(-self.nbytes // PIECE) * PIECE
+        self.memory = mmap.mmap(-1, self.padded)
+        self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.buffer.fill_(1)
+        self.path = path
+
+    def copy(self) -> None:
+        at = 0
+        for tensor in self.tensors:
+            end = at + tensor.nbytes
+            self.buffer[at:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            at = -(-end // 8) * 8
+
+    def _pieces(self, act: Callable[[int], Any]) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(act, range(0, self.padded, PIECE)))
+
+    def write(self, direct: bool) -> None:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | (os.O_DIRECT if direct else 0)
+        self.path.unlink(missing_ok=True)
+        fd = os.open(self.path, flags)
+        view = memoryview(self.memory)
+        self._pieces(lambda at: os.pwrite(fd, view[at : at + PIECE], at))
+        os.fsync(fd)
+        os.close(fd)
+
+    def read(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY)
+        view = memoryview(self.memory)
+        self._pieces(lambda at: os.preadv(fd, [view[at : at + PIECE]], at))
+        os.close(fd)
+
+
+def drop_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def fresh(path: Path) -> Path:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    return path
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    rank = dist.get_rank()
+    root = Path(options.dir) / "smckpt-benchmark"
+    model, optimizer = build(options.model, options.hidden, options.layers)
+    state = take(model, optimizer)
+    tensors = local_tensors(state)
+    raw_folder = root / "raw"
+    raw_folder.mkdir(parents=True, exist_ok=True)
+    raw = Raw(tensors, raw_folder / f"{rank}.bin")
+    ours, theirs = root / "smckpt", root / "dcp"
+    out: dict[str, list[float]] = {"bytes": [float(raw.nbytes)], "tensors": [float(len(tensors))]}
+
+    def note(name: str, seconds: float) -> None:
+        out.setdefault(name, []).append(seconds)
+
+    def blocked() -> None:
+        async_save(take(model, optimizer), checkpoint_id=ours)
+
+    def dcp_state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    fresh(ours)
+    blocked()  # makes worker, arena and session
+    maybe_finalize_async_calls()
+    for _ in range(options.repeats):
+        note("take", timed(lambda: take(model, optimizer)))
+        note("raw copy", timed(raw.copy))
+        note("async_save blocks", timed(blocked))
+        maybe_finalize_async_calls()
+        note("raw write, O_DIRECT", timed(lambda: raw.write(True)))
+        note("raw write, fsync", timed(lambda: raw.write(False)))
+        note("save", timed(lambda: save(take(model, optimizer), checkpoint_id=ours)))
+        note("raw read, cached", timed(raw.read))
+        load(take(model, optimizer), checkpoint_id=ours)  # into the page cache
+        note("load, cached", timed(lambda: load(take(model, optimizer), checkpoint_id=ours)))
+        drop_cache(raw_folder)
+        note("raw read, cold", timed(raw.read))
+        drop_cache(ours)
+        note("load, cold", timed(lambda: load(take(model, optimizer), checkpoint_id=ours)))
+        if options.model == "fsdp2" and not options.no_dcp:
+            fresh(theirs)
+            note("DCP save", timed(lambda: dcp.save(dcp_state(), checkpoint_id=theirs)))
+            future: list[Any] = []
+            fresh(theirs)
+            note(
+                "DCP async_save blocks",
+                timed(lambda: future.append(dcp.async_save(dcp_state(), checkpoint_id=theirs))),
+            )
+            future[0].result()
+            note("DCP load, cached", timed(lambda: dcp.load(dcp_state(), checkpoint_id=theirs)))
+    fresh(root)
+    return out
+
+
+def report(out: dict[str, list[float]], options: argparse.Namespace) -> None:
+    nbytes, count = out.pop("bytes")[0], int(out.pop("tensors")[0])
+    middle = {name: statistics.median(values) for name, values in out.items()}
+    best_write = min(middle["raw write, O_DIRECT"], middle["raw write, fsync"])
+    limits = {
+        "take": None,
+        "async_save blocks": middle["raw copy"],
+        "DCP async_save blocks": middle["raw copy"],
+        "save": best_write,
+        "DCP save": best_write,
+        "load, cached": middle["raw read, cached"],
+        "DCP load, cached": middle["raw read, cached"],
+        "load, cold": middle["raw read, cold"],
+    }
+    print(
+        f"\n{options.model}, {dist.get_world_size()} ranks, {count} tensors and "
+        f"{nbytes / 1e9:.2f} GB a rank, median of {options.repeats} (min – max)\n"
+    )
+    print(f"{'':24}{'seconds':>9}{'min – max':>18}{'GB/s a rank':>13}{'time / limit':>14}")
+    for name, values in out.items():
+        limit = limits.get(name)
+        ratio = f"{middle[name] / limit:.2f}" if limit else ""
+        spread = f"{min(values):.3f} – {max(values):.3f}"
+        print(f"{name:24}{middle[name]:9.4f}{spread:>18}{nbytes / middle[name] / 1e9:13.2f}{ratio:>14}")
+    print(f"\ntaking: {middle['take'] / count * 1e6:.1f} µs a tensor")
+    print(json.dumps({"model": options.model, "bytes": nbytes, "tensors": count, "seconds": out}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", default=".", help="a directory on the disk to measure")
+    parser.add_argument("--model", default="fsdp2", choices=["fsdp2", "fsdp1", "fsdp1-orig"])
+    parser.add_argument("--hidden", type=int, default=1088)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-dcp", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    out = measure(options)
+    if dist.get_rank() == 0:
+        report(out, options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

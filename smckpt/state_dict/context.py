@@ -1,0 +1,252 @@
+"""`sm_state_dict_type`: which state `state_dict()` gives inside a `with` block."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.state_dict.full import full_model, full_optimizer, load_full_model, load_full_optimizer
+from smckpt.state_dict.model import ModelView, view_of
+from smckpt.state_dict.names import canonical
+from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
+from smckpt.state_dict.private import dtensor_parts, is_dtensor
+
+__all__ = ["FULL", "LOCAL", "SHARDED", "SMStateDictType", "remember_optimizer", "sm_state_dict_type"]
+
+
+class SMStateDictType(enum.Enum):
+    """FULL: everything gathered on one rank. SHARDED: this rank's shards by name, loadable on any
+    mesh. LOCAL: this rank's own tensors, without any communication."""
+
+    FULL = "FULL"
+    SHARDED = "SHARDED"
+    LOCAL = "LOCAL"
+    SM_LOCAL_STATE_DICT = "LOCAL"
+
+
+FULL = SMStateDictType.FULL
+SHARDED = SMStateDictType.SHARDED
+LOCAL = SMStateDictType.LOCAL
+
+
+def _kind_of(kind: Any) -> SMStateDictType:
+    if isinstance(kind, SMStateDictType):
+        return kind
+    name = getattr(kind, "name", "")  # torch's StateDictType
+    for ours in SMStateDictType:
+        if name == f"{ours.value}_STATE_DICT":
+            return ours
+    raise UsageError(
+        f"{kind!r} is no state dict type", remedy="pass FULL, SHARDED or LOCAL of smckpt"
+    )
+
+
+@contextmanager
+def sm_state_dict_type(
+    model: nn.Module,
+    kind: Any,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+    *,
+    only: Callable[[str], bool] | str | None = None,
+) -> Iterator[None]:
+    """Inside the block `model.state_dict()`, `model.load_state_dict()` and those of optimizers
+    give and take state of this kind.
+
+    Args:
+        model: FSDP1, FSDP2, DDP or plain.
+        kind: FULL, SHARDED or LOCAL; torch's `StateDictType` is taken too.
+        state_dict_config, optim_state_dict_config: for FULL, torch's `FullStateDictConfig` and
+            `FullOptimStateDictConfig` (rank0_only, offload_to_cpu). Without one, FULL gathers to
+            rank 0 only, on the device.
+        only: which of the model's tensors: a function of the fully qualified name, or
+            "trainable" for those with `requires_grad` (LoRA adapters). Others are left alone.
+
+    Raises:
+        UsageError: an argument that is not known.
+    """
+    chosen = _kind_of(kind)
+    if isinstance(only, str) and only != "trainable":
+        raise UsageError(
+            f"only={only!r} is not known", remedy='pass "trainable" or a function of the name'
+        )
+    if chosen is not FULL and (state_dict_config or optim_state_dict_config):
+        _refuse_config(state_dict_config, optim_state_dict_config)
+    view = view_of(model)
+    scope = _Scope(view, chosen, state_dict_config, optim_state_dict_config, only)
+    with ExitStack() as stack:
+        stack.enter_context(_instead(model, "state_dict", scope.model_state_dict))
+        stack.enter_context(_instead(model, "load_state_dict", scope.load_model))
+        stack.enter_context(_patched_optimizers(scope))
+        yield
+
+
+def _refuse_config(*configs: Any) -> None:
+    for config in configs:
+        if config is not None and not type(config).__name__.startswith(("Sharded", "Local")):
+            raise UsageError(
+                f"{type(config).__name__} does not go with this kind",
+                remedy="pass it with FULL, or leave it out",
+            )
+        if getattr(config, "offload_to_cpu", False):
+            raise UsageError(
+                "offload_to_cpu is not honoured: staging copies to host memory anyway",
+                remedy="leave it out",
+            )
+
+
+class _Scope:
+    """One `with` block."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        kind: SMStateDictType,
+        model_config: Any,
+        optimizer_config: Any,
+        only: Callable[[str], bool] | str | None,
+    ) -> None:
+        self.view = view
+        self.kind = kind
+        self.model_config = model_config
+        self.optimizer_config = optimizer_config
+        self._only = only
+
+    def _kept(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        if self._only is None:
+            return tensors
+        if self._only == "trainable":
+            names = self.view.trainable()
+            return {fqn: t for fqn, t in tensors.items() if fqn in names}
+        assert callable(self._only)
+        return {fqn: t for fqn, t in tensors.items() if self._only(fqn)}
+
+    def model_state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """As `nn.Module.state_dict`, of this block's kind."""
+        if destination is not None or prefix or keep_vars:
+            raise UsageError(
+                "destination, prefix and keep_vars are not honoured inside sm_state_dict_type",
+                remedy="call state_dict() without them",
+            )
+        if self.kind is FULL:
+            return self._kept(full_model(self.view.model, self.model_config))
+        return self._kept(self.view.tensors(self.kind.value))
+
+    def load_model(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `nn.Module.load_state_dict`; tensors that are the live ones are left as they are."""
+        if assign:
+            raise UsageError(
+                "assign=True is not honoured inside sm_state_dict_type",
+                remedy="leave it out: live tensors are filled",
+            )
+        if self.kind is FULL:
+            return load_full_model(self.view.model, state_dict, strict and self._only is None)
+        given = {canonical(name): value for name, value in state_dict.items()}
+        live = self._kept(self.view.tensors(self.kind.value))
+        missing = sorted(live.keys() - given.keys())
+        unexpected = sorted(given.keys() - live.keys())
+        if strict and (missing or unexpected):
+            raise KeysMismatchError(
+                f"the state dict lacks {missing[:12]}; the model lacks {unexpected[:12]}",
+                remedy="load the state of the same model, or pass strict=False",
+            )
+        for fqn in live.keys() & given.keys():
+            copy_exactly(live[fqn], given[fqn], fqn)
+        from torch.nn.modules.module import _IncompatibleKeys
+
+        return _IncompatibleKeys(missing, unexpected)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self.kind is FULL:
+            return full_optimizer(self.view, optimizer, self.optimizer_config or self.model_config)
+        return bind(optimizer, self.kind.value, self.view).take()
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        if self.kind is FULL:
+            load_full_optimizer(self.view, optimizer, state_dict)
+            return
+        fill_optimizer(bind(optimizer, self.kind.value, self.view), state_dict)
+
+
+def copy_exactly(live: Any, given: Any, name: str) -> None:
+    """Copy `given` into `live`, bit for bit; nothing to do where they are the same memory.
+
+    Raises:
+        TensorMismatchError: shapes or dtypes differ.
+    """
+    if not isinstance(live, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return
+    target = dtensor_parts(live)[0] if is_dtensor(live) else live
+    source = dtensor_parts(given)[0] if is_dtensor(given) else given
+    if target.dtype != source.dtype or target.shape != source.shape:
+        raise TensorMismatchError(
+            f"{name}: given {source.dtype} {list(source.shape)}, live {target.dtype} "
+            f"{list(target.shape)}",
+            remedy="take and load with the same kind on the same model",
+        )
+    if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
+        return
+    with torch.no_grad():
+        target.detach().copy_(source)
+
+
+@contextmanager
+def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """The module's method replaced, on this object only, and put back."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
+@contextmanager
+def _patched_optimizers(scope: _Scope) -> Iterator[None]:
+    """`Optimizer.state_dict` and `load_state_dict` of all optimizers, for the block's time."""
+    kind = torch.optim.Optimizer
+    take, fill = kind.state_dict, kind.load_state_dict
+
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        return scope.optimizer_state_dict(self)
+
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        scope.load_optimizer(self, state_dict)
+
+    kind.state_dict = state_dict  # type: ignore[method-assign,assignment]
+    kind.load_state_dict = load_state_dict  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        kind.state_dict = take  # type: ignore[method-assign]
+        kind.load_state_dict = fill  # type: ignore[method-assign]
+
+
+def remember_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """From now on a stock `optimizer.state_dict()` remembers its optimizer, outside of any block."""
+    if getattr(optimizer, "_smckpt_remembered", False):
+        return
+    optimizer._smckpt_remembered = True  # type: ignore[attr-defined]
+    reference = weakref.ref(optimizer)
+
+    def hook(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        live = reference()
+        if live is None or getattr(state_dict, "binding", None) is not None:
+            return None
+        return Binding(live, "LOCAL", {}, {}).adopt(state_dict)
+
+    optimizer.register_state_dict_post_hook(hook)

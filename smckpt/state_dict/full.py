@@ -1,0 +1,230 @@
+"""FULL state: gathered, by torch's own means, which run collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smckpt.state_dict.initial import init_parameter_state
+from smckpt.state_dict.model import ModelView
+from smckpt.state_dict.names import canonical
+from smckpt.state_dict.optimizers import bind, fill_groups
+from smckpt.state_dict.private import is_dtensor, is_fsdp1
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
+
+__all__ = ["full_model", "full_optimizer", "load_full_model", "load_full_optimizer"]
+
+
+def _wishes(config: Any) -> tuple[bool, bool]:
+    """(rank 0 only, to the CPU)."""
+    return getattr(config, "rank0_only", True), getattr(config, "offload_to_cpu", False)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def full_model(model: nn.Module, config: Any) -> dict[str, Any]:
+    """The whole model by canonical name; {} on the ranks that shall hold nothing."""
+    rank0_only, to_cpu = _wishes(config)
+    if is_fsdp1(model):
+        raw = _fsdp1_full(model, rank0_only, to_cpu)
+    else:
+        raw = type(model).state_dict(model)
+    ddp = type(model).__name__ == "DistributedDataParallel"
+    out: dict[str, Any] = {}
+    for name, value in raw.items():
+        whole = _gathered(value, rank0_only, to_cpu)
+        if whole is not None:
+            out[canonical(name, ddp=ddp)] = whole
+    return out
+
+
+def _gathered(value: Any, rank0_only: bool, to_cpu: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None if rank0_only and _rank() else value
+    whole = value.full_tensor() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]
+    if rank0_only and _rank():
+        return None
+    return whole.cpu() if to_cpu else whole
+
+
+def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
+    from torch.distributed.fsdp import (
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    config = FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        raw: dict[str, Any] = type(model).state_dict(model)
+    return raw
+
+
+def full_optimizer(view: ModelView, optimizer: torch.optim.Optimizer, config: Any) -> dict[str, Any]:
+    """The whole optimizer state by name, gathered tensor by tensor."""
+    rank0_only, to_cpu = _wishes(config)
+    sharded = bind(optimizer, "SHARDED", view).take()
+    state: dict[str, Any] = {}
+    if is_fsdp1(view.model):
+        state = _fsdp1_full_state(view.model, optimizer, rank0_only, to_cpu)
+    else:
+        for fqn, slots in sharded["state"].items():
+            whole = {k: _gathered(v, rank0_only, to_cpu) for k, v in slots.items()}
+            if not (rank0_only and _rank()):
+                state[fqn] = whole
+    groups = ParamGroups() if rank0_only and _rank() else sharded["param_groups"]
+    out = OptimizerStateDict(state=state, param_groups=groups)
+    return out
+
+
+def _fsdp1_full_state(
+    model: Any, optimizer: torch.optim.Optimizer, rank0_only: bool, to_cpu: bool
+) -> dict[str, Any]:
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    with FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
+        FullOptimStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
+    ):
+        with _stock_optimizers():
+            gathered = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return {canonical(fqn): slots for fqn, slots in gathered.get("state", {}).items()}
+
+
+class _stock_optimizers:
+    """torch's gathering calls `optimizer.state_dict()` itself and wants the stock answer."""
+
+    def __enter__(self) -> None:
+        kind = torch.optim.Optimizer
+        self._patched = kind.state_dict
+        kind.state_dict = _stock_state_dict  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        torch.optim.Optimizer.state_dict = self._patched  # type: ignore[method-assign]
+
+
+def _stock_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    numbers: dict[int, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+        ids = [numbers[id(p)] for p in group["params"]]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+    return {
+        "state": {numbers[id(p)]: slots for p, slots in optimizer.state.items()},
+        "param_groups": groups,
+    }
+
+
+def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Put a full state, held by rank 0, into the model; rank 0 broadcasts."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=_initialised(), strict=strict
+    )
+    with _own_methods(model):
+        return set_model_state_dict(model, dict(state_dict), options=options)
+
+
+class _own_methods:
+    """Without the block's replacements of `state_dict` and `load_state_dict` on the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        names = ("state_dict", "load_state_dict")
+        self._kept = {n: self._model.__dict__.pop(n) for n in names if n in self._model.__dict__}
+
+    def __exit__(self, *_: object) -> None:
+        self._model.__dict__.update(self._kept)
+
+
+def _initialised() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def load_full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> None:
+    """Put a full optimizer state, held by rank 0, into the live one; rank 0 broadcasts."""
+    import torch.distributed as dist
+
+    from smckpt.layout.geometry import Box
+    from smckpt.state_dict.select import geometry_of
+
+    whole: dict[str, Any] = dict(given)
+    boxed: list[Any] = [_outline(whole)]
+    if _initialised():
+        dist.broadcast_object_list(boxed, src=0)
+    outline = boxed[0]
+    binding = bind(optimizer, "SHARDED", view)
+    for index, parameter in enumerate(binding.parameters()):
+        names = binding.names(parameter, index)
+        if any(n in outline["state"] for n in names) and not optimizer.state.get(parameter):
+            init_parameter_state(optimizer, parameter)
+    live = binding.take()["state"]
+    for fqn, slots in outline["state"].items():
+        for slot, described in slots.items():
+            tensor = _from_rank0(whole, fqn, slot, described)
+            if fqn not in live or slot not in live[fqn]:
+                continue
+            target = live[fqn][slot]
+            if not isinstance(tensor, torch.Tensor):
+                live[fqn][slot] = tensor
+                continue
+            local, geometry = geometry_of(target, fqn, _rank())
+            for piece in geometry.pieces(_rank()):
+                box: Box = piece.box
+                index_ = tuple(
+                    slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)
+                )
+                torch.as_strided(
+                    local, box.sizes, piece.strides, local.storage_offset() + piece.start
+                ).copy_(tensor[index_])
+    fill_groups(binding, outline["param_groups"])
+
+
+def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks must know before the tensors come."""
+    state = {
+        fqn: {
+            slot: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else ("value", v)
+            for slot, v in slots.items()
+        }
+        for fqn, slots in given.get("state", {}).items()
+    }
+    return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
+
+
+def _from_rank0(whole: Mapping[str, Any], fqn: str, slot: str, described: Any) -> Any:
+    import torch.distributed as dist
+
+    if described[0] == "value":
+        return described[1]
+    shape, dtype = described
+    held = _rank() == 0
+    tensor = whole["state"][fqn][slot].contiguous() if held else torch.empty(shape, dtype=dtype)
+    if _initialised():
+        if dist.get_backend() == "nccl":
+            tensor = tensor.cuda()
+        dist.broadcast(tensor, src=0)
+    return tensor

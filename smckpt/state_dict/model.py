@@ -1,0 +1,326 @@
+"""A model's tensors by canonical name, with geometry: live, and without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from smckpt.errors import StateError
+from smckpt.layout.geometry import (
+    FlatGeometry,
+    FlatUnit,
+    Geometry,
+    Mesh,
+    MeshGeometry,
+    Placement,
+    Segment,
+)
+from smckpt.state_dict.names import canonical
+from smckpt.state_dict.private import fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
+from smckpt.state_dict.tags import Tag, set_tag
+
+__all__ = ["Held", "ModelView", "view_of"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter object as an optimizer knows it: its names and the geometry of its local data."""
+
+    fqns: tuple[str, ...]
+    geometry: Geometry | None  # None: a DTensor tells by itself, a plain tensor has none
+
+
+class ModelView:
+    """How one model's state is taken. Subclasses know one strategy each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def tensors(self, kind: str) -> dict[str, Any]:
+        """Canonical name → live tensor (or extra state), tagged."""
+        raise NotImplementedError
+
+    def held(self) -> dict[int, Held]:
+        """id of each parameter that an optimizer may hold → what it is."""
+        raise NotImplementedError
+
+    def trainable(self) -> set[str]:
+        return {
+            fqn
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+            if p.requires_grad
+            for fqn in [canonical(name, ddp=_is_ddp(self.model))]
+        }
+
+
+def view_of(model: nn.Module) -> ModelView:
+    if is_fsdp1(model):
+        return Fsdp1View(model)
+    return PlainView(model)
+
+
+def _is_ddp(model: nn.Module) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel)
+
+
+class PlainView(ModelView):
+    """FSDP2, DDP and plain modules: `state_dict()` is live and local as it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._ddp = _is_ddp(model)
+        self._mesh = _ddp_mesh(model) if self._ddp else None
+
+    def tensors(self, kind: str) -> dict[str, Any]:
+        raw = type(self.model).state_dict(self.model)
+        ignored = self._ignored_by_ddp()
+        parameters = (
+            {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+            if self._ddp
+            else set()
+        )
+        out: dict[str, Any] = {}
+        for name, value in raw.items():
+            fqn = canonical(name, ddp=self._ddp)
+            if fqn in out:
+                raise StateError(
+                    f"two tensors of the model have the name {fqn!r}",
+                    remedy="rename the module that ends in a wrapper's name",
+                )
+            if isinstance(value, torch.Tensor):
+                geometry = None
+                if name in parameters and name not in ignored:
+                    geometry = self._replicated(fqn, value)
+                set_tag(value, Tag(kind, (fqn,), geometry))
+            out[fqn] = value
+        return out
+
+    def held(self) -> dict[int, Held]:
+        if is_fsdp2(self.model):
+            reshard_fsdp2(self.model)
+        ignored = self._ignored_by_ddp()
+        out: dict[int, Held] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            fqn = canonical(name, ddp=self._ddp)
+            if id(parameter) in out:
+                continue  # a shared parameter has one state, under its first name
+            geometry = None if name in ignored else self._replicated(fqn, parameter)
+            out[id(parameter)] = Held((fqn,), geometry)
+        return out
+
+    def _replicated(self, fqn: str, value: torch.Tensor) -> MeshGeometry | None:
+        if self._mesh is None:
+            return None
+        return MeshGeometry(fqn, tuple(value.shape), self._mesh, (Placement("replicate"),))
+
+    def _ignored_by_ddp(self) -> set[str]:
+        names = getattr(self.model, "parameters_to_ignore", None) if self._ddp else None
+        return {f"module.{name}" for name in names or ()}
+
+
+def _ddp_mesh(model: Any) -> Mesh:
+    import torch.distributed as dist
+
+    ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
+    cached: Mesh | None = model.__dict__.get("_smckpt_mesh")
+    if cached is None or cached.ranks != ranks:
+        cached = Mesh(("replicate",), (len(ranks),), ranks)
+        model.__dict__["_smckpt_mesh"] = cached
+    return cached
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """An FSDP1 flat parameter: its record, where each member lies in the local shard."""
+
+    unit: FlatUnit
+    mesh: Mesh
+    members: tuple[tuple[str, int, int, int], ...]  # fqn, segment, offset in the shard, numel here
+    key: str
+    original: bool  # use_orig_params
+    aliases: tuple[tuple[str, FlatUnit, int, int, int], ...]  # of shared parameters
+
+
+class Fsdp1View(ModelView):
+    """FSDP1: the flat parameters' local shards themselves; torch's hooks run collectives."""
+
+    def tensors(self, kind: str) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        managed: set[str] = set()
+        for name, module, handle in fsdp1_units(self.model):
+            unit = _unit_of(name, module, handle)
+            shard = _local_shard(handle)
+            managed.update(fqn for fqn, *_ in unit.members)
+            for fqn, record, segment, offset, numel in unit.aliases:
+                managed.add(fqn)
+                value = shard.detach()[offset : offset + numel]
+                set_tag(value, Tag(kind, (fqn,), FlatGeometry(record, unit.mesh, segment)))
+                out[fqn] = value
+            if kind == "LOCAL" and not unit.original:
+                fqns = tuple(fqn for fqn, *_ in unit.members)
+                value = shard.detach()
+                set_tag(value, Tag(kind, fqns, FlatGeometry(unit.unit, unit.mesh)))
+                out[unit.key] = value
+                continue
+            for fqn, segment, offset, numel in unit.members:
+                value = shard.detach()[offset : offset + numel]
+                set_tag(value, Tag(kind, (fqn,), FlatGeometry(unit.unit, unit.mesh, segment)))
+                out[fqn] = value
+        self._unmanaged(kind, managed, out)
+        return out
+
+    def _unmanaged(self, kind: str, managed: set[str], out: dict[str, Any]) -> None:
+        """Buffers, parameters that FSDP ignores, and extra state; none needs a collective."""
+        for raw, module in self.model.named_modules(remove_duplicate=False):
+            prefix = canonical(raw)
+            named = [
+                *((n, p) for n, p in module._parameters.items() if not hasattr(p, "_fqns")),
+                *(
+                    (n, b)
+                    for n, b in module._buffers.items()
+                    if n not in module._non_persistent_buffers_set
+                ),
+            ]
+            for name, tensor in named:
+                fqn = f"{prefix}.{name}" if prefix else name
+                if tensor is None or fqn in managed or fqn in out:
+                    continue
+                value = tensor.detach()
+                set_tag(value, Tag(kind, (fqn,)))
+                out[fqn] = value
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                fqn = f"{prefix}._extra_state" if prefix else "_extra_state"
+                out[fqn] = module.get_extra_state()
+
+    def held(self) -> dict[int, Held]:
+        out: dict[int, Held] = {}
+        managed: set[str] = set()
+        for name, module, handle in fsdp1_units(self.model):
+            unit = _unit_of(name, module, handle)
+            fqns = tuple(fqn for fqn, *_ in unit.members)
+            managed.update(fqns)
+            out[id(handle.flat_param)] = Held(fqns, FlatGeometry(unit.unit, unit.mesh))
+            if unit.original:
+                members = zip(unit.members, handle.flat_param._params, strict=True)
+                for (fqn, segment, *_), parameter in members:
+                    geometry = FlatGeometry(unit.unit, unit.mesh, segment)
+                    out[id(parameter)] = Held((fqn,), geometry)
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in out and canonical(name) not in managed:
+                out[id(parameter)] = Held((canonical(name),), None)
+        return out
+
+    def slices(self) -> dict[int, tuple[tuple[str, int, int, int], ...]]:
+        """id of each flat parameter → its members (fqn, segment, offset in the shard, numel)."""
+        return {
+            id(handle.flat_param): _unit_of(name, module, handle).members
+            for name, module, handle in fsdp1_units(self.model)
+        }
+
+
+def _local_shard(handle: Any) -> torch.Tensor:
+    flat: torch.Tensor = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        return flat.data
+    shard: torch.Tensor = flat._local_shard  # type: ignore[attr-defined]
+    return shard
+
+
+def _unit_of(raw_name: str, module: Any, handle: Any) -> _Unit:
+    """The unit's record; kept on the flat parameter, so that later takes find the same objects."""
+    flat = handle.flat_param
+    cached: _Unit | None = getattr(flat, "_smckpt_unit", None)
+    if cached is None:
+        cached = _make_unit(raw_name, module, handle)
+        flat._smckpt_unit = cached
+    return cached
+
+
+def _make_unit(raw_name: str, module: Any, handle: Any) -> _Unit:
+    flat = handle.flat_param
+    prefix = canonical(raw_name)
+    dotted = f"{prefix}." if prefix else ""
+    fqns = [f"{dotted}{canonical(fqn)}" for fqn in flat._fqns]
+    segments: list[Segment] = []
+    members: list[int] = []
+    names = iter(zip(fqns, flat._shapes, strict=True))
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if padding:
+            segments.append(Segment(None, (), int(numel)))
+            continue
+        fqn, shape = next(names)
+        members.append(len(segments))
+        segments.append(Segment(fqn, tuple(shape), int(numel)))
+    shard_numel = int(_local_shard(handle).numel())
+    mesh = _fsdp1_mesh(module, handle)
+    unit = FlatUnit(tuple(segments), shard_numel)
+    shard = mesh.coordinate(_rank())[1]
+    low, high = shard * shard_numel, (shard + 1) * shard_numel
+    placed = []
+    for fqn, segment in zip(fqns, members, strict=True):
+        start = unit.starts[segment]
+        a = min(max(start, low), high)
+        b = max(min(start + segments[segment].numel, high), a)
+        placed.append((fqn, segment, a - low, b - a))
+    return _Unit(
+        unit,
+        mesh,
+        tuple(placed),
+        f"{dotted}_flat_param",
+        bool(handle._use_orig_params),
+        tuple(_aliases(dotted, flat, unit, placed)),
+    )
+
+
+def _aliases(
+    dotted: str, flat: Any, unit: FlatUnit, placed: list[tuple[str, int, int, int]]
+) -> Iterator[tuple[str, FlatUnit, int, int, int]]:
+    """The other names of parameters that the unit's modules share."""
+    by_name = {fqn: (segment, offset, numel) for fqn, segment, offset, numel in placed}
+    for info in flat._shared_param_infos:
+
+        def full(module: str, name: str) -> str:
+            return dotted + canonical(f"{module}.{name}" if module else name)
+
+        alias = full(info.module_name, info.param_name)
+        segment, offset, numel = by_name[full(info.prim_module_name, info.prim_param_name)]
+        segments = list(unit.segments)
+        segments[segment] = replace(segments[segment], fqn=alias)
+        yield alias, FlatUnit(tuple(segments), unit.shard_numel), segment, offset, numel
+
+
+def _fsdp1_mesh(module: Any, handle: Any) -> Mesh:
+    """(replicate, shard): from the device mesh if there is one, else from the process groups."""
+    import torch.distributed as dist
+
+    names = ("replicate", "shard")
+    ranks = tuple(dist.get_process_group_ranks(handle.process_group))
+    if not handle.uses_sharded_strategy:
+        return Mesh(names, (len(ranks), 1), ranks)
+    inter = getattr(module, "_inter_node_pg", None)
+    if inter is None:
+        return Mesh(names, (1, len(ranks)), ranks)
+    column = dist.get_process_group_ranks(inter)
+    me = _rank()
+    # The groups of a grid are each other's translates: what is known is this rank's row and column.
+    grid = tuple(shard + (replica - me) for replica in column for shard in ranks)
+    if len(set(grid)) != len(grid) or min(grid) < 0 or max(grid) >= dist.get_world_size():
+        raise StateError(
+            f"shard group {ranks} and replication group {tuple(column)} are no rows and columns "
+            "of a grid",
+            remedy="build hybrid sharding from a device mesh (init_device_mesh)",
+            rank=me,
+        )
+    return Mesh(names, (len(column), len(ranks)), grid)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()

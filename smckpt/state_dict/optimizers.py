@@ -1,0 +1,362 @@
+"""Optimizer state: by id under LOCAL, by fully qualified name otherwise; bit for bit both ways.
+
+Nothing goes through `Optimizer.load_state_dict`, which casts state to the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smckpt.errors import StateError
+from smckpt.layout.entries import Path
+from smckpt.layout.geometry import FlatGeometry
+from smckpt.state_dict.initial import init_parameter_state
+from smckpt.state_dict.model import Fsdp1View, Held, ModelView
+from smckpt.state_dict.private import dtensor_parts, is_dtensor
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, set_tag
+
+__all__ = [
+    "Binding",
+    "bind",
+    "fill_groups",
+    "fill_optimizer",
+    "optimizer_dicts",
+    "prepare_optimizers",
+    "take",
+]
+
+
+@dataclass
+class Binding:
+    """An optimizer, the form in which its state was taken, and what its parameters are called."""
+
+    optimizer: torch.optim.Optimizer
+    kind: str
+    held: dict[int, Held] = field(repr=False)
+    slices: dict[int, tuple[tuple[str, int, int, int], ...]] = field(repr=False)
+
+    @property
+    def by_id(self) -> bool:
+        return self.kind == "LOCAL"
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def names(self, parameter: torch.Tensor, index: int) -> tuple[str, ...]:
+        found = self.held.get(id(parameter))
+        return found.fqns if found else (str(index),)
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest keeps, so that ids can be read as names later."""
+        return {
+            "form": "id" if self.by_id else "fqn",
+            "ids": [list(self.names(p, i)) for i, p in enumerate(self.parameters())],
+        }
+
+    def take(self) -> OptimizerStateDict:
+        return take(self.optimizer, self.kind, self.held, self.slices)
+
+    def adopt(self, state_dict: dict[str, Any]) -> OptimizerStateDict:
+        """A stock state dict of this optimizer that remembers it from now on."""
+        groups = ParamGroups(state_dict["param_groups"])
+        groups.binding = self
+        out = OptimizerStateDict({**state_dict, "param_groups": groups})
+        out.binding = self
+        return out
+
+
+def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Binding:
+    slices = view.slices() if isinstance(view, Fsdp1View) else {}
+    return Binding(optimizer, kind, view.held(), slices)
+
+
+def take(
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    held: dict[int, Held],
+    slices: dict[int, tuple[tuple[str, int, int, int], ...]],
+) -> OptimizerStateDict:
+    """The live state of `optimizer`, tagged; ids under LOCAL, names otherwise."""
+    binding = Binding(optimizer, kind, held, slices)
+    state: dict[Any, Any] = {}
+    parameters = binding.parameters()
+    ids = {id(p): index for index, p in enumerate(parameters)}
+    for parameter, slots in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            state[parameter] = slots  # LBFGS keeps state under a name of its own
+            continue
+        index = ids[id(parameter)]
+        what = held.get(id(parameter))
+        if binding.by_id:
+            state[index] = {
+                slot: _tagged(value, parameter, what, kind, (slot,)) for slot, value in slots.items()
+            }
+            continue
+        if what is None:
+            raise _unknown(index)
+        members = slices.get(id(parameter))
+        if members is None:
+            state[what.fqns[0]] = {
+                slot: _tagged(value, parameter, what, kind, (slot,)) for slot, value in slots.items()
+            }
+            continue
+        for fqn, segment, offset, numel in members:
+            state[fqn] = {
+                slot: _member(value, parameter, what, kind, slot, fqn, segment, offset, numel)
+                for slot, value in slots.items()
+            }
+    out = OptimizerStateDict(state=state, param_groups=_groups(binding, ids))
+    out.binding = binding
+    return out
+
+
+def _groups(binding: Binding, ids: dict[int, int]) -> ParamGroups:
+    groups = ParamGroups()
+    for group in binding.optimizer.param_groups:
+        copied = {key: value for key, value in group.items() if key != "params"}
+        members: list[Any] = []
+        for parameter in group["params"]:
+            index = ids[id(parameter)]
+            members += [index] if binding.by_id else binding.names(parameter, index)
+        groups.append({**copied, "params": members})
+    groups.binding = binding
+    return groups
+
+
+def _unknown(index: int) -> StateError:
+    return StateError(
+        f"parameter {index} of the optimizer is no parameter of the model in the context",
+        remedy="open sm_state_dict_type on the model that this optimizer trains",
+    )
+
+
+def _tagged(
+    value: Any, parameter: torch.Tensor, held: Held | None, kind: str, after: Path
+) -> Any:
+    """The value as it is; a tensor gets a tag that says whose state it is."""
+    if isinstance(value, dict):
+        return {k: _tagged(v, parameter, held, kind, (*after, k)) for k, v in value.items()}
+    if not isinstance(value, torch.Tensor) or held is None:
+        return value
+    geometry = held.geometry if _same_extent(value, parameter) else None
+    set_tag(value, Tag(kind, held.fqns, geometry, after))
+    return value
+
+
+def _same_extent(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.dim() > 0 and not is_dtensor(value) and value.shape == parameter.shape
+
+
+def _member(
+    value: Any,
+    parameter: torch.Tensor,
+    held: Held,
+    kind: str,
+    slot: str,
+    fqn: str,
+    segment: int,
+    offset: int,
+    numel: int,
+) -> Any:
+    """The part of a flat parameter's state that belongs to one member."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    geometry = None
+    if _same_extent(value, parameter) and isinstance(held.geometry, FlatGeometry):
+        geometry = FlatGeometry(held.geometry.unit, held.geometry.mesh, segment)
+        part = value.detach()[offset : offset + numel]
+    else:
+        part = value.detach()  # an object of its own: each member has its own tag
+    set_tag(part, Tag(kind, (fqn,), geometry, (slot,)))
+    return part
+
+
+# -- in a user's dict ---------------------------------------------------------------------------
+
+
+def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
+    """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
+    if not isinstance(tree, dict):
+        return
+    if isinstance(tree.get("param_groups"), list) and isinstance(tree.get("state"), dict):
+        yield path, tree, _binding_of(tree)
+        return
+    for key, value in tree.items():
+        yield from optimizer_dicts(value, (*path, key))
+
+
+def _binding_of(tree: dict[str, Any]) -> Binding | None:
+    for holder in (tree, tree["param_groups"]):
+        binding: Binding | None = getattr(holder, "binding", None)
+        if binding is not None:
+            return binding
+    return _found_by_identity(tree)
+
+
+def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
+    """The live optimizer whose state tensors are those of a stock state dict.
+
+    `Optimizer.state_dict()` hands out the live tensors, so identity tells, whoever made the dict.
+    """
+    wanted = {
+        id(value)
+        for slots in tree["state"].values()
+        if isinstance(slots, dict)
+        for value in slots.values()
+        if isinstance(value, torch.Tensor)
+    }
+    if not wanted:
+        return None
+    for candidate in gc.get_objects():
+        if not isinstance(candidate, torch.optim.Optimizer):
+            continue
+        for slots in candidate.state.values():
+            if any(id(value) in wanted for value in slots.values()):
+                keys = list(tree["state"])
+                kind = "LOCAL" if keys and isinstance(keys[0], int) else "SHARDED"
+                return Binding(candidate, kind, {}, {}) if kind == "LOCAL" else None
+    return None
+
+
+def prepare_optimizers(
+    state_dict: MutableMapping[str, Any], saved: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Give live optimizers exactly the state tensors that the checkpoint has.
+
+    Args:
+        state_dict: the target of a load; dicts of optimizers in it are taken anew in place.
+        saved: logical name → an object with `path` and `dtype` (the catalogue's).
+
+    A parameter whose state was saved and that has none yet gets it; one that had none when the
+    state was saved loses it; a state tensor of another dtype is replaced.
+    """
+    for path, tree, binding in optimizer_dicts(state_dict):
+        if binding is None:
+            continue
+        slots = _saved_slots(saved, path)
+        changed = False
+        for index, parameter in enumerate(binding.parameters()):
+            names = (*binding.names(parameter, index), str(index))
+            wanted: dict[str, str] = {}
+            for name in names:
+                wanted.update(slots.get(name, {}))
+            changed |= _align(binding.optimizer, parameter, wanted, strict)
+        if changed or not tree["state"]:
+            fresh = binding.take()
+            tree["state"] = fresh["state"]
+
+
+def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
+    """Put a state dict of the binding's form into its live optimizer, bit for bit."""
+    from smckpt.state_dict.context import copy_exactly
+
+    live = binding.take()
+    state = given["state"]
+    for key in [k for k in live["state"] if k not in state]:
+        _forget(binding, key)
+    for key, slots in state.items():
+        here = live["state"].get(key)
+        if here is None:
+            _start(binding, key)
+            here = binding.take()["state"].get(key)
+        if here is None:
+            raise StateError(
+                f"the optimizer has no parameter {key!r}",
+                remedy="load the state of the optimizer that was saved",
+            )
+        owner = _owner(binding, key)
+        for slot, value in slots.items():
+            mine = here.get(slot)
+            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
+                whole = binding.optimizer.state[owner][slot]
+                if mine.dtype != value.dtype and whole.shape == mine.shape:
+                    # An fp32 momentum beside bf16 parameters stays fp32.
+                    binding.optimizer.state[owner][slot] = value.detach().clone()
+                    continue
+                copy_exactly(mine, value, f"{key}.{slot}")
+            else:
+                binding.optimizer.state[owner][slot] = (
+                    value.detach().clone() if isinstance(value, torch.Tensor) else value
+                )
+    fill_groups(binding, given["param_groups"])
+
+
+def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
+    """Write hyperparameters into the live param_groups, matched by position."""
+    live = binding.optimizer.param_groups
+    if len(groups) != len(live):
+        raise StateError(
+            f"{len(groups)} parameter groups were saved, the optimizer has {len(live)}",
+            remedy="build the optimizer with the same groups",
+        )
+    for mine, theirs in zip(live, groups, strict=True):
+        for key, value in theirs.items():
+            if key == "params":
+                continue
+            if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                if mine[key] is not value:
+                    mine[key].copy_(value)
+            else:
+                mine[key] = value
+
+
+def _owner(binding: Binding, key: Any) -> torch.Tensor:
+    for index, parameter in enumerate(binding.parameters()):
+        if key == index or key in binding.names(parameter, index):
+            return parameter
+    raise StateError(
+        f"the optimizer has no parameter {key!r}",
+        remedy="load the state of the optimizer that was saved",
+    )
+
+
+def _forget(binding: Binding, key: Any) -> None:
+    binding.optimizer.state.pop(_owner(binding, key), None)
+
+
+def _start(binding: Binding, key: Any) -> None:
+    init_parameter_state(binding.optimizer, _owner(binding, key))
+
+
+def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, str]]:
+    """Parameter name → {slot: dtype} of the optimizer at `path`."""
+    prefix = tuple(map(str, (*path, "state")))
+    out: dict[str, dict[str, str]] = {}
+    for tensor in saved.values():
+        its = tuple(map(str, tensor.path))
+        if len(its) == len(prefix) + 2 and its[: len(prefix)] == prefix:
+            out.setdefault(its[-2], {})[its[-1]] = tensor.dtype
+    return out
+
+
+def _align(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: dict[str, str], strict: bool
+) -> bool:
+    """Make the live slots of `parameter` those that were saved; whether anything changed."""
+    live = optimizer.state.get(parameter, {})
+    if not wanted:
+        tensors = any(isinstance(v, torch.Tensor) for v in live.values())
+        if tensors and strict:
+            del optimizer.state[parameter]
+            return True
+        return False
+    changed = False
+    if not live and _local_numel(parameter):
+        init_parameter_state(optimizer, parameter)
+        live = optimizer.state.get(parameter, {})
+        changed = True
+    for slot, dtype in wanted.items():
+        value = live.get(slot)
+        if isinstance(value, torch.Tensor) and str(value.dtype) != f"torch.{dtype}":
+            live[slot] = value.to(getattr(torch, dtype))
+            changed = True
+    return changed
+
+
+def _local_numel(parameter: torch.Tensor) -> int:
+    return dtensor_parts(parameter)[0].numel() if is_dtensor(parameter) else parameter.numel()

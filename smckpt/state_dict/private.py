@@ -1,0 +1,116 @@
+"""All private torch names, in one place, behind checks that say what is missing.
+
+Tried on torch 2.11 to 2.13. A torch that lacks one of these is told by name, not by an
+AttributeError in the middle of a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smckpt.errors import StateError
+from smckpt.layout.geometry import Placement
+
+__all__ = [
+    "dtensor_parts",
+    "fsdp1_units",
+    "is_dtensor",
+    "is_fsdp1",
+    "is_fsdp2",
+    "placement_of",
+    "reshard_fsdp2",
+]
+
+_FLAT_NAMES = (
+    "_fqns",
+    "_shapes",
+    "_numels_with_padding",
+    "_is_padding_mask",
+    "_shard_param_infos",
+    "_params",
+    "_shared_param_infos",
+)
+
+
+def _missing(strategy: str, name: str) -> StateError:
+    return StateError(
+        f"torch {torch.__version__} lacks {name}, which {strategy} state is read from",
+        remedy="use a torch from 2.11 to 2.13, or report this version",
+    )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def dtensor_parts(tensor: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:
+    """(local tensor, device mesh, placements, global shape) without autograd or communication."""
+    try:
+        spec = tensor._spec
+        return tensor._local_tensor, spec.mesh, spec.placements, spec.shape
+    except AttributeError as error:
+        raise _missing("DTensor", str(error)) from error
+
+
+def placement_of(placement: Any, fqn: str) -> Placement:
+    """Our word for torch's placement.
+
+    Raises:
+        StateError: a pending reduction (Partial), or a placement that is not known.
+    """
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return Placement("replicate")
+    if kind == "Shard":
+        return Placement("shard", placement.dim)
+    if kind == "_StridedShard":
+        return Placement("strided", placement.dim, placement.split_factor)
+    raise StateError(
+        f"{fqn} has the placement {placement}, which cannot be saved",
+        remedy="redistribute it to Shard or Replicate before taking the state",
+    )
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def reshard_fsdp2(model: nn.Module) -> None:
+    """After a forward without backward the modules may hold unsharded parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
+
+
+def fsdp1_units(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """(raw module name, FSDP module, handle) of each unit that manages parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        try:
+            handle = module._handle
+            if handle is None:
+                continue
+            for needed in _FLAT_NAMES:
+                getattr(handle.flat_param, needed)
+        except AttributeError as error:
+            raise _missing("FSDP1", str(error)) from error
+        yield name, module, handle

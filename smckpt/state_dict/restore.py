@@ -1,0 +1,183 @@
+"""Giving back what is no tensor: into the user's dict, and into the optimizers it came from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from smckpt.errors import StateError
+from smckpt.layout.entries import Path, dotted
+from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
+from smckpt.state_dict.select import is_stateful
+
+__all__ = ["restore", "rewrap_stateful", "unwrap_stateful"]
+
+log = logging.getLogger("smckpt")
+
+
+def restore(
+    state_dict: MutableMapping[str, Any],
+    objects: Mapping[str, tuple[Path, Any]],
+    *,
+    saved_optimizers: Mapping[str, Any],
+    strict: bool = True,
+) -> None:
+    """Put the saved values into `state_dict`, in place, and through to live optimizers.
+
+    Args:
+        objects: key → (path, value), as saved.
+        saved_optimizers: how each optimizer's parameters were called when it was saved.
+        strict: a value without a place in the target is an error rather than a log line.
+    """
+    live = {dotted(path): (path, tree, binding) for path, tree, binding in optimizer_dicts(state_dict)}
+    for key, (path, value) in objects.items():
+        prefix, _, last = key.rpartition(".")
+        if last == "param_groups" and prefix in live:
+            _, tree, binding = live[prefix]
+            groups = _renamed(value, tree, saved_optimizers.get(prefix))
+            _refill(tree["param_groups"], groups)
+            if binding is not None:
+                fill_groups(binding, groups)
+            continue
+        if not _put(state_dict, path, value) and strict:
+            raise StateError(
+                f"the saved value {key} has no place in the target",
+                remedy="give the target the structure that was saved, or pass "
+                "check_keys_matched=False",
+            )
+    for path, tree, binding in live.values():
+        if binding is None:
+            log.info("%s: no live optimizer found; call its load_state_dict", dotted(path))
+            continue
+        _write_through(binding, tree)
+
+
+def _write_through(binding: Any, tree: dict[str, Any]) -> None:
+    """Plain values among the state (an integer step) live in the optimizer's own dicts too."""
+    for index, parameter in enumerate(binding.parameters()):
+        for name in (index, *binding.names(parameter, index)):
+            slots = tree["state"].get(name)
+            if not isinstance(slots, dict):
+                continue
+            for slot, value in slots.items():
+                if not isinstance(value, torch.Tensor) and parameter in binding.optimizer.state:
+                    binding.optimizer.state[parameter][slot] = value
+            break
+
+
+def _renamed(saved: list[Any], tree: dict[str, Any], record: Any) -> list[dict[str, Any]]:
+    """Saved groups, in the target's order, with the target's way of naming parameters.
+
+    A hyperparameter belongs to parameters, so groups are matched by their members' names where
+    both sides know them, else by position.
+    """
+    target = tree["param_groups"]
+    binding = getattr(target, "binding", None) or getattr(tree, "binding", None)
+    if binding is None or record is None or len(saved) != len(target):
+        groups = [dict(g) for g in saved]
+        for group, mine in zip(groups, target, strict=False):
+            group["params"] = mine["params"]
+        return groups
+    names = record["ids"]
+
+    def members(group: Mapping[str, Any]) -> set[str]:
+        out: set[str] = set()
+        for p in group["params"]:
+            out.update(names[p] if isinstance(p, int) else (p,))
+        return out
+
+    mine_names = [list(binding.names(p, i)) for i, p in enumerate(binding.parameters())]
+    at = 0
+    out = []
+    by_members = [(members(g), g) for g in saved]
+    for position, (mine, live) in enumerate(
+        zip(target, binding.optimizer.param_groups, strict=True)
+    ):
+        count = len(live["params"])
+        wanted = {n for names_ in mine_names[at : at + count] for n in names_}
+        at += count
+        found = max(by_members, key=lambda pair: len(pair[0] & wanted), default=None)
+        chosen = found[1] if found is not None and found[0] & wanted else saved[position]
+        out.append({**chosen, "params": mine["params"]})
+    return out
+
+
+def _refill(target: list[Any], groups: list[dict[str, Any]]) -> None:
+    target[:] = groups
+
+
+def _put(tree: Any, path: Path, value: Any) -> bool:
+    """Assign at `path`; False where the structure lacks the place. Tuples are made anew."""
+    if not path:
+        return False
+    key = path[0]
+    if isinstance(tree, MutableMapping):
+        if key not in tree:
+            return False
+        if len(path) == 1:
+            tree[key] = value
+            return True
+        if isinstance(tree[key], tuple):
+            remade = _with(tree[key], path[1:], value)
+            tree[key] = remade
+            return True
+        return _put(tree[key], path[1:], value)
+    if isinstance(tree, list) and isinstance(key, int) and key < len(tree):
+        if len(path) == 1:
+            tree[key] = value
+            return True
+        if isinstance(tree[key], tuple):
+            tree[key] = _with(tree[key], path[1:], value)
+            return True
+        return _put(tree[key], path[1:], value)
+    return False
+
+
+def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
+    """The tuple with `value` at `path`; its other elements are the same objects."""
+    key = path[0]
+    assert isinstance(key, int)
+    items = list(values)
+    if len(path) == 1:
+        items[key] = value
+    elif isinstance(items[key], tuple):
+        items[key] = _with(items[key], path[1:], value)
+    else:
+        _put(items[key], path[1:], value)
+    return type(values)(items) if type(values) is tuple else type(values)(*items)
+
+
+# -- objects that have a state dict of their own --------------------------------------------------
+
+
+def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) -> list[Any]:
+    """Put the state dicts of Stateful objects (schedulers, loaders, models, optimizers) in their
+    places, so that they can be filled. `rewrap_stateful` undoes it."""
+    found = [] if found is None else found
+    items: Any = ()
+    if isinstance(tree, MutableMapping):
+        items = list(tree.items())
+    elif isinstance(tree, list):
+        items = list(enumerate(tree))
+    for key, value in items:
+        if isinstance(value, torch.optim.Optimizer):
+            tree[key] = Binding(value, "LOCAL", {}, {}).adopt(value.state_dict())
+            found.append((tree, key, value))
+        elif is_stateful(value):
+            tree[key] = value.state_dict()
+            found.append((tree, key, value))
+        else:
+            unwrap_stateful(value, found)
+    return found
+
+
+def rewrap_stateful(found: list[tuple[Any, Any, Any]], *, loaded: bool) -> None:
+    """Put the objects back; when the load went well they take what was read."""
+    for tree, key, value in found:
+        filled, tree[key] = tree[key], value
+        # An optimizer was written through already; its load_state_dict would cast the state.
+        if loaded and not isinstance(value, torch.optim.Optimizer):
+            value.load_state_dict(filled)

@@ -1,0 +1,258 @@
+"""From a nested state dict to entries: one walk, cheap when nothing changed since the last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smckpt.errors import StateError
+from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
+from smckpt.layout.geometry import Box, BoxGeometry, Geometry, KeptGeometry, Mesh, MeshGeometry
+from smckpt.state_dict.optimizers import optimizer_dicts
+from smckpt.state_dict.private import dtensor_parts, is_dtensor, placement_of
+from smckpt.state_dict.tags import Tag, tag_of
+
+__all__ = ["Selection", "Selector", "geometry_of"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a rank's state consists of. `tensors[i]` is the live local array of `entries[i]`."""
+
+    kind: str | None
+    entries: tuple[Entry, ...]
+    tensors: tuple[torch.Tensor, ...]
+    objects: tuple[ObjectLeaf, ...]
+    optimizers: dict[str, Any]
+
+
+@dataclass
+class _Walk:
+    tensors: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
+    objects: list[ObjectLeaf] = field(default_factory=list)
+
+
+class Selector:
+    """Selects the states of one rank; remembers the last one, so that an unchanged state costs a
+    comparison per tensor and gives the very same `entries`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[Path, tuple[Any, Entry]] = {}
+        self._meshes: dict[Any, Mesh] = {}
+        self._last: tuple[Entry, ...] = ()
+        self._told: set[str] = set()
+
+    def select(self, state_dict: Mapping[str, Any] | None) -> Selection:
+        """Walk the state.
+
+        Raises:
+            StateError: nothing is there, or a tensor of a kind that cannot be saved, or a key that
+                is neither text nor a whole number.
+        """
+        if not state_dict:
+            raise StateError(
+                "there is nothing to save on this rank: the state dict is "
+                + ("None" if state_dict is None else "empty"),
+                remedy="give every rank of process_group its state, or leave it out of the group",
+                rank=self._rank,
+            )
+        walk = _Walk()
+        self._visit(state_dict, (), walk)
+        kinds: set[str] = set()
+        entries, tensors = [], []
+        for path, tensor in walk.tensors:
+            tag = tag_of(tensor)
+            if tag is not None:
+                kinds.add(tag.kind)
+            entry, local = self._entry(path, tensor, tag)
+            entries.append(entry)
+            tensors.append(local)
+        optimizers = {}
+        for path, _, binding in optimizer_dicts(state_dict):
+            if binding is not None:
+                optimizers[dotted(path)] = binding.record()
+                kinds.add(binding.kind) if binding.held else None
+        if len(entries) != len(self._last) or any(
+            a is not b for a, b in zip(entries, self._last, strict=True)
+        ):
+            self._last = tuple(entries)
+        kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
+        return Selection(kind, self._last, tuple(tensors), tuple(walk.objects), optimizers)
+
+    # -- the walk ----------------------------------------------------------------------------
+
+    def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
+        """Collect what is below; whether there is a tensor in it."""
+        if isinstance(value, torch.Tensor):
+            walk.tensors.append((path, value))
+            return True
+        if isinstance(value, Mapping):
+            return self._children(value, value.items(), path, walk)
+        if isinstance(value, (list, tuple)):
+            return self._children(value, enumerate(value), path, walk)
+        if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+            walk.tensors.append((path, self._from_numpy(value, path)))
+            return True
+        if is_sharded_tensor(value):
+            walk.tensors.append((path, value))
+            return True
+        if is_stateful(value):
+            return self._visit(value.state_dict(), path, walk)
+        walk.objects.append(ObjectLeaf(path, value))
+        return False
+
+    def _children(self, value: Any, items: Any, path: Path, walk: _Walk) -> bool:
+        mark, found = len(walk.objects), False
+        for key, child in items:
+            if type(key) not in (str, int):
+                # A value with such a key can be stored whole, as long as no tensor is in it.
+                key_path: Path = (*path, repr(key))
+                if self._visit(child, key_path, walk):
+                    raise StateError(
+                        f"the key {key!r} at {dotted(path) or 'the top'} is a "
+                        f"{type(key).__name__}, with tensors below it",
+                        remedy="use text or whole numbers as keys above tensors",
+                        rank=self._rank,
+                    )
+                continue
+            found |= self._visit(child, (*path, key), walk)
+        if not found and path:
+            del walk.objects[mark:]
+            walk.objects.append(ObjectLeaf(path, value))
+        return found
+
+    def _from_numpy(self, value: Any, path: Path) -> torch.Tensor:
+        try:
+            return torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise StateError(
+                f"the array at {dotted(path)} of dtype {value.dtype} cannot be saved: {error}",
+                remedy="convert it to a numeric dtype and positive strides",
+                rank=self._rank,
+            ) from error
+
+    # -- entries -----------------------------------------------------------------------------
+
+    def _entry(
+        self, path: Path, tensor: torch.Tensor, tag: Tag | None
+    ) -> tuple[Entry, torch.Tensor]:
+        local, placed = _local_of(tensor)
+        signature = (local.dtype, local.shape, tag, placed)
+        known = self._known.get(path)
+        if known is not None and known[0] == signature:
+            return known[1], local
+        entry = self._make(path, tensor, local, tag)
+        self._known[path] = (signature, entry)
+        return entry, local
+
+    def _make(
+        self, path: Path, tensor: torch.Tensor, local: torch.Tensor, tag: Tag | None
+    ) -> Entry:
+        name = dotted(path)
+        _check(tensor, local, name, self._rank)
+        if tag is not None and len(tag.after) < len(path):
+            fqns, after = tag.fqns, tag.after
+        else:
+            fqns, after = (str(path[-1]),), ()
+        before = path[: len(path) - 1 - len(after)]
+        geometry: Geometry
+        if tag is not None and tag.geometry is not None:
+            geometry = tag.geometry
+        else:
+            geometry = self._geometry(tensor, local, fqns, name)
+        return Entry(
+            path, str(local.dtype).removeprefix("torch."), tuple(local.shape), geometry, before, after
+        )
+
+    def _geometry(
+        self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], name: str
+    ) -> Geometry:
+        if is_sharded_tensor(tensor):
+            return _box_geometry(tensor, fqns[0], self._rank)
+        if is_dtensor(tensor):
+            _, mesh, placements, shape = dtensor_parts(tensor)
+            if mesh not in self._meshes:
+                self._meshes[mesh] = mesh_of(mesh)
+            return MeshGeometry(
+                fqns[0],
+                tuple(shape),
+                self._meshes[mesh],
+                tuple(placement_of(p, name) for p in placements),
+            )
+        return KeptGeometry(fqns, tuple(local.shape), self._rank)
+
+
+def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:
+    """The local array of one tensor and its geometry."""
+    selection = Selector(rank).select({fqn: tensor})
+    return selection.tensors[0], selection.entries[0].geometry
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """Our `Mesh` for torch's `DeviceMesh`."""
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    return Mesh(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
+    """The local array, and what besides it tells whether the placement is the same as before."""
+    if is_dtensor(tensor):
+        local, mesh, placements, shape = dtensor_parts(tensor)
+        return local, (mesh, placements, shape)
+    if is_sharded_tensor(tensor):
+        shards = tensor.local_shards()
+        boxes = tuple(
+            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards
+        )
+        if len(shards) == 1:
+            return shards[0].tensor.detach(), boxes
+        parts = [s.tensor.detach().reshape(-1) for s in shards]
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return (torch.cat(parts) if parts else empty), boxes
+    return tensor.detach(), None
+
+
+def _box_geometry(tensor: Any, fqn: str, rank: int) -> BoxGeometry:
+    boxes = tuple(
+        Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes))
+        for s in tensor.local_shards()
+    )
+    return BoxGeometry(fqn, tuple(tensor.size()), boxes, (rank,))
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
+
+
+def is_stateful(value: Any) -> bool:
+    """DCP's Stateful: gives and takes a state dict, and is no class."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def _check(tensor: torch.Tensor, local: torch.Tensor, name: str, rank: int) -> None:
+    what = None
+    if local.layout is not torch.strided:
+        what = f"is sparse ({local.layout})"
+    elif local.is_quantized:
+        what = "is quantised"
+    elif local.device.type == "meta":
+        what = "is on the meta device and has no data"
+    elif str(local.dtype).removeprefix("torch.") not in DTYPES:
+        what = f"has the dtype {local.dtype}"
+    if what is not None:
+        raise StateError(
+            f"{name} {what}, which cannot be saved",
+            remedy="convert it to a dense tensor of a plain dtype, or leave it out",
+            rank=rank,
+        )

@@ -1,0 +1,69 @@
+"""What rides on the tensors and dicts that we hand out.
+
+A `Tag` on a tensor says which parameter it is, or whose state; so re-wrapping a state dict or
+popping keys from it loses nothing. A dict that came from an optimizer remembers it, so that a load
+can write hyperparameters through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smckpt.layout.entries import Path
+from smckpt.layout.geometry import Geometry
+
+__all__ = ["OptimizerStateDict", "ParamGroups", "Tag", "set_tag", "tag_of"]
+
+_ATTRIBUTE = "_smckpt_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """kind: LOCAL, SHARDED or FULL. geometry: None where the tensor itself tells (DTensor) or has
+    none (kept). fqns: the parameters it stands for. after: what follows the fqn in the logical path;
+    the last 1 + len(after) components of the tensor's own path are replaced by (fqn, *after)."""
+
+    kind: str
+    fqns: tuple[str, ...]
+    geometry: Geometry | None = None
+    after: Path = ()
+
+
+def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
+    setattr(tensor, _ATTRIBUTE, tag)
+
+
+def tag_of(tensor: torch.Tensor) -> Tag | None:
+    tag: Tag | None = getattr(tensor, _ATTRIBUTE, None)
+    return tag
+
+
+class OptimizerStateDict(dict):  # type: ignore[type-arg]
+    """What a bound optimizer's `state_dict()` gives; pickles and copies as a plain dict."""
+
+    binding: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        import copy
+
+        return copy.deepcopy(dict(self), memo)
+
+
+class ParamGroups(list):  # type: ignore[type-arg]
+    """The "param_groups" of a bound optimizer; pickles and copies as a plain list."""
+
+    binding: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (list, (list(self),))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        import copy
+
+        return copy.deepcopy(list(self), memo)

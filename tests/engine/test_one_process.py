@@ -1,0 +1,422 @@
+"""Saving and loading in plain Python, without a process group: a world of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smckpt
+from smckpt import errors
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A small model after three steps of AdamW with a schedule."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(3):
+        train_step(model, optimizer, scheduler)
+    return model, optimizer, scheduler
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.randn(11, 7)).square().mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    return float(loss.item())
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "step": 3,
+    }
+
+
+def files(folder: Path, prefix: str) -> list[Path]:
+    return sorted(folder.glob(f"{prefix}*"))
+
+
+def test_a_run_goes_on_bit_for_bit_after_a_load(tmp_path: Path) -> None:
+    model, optimizer, scheduler = trained()
+    smckpt.save(state_of(model, optimizer, scheduler), checkpoint_id=tmp_path / "c")
+    expected = [train_step(model, optimizer, scheduler) for _ in range(3)]
+
+    model, optimizer, scheduler = trained(seed=1)
+    state = state_of(model, optimizer, scheduler)
+    state["step"] = -1
+    smckpt.load(state, checkpoint_id=tmp_path / "c")
+    assert state["step"] == 3
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["rng"])
+    assert [train_step(model, optimizer, scheduler) for _ in range(3)] == expected
+
+
+def test_a_fresh_optimizer_gets_its_state_and_hyperparameters_without_load_state_dict(
+    tmp_path: Path,
+) -> None:
+    model, optimizer, scheduler = trained()
+    with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+        state = state_of(model, optimizer, scheduler)
+    smckpt.save(state, checkpoint_id=tmp_path)
+
+    torch.manual_seed(9)
+    other = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    fresh = torch.optim.AdamW(other.parameters(), lr=123.0)
+    smckpt.init_optim_state(fresh)
+    with smckpt.sm_state_dict_type(other, smckpt.LOCAL):
+        target = {
+            "model": other.state_dict(),
+            "optimizer": fresh.state_dict(),
+            "scheduler": {},
+            "rng": torch.get_rng_state(),
+            "step": 0,
+        }
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert fresh.param_groups[0]["initial_lr"] == 1e-2
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(fresh.state[ours][key], value)
+
+
+def kinds_of_state() -> dict[str, Any]:
+    base = torch.arange(24.0).reshape(4, 6)
+    return {
+        "zero_dimensional": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "views": [base[:2], base[1:]],
+        "bf16": torch.randn(5).bfloat16(),
+        "fp8": torch.randn(8).to(torch.float8_e4m3fn),
+        "e5m2": torch.randn(8).to(torch.float8_e5m2),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "complex128": torch.randn(3, dtype=torch.complex128),
+        "complex32": torch.randn(3, dtype=torch.complex64).to(torch.complex32),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.tensor([2**62, -1]),
+        "numpy": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "nested": {"tuple": (torch.ones(2), {"deep": torch.zeros(1)}, 5), "list": [1, torch.ones(3)]},
+        "plain": {"ints": {1: "a", 2: ("b", 2.5)}, "none": None, "nan": float("inf"), "text": "é"},
+    }
+
+
+def cleared(value: Any) -> Any:
+    """The same structure with other contents."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    if isinstance(value, dict):
+        return {k: cleared(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(cleared, value))
+    return None
+
+
+def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, path
+        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+        assert torch.equal(left, right), path
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes(), path
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert type(ours) is type(theirs) and len(ours) == len(theirs), path
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(a, b, f"{path}.{index}")
+    else:
+        assert ours == theirs, path
+
+
+def test_every_kind_of_tensor_and_value_comes_back_exactly(tmp_path: Path) -> None:
+    state = kinds_of_state()
+    smckpt.save(state, checkpoint_id=tmp_path)
+    target = cleared(state)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert_same(target, state)
+
+
+def test_the_arena_holds_the_state_of_the_call_whatever_happens_to_it_afterwards(
+    tmp_path: Path,
+) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    smckpt.async_save(state, checkpoint_id=tmp_path)
+    state["w"].fill_(2)
+    assert smckpt.maybe_finalize_async_calls() != []
+    target = {"w": torch.zeros(1 << 20)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["w"], torch.ones(1 << 20))
+
+
+def test_a_reused_checkpoint_id_gives_the_newest_and_is_swept(tmp_path: Path) -> None:
+    for value in range(4):
+        smckpt.save({"w": torch.full((1000,), float(value))}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(1000)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert target["w"][0] == 3
+    # What the last commit superseded goes after the verdict; the one before it is gone by now.
+    assert len(files(tmp_path, "data-")) <= 4
+
+
+def test_a_key_that_appears_later_is_noticed(tmp_path: Path) -> None:
+    smckpt.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    smckpt.save({"w": torch.ones(3), "new": torch.full((2,), 7.0)}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(3), "new": torch.zeros(2)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert target["new"].tolist() == [7, 7]
+
+
+def test_finalizing_before_any_save_does_nothing() -> None:
+    code = "import smckpt; assert smckpt.maybe_finalize_async_calls() == []"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_on_commit_runs_once_after_the_manifest(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def on_commit(handle: smckpt.SaveHandle) -> None:
+        seen.append((handle.number, len(files(tmp_path, "manifest-"))))
+
+    smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
+    done = smckpt.maybe_finalize_async_calls()
+    assert seen == [(done[-1], 1)]
+
+
+def test_missing_and_unexpected_keys_are_listed_before_anything_is_touched(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path)
+    target = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    with pytest.raises(errors.KeysMismatchError) as caught:
+        smckpt.load(target, checkpoint_id=tmp_path)
+    assert "'b'" in str(caught.value) and "'c'" in str(caught.value)
+    assert target["a"].tolist() == [0, 0]
+    smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False)
+    assert target["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_a_shape_or_dtype_that_differs_is_refused(tmp_path: Path, wrong: torch.Tensor) -> None:
+    smckpt.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.TensorMismatchError, match="a"):
+        smckpt.load({"a": wrong}, checkpoint_id=tmp_path)
+
+
+def test_a_changed_byte_is_reported_and_preverify_leaves_the_target_untouched(
+    tmp_path: Path,
+) -> None:
+    smckpt.save({"a": torch.ones(1 << 20)}, checkpoint_id=tmp_path)
+    [data] = [f for f in files(tmp_path, "data-") if f.suffix == ".safetensors"]
+    with data.open("r+b") as file:
+        file.seek(3_000_000)
+        file.write(b"\xff")
+    target = {"a": torch.zeros(1 << 20)}
+    with pytest.raises(errors.CorruptCheckpointError, match=data.name):
+        smckpt.load(target, checkpoint_id=tmp_path, preverify=True)
+    assert not target["a"].any()
+    with pytest.raises(errors.CorruptCheckpointError, match=data.name):
+        smckpt.load(target, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("state", [None, {}])
+def test_nothing_to_save_is_refused(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(errors.CheckpointError, match="nothing"):
+        smckpt.async_save(state, checkpoint_id=tmp_path)
+
+
+def test_a_checkpoint_id_left_out_is_refused() -> None:
+    with pytest.raises(errors.UsageError, match="checkpoint_id"):
+        smckpt.async_save({"a": torch.ones(1)})
+    with pytest.raises(errors.UsageError, match="checkpoint_id"):
+        smckpt.load({"a": torch.ones(1)})
+
+
+def test_an_object_that_carries_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.StateError, match="hook"):
+        smckpt.save({"a": torch.ones(1), "hook": print}, checkpoint_id=tmp_path)
+    smckpt.save({"a": torch.ones(1)}, checkpoint_id=tmp_path)  # and the next save is fine
+
+
+@pytest.mark.parametrize("what", ["file", "missing", "empty"])
+def test_a_place_without_a_checkpoint_is_named(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "x"
+    if what == "file":
+        place.write_text("")
+    elif what == "empty":
+        place.mkdir()
+    with pytest.raises(errors.CheckpointError, match=str(place)):
+        smckpt.load({"a": torch.ones(1)}, checkpoint_id=place)
+
+
+def test_a_path_that_is_a_file_fails_the_save_with_the_cause(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    place.write_text("precious")
+    with pytest.raises(errors.SaveFailedError, match="file") as caught:
+        smckpt.save({"a": torch.ones(1)}, checkpoint_id=place)
+    assert isinstance(caught.value.__cause__, errors.StorageError)
+    assert place.read_text() == "precious"
+
+
+def test_a_failed_background_save_is_raised_at_the_next_call_which_saves_all_the_same(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "x"
+    place.write_text("")
+    handle = smckpt.async_save({"a": torch.ones(1)}, checkpoint_id=place)
+    with pytest.raises(errors.SaveFailedError, match=f"save {handle.number}"):
+        smckpt.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "y")
+    smckpt.maybe_finalize_async_calls()
+    assert smckpt.latest_checkpoint(tmp_path / "y") is not None
+
+
+def test_a_dead_worker_fails_one_save_and_the_next_gets_a_new_one(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, queue="mortal")
+    from smckpt.engine import api
+
+    [queue] = api._RUNTIME.queues(None, "mortal")
+    os.kill(queue._worker.pid, signal.SIGKILL)
+    with pytest.raises(errors.SaveFailedError) as caught:
+        for _ in range(2):  # the death may be seen before the save starts, and mended at once
+            smckpt.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, queue="mortal")
+        raise errors.SaveFailedError("the worker was replaced in time")
+    assert "worker" in str(caught.value).lower()
+    smckpt.save({"a": torch.full((4,), 5.0)}, checkpoint_id=tmp_path, queue="mortal")
+    target = {"a": torch.zeros(4)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert target["a"][0] == 5
+
+
+def run_script(code: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
+    done = run_script(
+        """
+        import sys, torch, smckpt
+        smckpt.async_save({"a": torch.ones(4 << 20)}, checkpoint_id=sys.argv[1])
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    target = {"a": torch.zeros(4 << 20)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert bool(target["a"].all())
+
+
+def test_a_failure_that_nobody_was_told_of_makes_the_exit_status_non_zero(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    place.write_text("")
+    done = run_script(
+        """
+        import sys, torch, smckpt
+        smckpt.async_save({"a": torch.ones(4)}, checkpoint_id=sys.argv[1])
+        """,
+        str(place),
+    )
+    assert done.returncode == 1
+    assert "was not committed" in done.stderr
+
+
+def test_a_killed_trainer_leaves_no_process_and_the_old_checkpoint(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(64 << 20)}, checkpoint_id=tmp_path)
+    code = textwrap.dedent(
+        """
+        import os, signal, sys, torch, smckpt
+        smckpt.save({"b": torch.ones(4)}, checkpoint_id=sys.argv[1] + "-warm")
+        from smckpt.engine import api
+        [queue] = api._RUNTIME.queues(None, None)
+        print(queue._worker.pid, flush=True)
+        smckpt.async_save({"a": torch.zeros(64 << 20)}, checkpoint_id=sys.argv[1])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    worker = int(done.stdout.split()[0])
+    gone = threading.Event()
+    for _ in range(50):
+        if not Path(f"/proc/{worker}").exists():
+            gone.set()
+            break
+        gone.wait(0.1)
+    assert gone.is_set()
+    target = {"a": torch.full((64 << 20,), 5.0)}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert target["a"].unique().tolist() in ([1.0], [0.0])
+
+
+def test_two_saves_in_a_row_wait_for_each_other_and_both_commit(tmp_path: Path) -> None:
+    numbers = [
+        smckpt.async_save({"a": torch.full((1 << 20,), float(i))}, checkpoint_id=tmp_path / str(i))
+        for i in range(3)
+    ]
+    done = smckpt.maybe_finalize_async_calls()
+    assert [handle.number for handle in numbers] == done[-3:]
+    for i in range(3):
+        target = {"a": torch.zeros(1 << 20)}
+        smckpt.load(target, checkpoint_id=tmp_path / str(i))
+        assert target["a"][0] == i
+
+
+def test_timings_say_what_took_how_long(tmp_path: Path) -> None:
+    handle = smckpt.save({"a": torch.ones(1 << 18)}, checkpoint_id=tmp_path)
+    timings = handle.timings
+    assert 0 < timings.staged <= timings.blocked
+    assert timings.staged <= timings.written <= timings.committed
+    assert timings.nbytes >= 1 << 20
+
+
+def test_step_and_metadata_are_recorded(tmp_path: Path) -> None:
+    smckpt.save(
+        {"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=12, metadata={"who": "me"}
+    )
+    found = smckpt.latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 12
+    [manifest] = files(tmp_path / "c", "manifest-")
+    assert '"who"' in json.dumps(json.loads(manifest.read_text()))
+
+
+def test_the_step_of_ten_lines_in_the_readme_works(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    smckpt.save(state, checkpoint_id=tmp_path / "run", step=1)
+    weight = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    smckpt.load(state, checkpoint_id=tmp_path / "run")
+    assert torch.equal(model.weight, weight)

@@ -1,0 +1,331 @@
+"""Several real processes: groups, steps, failures of one rank, restarts on a kept store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import smckpt
+from smckpt import errors
+from tests.support.launch import run_ranks
+
+
+def model_on(mesh: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Sharded over `mesh` (FSDP2), after two deterministic steps; 5 rows do not divide by 2."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.ones(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def taken(model: nn.Module, optimizer: Any, kind: Any, **more: Any) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, kind):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
+def full(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    out = {k: v.full_tensor().clone() for k, v in model.state_dict().items()}
+    names = {p: n for n, p in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            out[f"{names[parameter]}/{key}"] = whole.clone()
+    return out
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def replication_group(mesh: Any) -> Any:
+    return mesh["replicate"].get_group()
+
+
+# -- the step of several groups --------------------------------------------------------------
+
+
+def hsdp_cycle(folder: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = model_on(mesh)
+    before = full(model, optimizer)
+    shard = mesh["shard"].get_local_rank()
+    group = replication_group(mesh)
+    commits: list[int] = []
+    for step in range(3):
+        smckpt.async_save(
+            taken(model, optimizer, smckpt.LOCAL, step=step, rank=dist.get_rank()),
+            checkpoint_id=f"{folder}/run/fsdp{shard}",
+            process_group=group,
+            step=step,
+            on_commit=lambda handle: commits.append(handle.number),
+        )
+    done = smckpt.maybe_finalize_async_calls(process_group=dist.new_group([0, 2]) if shard == 0 and
+                                             False else group)
+    other, fresh = model_on(mesh, seed=1)
+    smckpt.init_optim_state(fresh)
+    target = taken(other, fresh, smckpt.LOCAL, step=-1, rank=-1)
+    smckpt.load(target, checkpoint_id=f"{folder}/run/fsdp{shard}", process_group=group)
+    found = smckpt.latest_checkpoint(folder)
+    return {
+        "same": same(full(other, fresh), before),
+        "step": target["step"],
+        "rank": target["rank"],
+        "done": done,
+        "commits": commits,
+        "found": (found.step, os.path.relpath(found.path, folder)) if found else None,
+    }
+
+
+def test_replication_groups_commit_one_step_together_and_resume_it(tmp_path: Path) -> None:
+    results = run_ranks(hsdp_cycle, 4, str(tmp_path))
+    for rank, result in enumerate(results):
+        assert result["same"]
+        assert (result["step"], result["rank"]) == (2, rank)
+        assert result["done"] == [0, 1, 2]
+        assert result["found"] == (2, "run")
+        assert result["commits"] == ([0, 1, 2] if rank in (0, 1) else [])
+    assert len(list((tmp_path / "run").glob("record-*"))) >= 1
+
+
+# -- any other mesh ---------------------------------------------------------------------------
+
+
+def save_on_two(folder: str, kind: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = model_on(mesh)
+    if kind == "LOCAL":
+        groups = [dist.new_group([0]), dist.new_group([1])]
+        smckpt.save(
+            taken(model, optimizer, smckpt.LOCAL, step=7),
+            checkpoint_id=f"{folder}/c/part{dist.get_rank()}",
+            process_group=groups[dist.get_rank()],
+        )
+    else:
+        smckpt.save(taken(model, optimizer, smckpt.SHARDED, step=7), checkpoint_id=f"{folder}/c")
+    return full(model, optimizer)
+
+
+def load_in_one(folder: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    smckpt.init_optim_state(optimizer)
+    target = taken(model, optimizer, smckpt.SHARDED, step=0)
+    smckpt.load(target, checkpoint_id=f"{folder}/c")
+    assert target["step"] == 7
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    out = {k: v.clone() for k, v in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            out[f"{name}/{key}"] = value.clone()
+    return out
+
+
+@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
+def test_a_checkpoint_of_two_ranks_loads_in_one_plain_process(tmp_path: Path, kind: str) -> None:
+    expected = run_ranks(save_on_two, 2, str(tmp_path), kind)[0]
+    assert same(load_in_one(str(tmp_path)), expected)
+
+
+def local_load_at_another_degree(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = model_on(mesh, seed=3)
+    before = full(model, optimizer)
+    try:
+        smckpt.load(
+            taken(model, optimizer, smckpt.LOCAL, step=0), checkpoint_id=f"{folder}/c"
+        )
+    except errors.TopologyError as error:
+        assert same(full(model, optimizer), before)
+        return str(error)
+    return "loaded"
+
+
+def save_unsharded(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    model, optimizer = model_on(mesh)
+    smckpt.save(taken(model, optimizer, smckpt.LOCAL, step=7), checkpoint_id=f"{folder}/c")
+
+
+def test_a_local_load_at_another_shard_degree_names_both(tmp_path: Path) -> None:
+    run_ranks(save_unsharded, 1, str(tmp_path))
+    for text in run_ranks(local_load_at_another_degree, 2, str(tmp_path)):
+        assert "degree 1" in text and "2" in text
+        assert "SHARDED" in text
+
+
+# -- one rank fails ---------------------------------------------------------------------------
+
+
+def one_rank_fails(folder: str, how: str) -> list[str]:
+    rank = dist.get_rank()
+    said: list[str] = []
+    state: Any = {"a": torch.full((1000,), float(rank)), "step": 1}
+    smckpt.save(state, checkpoint_id=f"{folder}/c")
+    broken = state
+    if rank == 1:
+        broken = {
+            "code": {"a": state["a"], "hook": print},
+            "nothing": None,
+            "other id": state,
+        }[how]
+    where = f"{folder}/elsewhere" if rank == 1 and how == "other id" else f"{folder}/c"
+    for attempt in (broken, state, state):
+        try:
+            smckpt.async_save(
+                attempt, checkpoint_id=where if attempt is broken else f"{folder}/c"
+            )
+            smckpt.maybe_finalize_async_calls()
+            said.append("fine")
+        except errors.CheckpointError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "word"), [("code", "hook"), ("nothing", "nothing"), ("other id", "checkpoint")]
+)
+def test_what_one_rank_cannot_save_is_raised_by_all_and_the_next_save_is_fine(
+    tmp_path: Path, how: str, word: str
+) -> None:
+    zero, one = run_ranks(one_rank_fails, 2, str(tmp_path), how)
+    assert zero[0].startswith("SaveFailedError") and word in zero[0]
+    assert word in one[0]
+    if how != "other id":
+        assert "rank 1" in zero[0]
+    assert zero[-1] == one[-1] == "fine"
+
+
+def a_peer_dies(folder: str) -> str:
+    smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
+    if dist.get_rank() == 1:
+        dist.get_rank()
+        return "left"  # never saves again, as a dead peer
+    began = time.monotonic()
+    try:
+        smckpt.save(
+            {"a": torch.ones(10)},
+            checkpoint_id=f"{folder}/c",
+            options=smckpt.SaveOptions(timeout=2),
+        )
+    except errors.SaveFailedError as error:
+        assert time.monotonic() - began < 20
+        return str(error)
+    return "committed"
+
+
+def test_a_peer_that_never_comes_is_named_within_the_limit(tmp_path: Path) -> None:
+    assert "rank 1" in run_ranks(a_peer_dies, 2, str(tmp_path))[0]
+
+
+def worker_dies(folder: str) -> list[str]:
+    from smckpt.engine import api
+
+    said = []
+    smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
+    if dist.get_rank() == 1:
+        [queue] = api._RUNTIME.queues(None, "default")
+        os.kill(queue._worker.pid, signal.SIGSTOP)
+    try:
+        smckpt.save(
+            {"a": torch.ones(10)},
+            checkpoint_id=f"{folder}/c",
+            options=smckpt.SaveOptions(timeout=3),
+        )
+    except errors.SaveFailedError as error:
+        said.append(str(error))
+    if dist.get_rank() == 1:
+        os.kill(queue._worker.pid, signal.SIGCONT)
+    return said
+
+
+# -- alone, and collective-free -----------------------------------------------------------------
+
+
+def one_takes_while_the_other_sleeps(folder: str) -> float:
+    from tests.support.collectives import count_collectives
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = model_on(mesh)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 staged"])
+    with count_collectives() as counted:
+        smckpt.async_save(
+            taken(model, optimizer, smckpt.LOCAL), checkpoint_id=f"{folder}/c"
+        )
+        if dist.get_rank() == 0:
+            store.set("rank 0 staged", "yes")
+        smckpt.maybe_finalize_async_calls()
+        target = taken(model, optimizer, smckpt.LOCAL)
+        smckpt.load(target, checkpoint_id=f"{folder}/c")
+    return counted.total
+
+
+def test_one_rank_stages_while_its_peer_sleeps_and_no_collective_runs(tmp_path: Path) -> None:
+    assert run_ranks(one_takes_while_the_other_sleeps, 2, str(tmp_path)) == [0, 0]
+
+
+# -- who is who -------------------------------------------------------------------------------
+
+
+def membership(folder: str) -> Any:
+    first = dist.new_group([0])
+    if dist.get_rank() == 1:
+        assert smckpt.async_save({"a": torch.ones(1)}, checkpoint_id="x", process_group=first) is None
+        assert smckpt.load({"a": torch.ones(1)}, checkpoint_id="x", process_group=first) is None
+        return smckpt.maybe_finalize_async_calls(process_group=first)
+    handle = smckpt.async_save(
+        {"a": torch.ones(1)}, checkpoint_id=f"{folder}/c", process_group=first, groups=[[0]]
+    )
+    return handle.number
+
+
+def equal_group_finds_the_save(folder: str) -> list[int]:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    smckpt.async_save({"a": torch.ones(1)}, checkpoint_id=f"{folder}/c", process_group=groups[0])
+    return smckpt.maybe_finalize_async_calls(process_group=groups[1])
+
+
+def test_no_member_returns_at_once_and_an_equal_group_finds_the_save(tmp_path: Path) -> None:
+    assert run_ranks(equal_group_finds_the_save, 2, str(tmp_path / "e")) == [[0], [0]]
+    assert run_ranks(membership, 2, str(tmp_path / "m")) == [0, []]
+
+
+def same_id_for_two_groups(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = model_on(mesh)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    try:
+        smckpt.save(
+            taken(model, optimizer, smckpt.LOCAL),
+            checkpoint_id=f"{folder}/same",
+            process_group=groups[dist.get_rank()],
+        )
+    except errors.SaveFailedError as error:
+        return str(error)
+    return "committed"
+
+
+def test_two_groups_with_one_checkpoint_id_are_refused(tmp_path: Path) -> None:
+    for text in run_ranks(same_id_for_two_groups, 2, str(tmp_path)):
+        assert "one checkpoint_id" in text
+    assert smckpt.latest_checkpoint(tmp_path) is None

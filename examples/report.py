@@ -60,13 +60,17 @@ class History:
         return statistics.median(row["seconds"] for row in self.steps)
 
     @cached_property
+    def compared(self) -> list[tuple[Row, Row]]:
+        """Each step, and the same step of the uninterrupted run."""
+        rows = [row for row in self.steps if row["step"] in self.reference]
+        return [(row, self.reference[row["step"]]) for row in rows]
+
+    @cached_property
     def differences(self) -> list[str]:
-        """Every step whose losses are not the uninterrupted run's, in every bit."""
+        """The steps whose losses are not the uninterrupted run's, in every bit."""
         return [
             f"step {row['step']}: {row['losses']}, uninterrupted {expected['losses']}"
-            for row in self.steps
-            if self.reference
-            for expected in [self.reference[row["step"]]]
+            for row, expected in self.compared
             if row["losses"] != expected["losses"]
         ]
 
@@ -105,7 +109,7 @@ def publish(directory: Path, log: Log) -> bool:
     console.print(f"Figure: {directory / 'train.png'}    Checkpoints: smckpt ls {directory}")
     if history.differences:
         console.print("LOSSES DIFFER", *history.differences[:5], sep="\n", style="bold red")
-    elif history.reference:
+    elif history.compared:
         console.print(proof(history), style="bold green")
     return not history.differences
 
@@ -116,8 +120,8 @@ def proof(history: History) -> str:
     how = f", resumed after step {', '.join(resumed)}" if resumed else ""
     ranks = len(history.reference[1]["losses"])
     return (
-        f"{len(history.steps)} steps in {len(history.attempts)} attempts{how}: the losses of all "
-        f"{ranks} ranks equal the uninterrupted run's bit for bit."
+        f"{len(history.compared)} steps in {len(history.attempts)} attempts{how}: the losses of "
+        f"all {ranks} ranks equal the uninterrupted run's bit for bit."
     )
 
 
@@ -165,7 +169,7 @@ def draw(history: History, path: Path) -> None:
 
 def _title(history: History) -> str:
     killed = "Killed, resumed" if history.kills else "Not killed"
-    if not history.reference:
+    if not history.compared:
         return killed
     equal = "LOSSES DIFFER" if history.differences else "every loss equals the uninterrupted run's"
     return f"{killed}: {equal}"

@@ -260,7 +260,7 @@ def export_and_generate(run: Run) -> None:
     if dist.get_rank() == 0:
         assert found is not None
         exported = run.directory / "exported"
-        export_hf(found.path, exported, config=run.config)
+        export_hf(found.path, exported, config=run.config, overwrite=True)
         model = AutoModelForCausalLM.from_pretrained(exported)
         prompt = "def "
         tokens = torch.tensor([list(prompt.encode())])

@@ -1,0 +1,180 @@
+"""The main job does what it says: killed at a random moment, it ends like one that was not."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from smckpt import find_checkpoints, verify_checkpoint
+from tests.support.main_job import ROOT, SMALL, Outcome, environment, run_main_job
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The main job with its defaults, as a new user runs it."""
+    return run_main_job(tmp_path_factory.mktemp("main"))
+
+
+def assert_killed_and_equal(outcome: Outcome) -> None:
+    """It was killed once, resumed from a checkpoint, and lost no bit by it."""
+    assert outcome.status == 0, outcome.output
+    (kill,) = outcome.of("kill")
+    first, second = outcome.of("start", phase="run")
+    assert first["step"] == 0
+    assert 0 < second["step"] <= kill["step"]
+    assert f"SIGKILL to rank {kill['rank']}" in outcome.output
+    losses, uninterrupted = outcome.losses("run"), outcome.losses("reference")
+    assert sorted(losses) == list(range(1, len(uninterrupted) + 1))
+    assert losses == uninterrupted
+    # and what the first attempt had computed is the same, too
+    for row in outcome.of("step", attempt=first["attempt"]):
+        assert row["losses"] == uninterrupted[row["step"]]
+
+
+def test_the_main_job_is_killed_resumes_and_every_loss_equals_the_uninterrupted_runs(
+    finished: Outcome,
+) -> None:
+    assert_killed_and_equal(finished)
+    assert "equal the uninterrupted run's" in " ".join(finished.output.split())
+
+
+def test_it_learns_and_every_rank_reads_other_text(finished: Outcome) -> None:
+    losses = finished.losses("reference")
+    first, last = ([float.fromhex(loss) for loss in losses[step]] for step in (1, max(losses)))
+    assert all(loss < 0.6 * start for loss, start in zip(last, first, strict=True))
+    assert len(set(last)) == 4
+
+
+def test_each_save_is_logged_with_what_it_cost(finished: Outcome) -> None:
+    last = finished.of("start", phase="run")[-1]["attempt"]
+    saves = finished.of("save", attempt=last)
+    ranks_of = {row["step"]: set() for row in saves}
+    for row in saves:
+        ranks_of[row["step"]].add(row["rank"])
+        assert 0 < row["blocked"] <= row["committed"]
+        assert 0 < row["staged"] <= row["written"] <= row["committed"]
+        assert row["bytes"] > 0
+    assert all(ranks == {0, 1, 2, 3} for ranks in ranks_of.values())
+    for word in ("blocked", "staged", "written", "committed", "MB/s"):
+        assert word in finished.output
+
+
+def test_replicas_share_the_writing_so_a_step_is_stored_once(finished: Outcome) -> None:
+    saves = finished.of("save")
+    step = max(row["step"] for row in saves)
+    written = sum(row["bytes"] for row in saves if row["step"] == step)
+    model = AutoModelForCausalLM.from_pretrained(finished.directory / "exported")
+    state = 3 * 4 * sum(weight.numel() for weight in model.parameters())  # weight, two moments
+    assert state < written < 1.1 * state + 4 * 200_000  # headers, scalars, generators
+
+
+def test_every_checkpoint_that_is_left_is_whole(finished: Outcome) -> None:
+    found = find_checkpoints(str(finished.directory))
+    assert [one.step for one in found][-1] == max(finished.losses("run"))
+    assert all(len(one.groups) == 2 for one in found)
+    report = verify_checkpoint(found[-1].path)
+    assert not report.problems
+
+
+def test_the_exported_model_is_the_trained_one(finished: Outcome) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished.directory / "exported").eval()
+    text = (ROOT / "examples" / "train.py").read_bytes()[:1024]
+    tokens = torch.tensor(list(text)).reshape(16, 64)
+    with torch.no_grad():
+        loss = float(model(input_ids=tokens, labels=tokens).loss)
+    assert loss < 3.3 < math.log(256)  # text it never saw
+    (written,) = finished.of("text")
+    assert written["text"].startswith("def ")
+
+
+def test_the_figure_is_drawn(finished: Outcome) -> None:
+    figure = (finished.directory / "train.png").read_bytes()
+    assert figure.startswith(b"\x89PNG")
+    assert len(figure) > 30_000
+
+
+def test_a_finished_run_is_not_trained_again(finished: Outcome, tmp_path: Path) -> None:
+    again = run_main_job(finished.directory, "--no-reference", "--kill-at", "never")
+    assert again.status == 0, again.output
+    assert "resumed from" in again.output
+    start = again.of("start", phase="run")[-1]
+    assert start["step"] == max(finished.losses("run"))
+    assert not again.of("step", attempt=start["attempt"])
+
+
+def test_a_loss_that_differs_fails_the_run(tmp_path: Path) -> None:
+    # other text in the reference: the script must notice
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 400)
+    first = run_main_job(tmp_path / "run", *SMALL, "--kill-at", "never", "--no-reference")
+    assert first.status == 0, first.output
+    other = run_main_job(
+        tmp_path / "run", *SMALL, "--kill-at", "never", "--data", str(text), "--world", "4"
+    )
+    assert other.status != 0
+    assert "LOSSES DIFFER" in other.output
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--tp", "2", "--parallel", "ddp"), "--tp needs --parallel fsdp2"),
+        (("--kill-at", "later"), "--kill-at is auto, never, or a step"),
+        (("--kill-at", "9", "--steps", "5"), "--kill-at 9 is none of the 5 steps"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(options: tuple[str, ...], why: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train.py", *options],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert why in done.stderr
+
+
+def test_fsdp1_is_killed_and_resumes_equal(tmp_path: Path) -> None:
+    assert_killed_and_equal(run_main_job(tmp_path, *SMALL, "--parallel", "fsdp1"))
+
+
+COMBINATIONS = [
+    ("--parallel", "ddp"),
+    ("--tp", "2"),
+    ("--state-dict", "sharded"),
+    ("--parallel", "fsdp1", "--state-dict", "sharded"),
+    ("--parallel", "ddp", "--state-dict", "sharded"),
+    ("--tp", "2", "--state-dict", "sharded"),
+    ("--world", "2", "--shard", "2"),
+    ("--shard", "4"),
+    ("--shard", "1"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", COMBINATIONS, ids=" ".join)
+def test_every_kind_of_parallelism_is_killed_and_resumes_equal(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_killed_and_equal(run_main_job(tmp_path, *SMALL, *options))
+
+
+@pytest.mark.long
+def test_a_kill_before_the_first_commit_starts_over(tmp_path: Path) -> None:
+    outcome = run_main_job(tmp_path, *SMALL, "--kill-at", "2")
+    assert outcome.status == 0, outcome.output
+    assert [start["step"] for start in outcome.of("start", phase="run")] == [0, 0]
+    assert outcome.losses("run") == outcome.losses("reference")
+
+
+@pytest.mark.long
+def test_users_own_text_files_are_taken(tmp_path: Path) -> None:
+    outcome = run_main_job(tmp_path, *SMALL, "--data", str(ROOT / "docs"), str(ROOT / "README.md"))
+    assert_killed_and_equal(outcome)

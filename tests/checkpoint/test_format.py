@@ -1,0 +1,309 @@
+"""Names and JSON files: what is written is read, and what was changed is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.format import (
+    FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    Part,
+    PartRecord,
+    Record,
+    checked_metadata,
+    crc_name,
+    data_name,
+    epoch_name,
+    fence_name,
+    manifest_name,
+    open_json,
+    parse_name,
+    parse_temporary,
+    part_name,
+    probe_name,
+    record_name,
+    seal_json,
+)
+from smckpt.errors import CorruptCheckpointError, FormatVersionError, UsageError
+
+SESSION = "0123456789ab"
+ATTEMPT = f"{SESSION}-00000007"
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)  # fmt: skip
+
+
+def file_record(rank: int) -> FileRecord:
+    return FileRecord(
+        data_name(ATTEMPT, rank, 0), 4096, "00000000000000ff", crc_name(ATTEMPT, rank, 0)
+    )
+
+
+def manifest(**changed: object) -> Manifest:
+    ranks = (0, 2)
+    fields: dict[str, object] = {
+        "checkpoint_id": "/ckpt/tp0",
+        "kind": "LOCAL",
+        "step": 120,
+        "attempt": ATTEMPT,
+        "session": SESSION,
+        "number": 7,
+        "epoch": 3,
+        "group_ranks": ranks,
+        "committed_at": 1,
+        "record": f"../{record_name(3, 7, SESSION)}",
+        "parts": tuple(
+            PartRecord(r, "host", part_name(ATTEMPT, r), "0" * 16, (file_record(r),)) for r in ranks
+        ),
+        "layout": {"meshes": [], "units": [], "rows": []},
+        "metadata": {"loss": 1.25},
+    }
+    return Manifest(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def part(**changed: object) -> Part:
+    fields: dict[str, object] = {
+        "checkpoint_id": "/ckpt/tp0",
+        "kind": None,
+        "step": None,
+        "attempt": ATTEMPT,
+        "session": SESSION,
+        "number": 7,
+        "rank": 2,
+        "host": "a",
+        "group_ranks": (0, 2),
+        "fingerprint": "f",
+        "classes": {"0,2": "d"},
+        "layout": {"meshes": [], "units": [], "rows": []},
+        "objects": {"step": {"path": ["step"], "value": 3}},
+        "files": (file_record(2),),
+    }
+    return Part(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def record(**changed: object) -> Record:
+    fields: dict[str, object] = {
+        "session": SESSION,
+        "number": 7,
+        "epoch": 3,
+        "kind": "LOCAL",
+        "step": 120,
+        "committed_at": 1,
+        "nbytes": 8192,
+        "groups": (
+            {
+                "directory": "tp0",
+                "manifest": manifest_name(3, 7, SESSION),
+                "crc64": "0" * 16,
+                "coordinator": 0,
+            },
+        ),
+    }
+    return Record(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**10), st.integers(0, 10**6), st.integers(0, 10**4))
+def test_every_name_is_parsed_back(epoch, number, rank, file):
+    attempt = f"{SESSION}-{number:08d}"
+    made = {
+        "data": data_name(attempt, rank, file),
+        "crc": crc_name(attempt, rank, file),
+        "part": part_name(attempt, rank),
+        "manifest": manifest_name(epoch, number, SESSION),
+        "record": record_name(epoch, number, SESSION),
+        "epoch": epoch_name(epoch),
+        "fence": fence_name(attempt),
+        "probe": probe_name(SESSION),
+    }
+    said = {"session": SESSION, "number": number, "epoch": epoch, "rank": rank, "file": file}
+    for kind, name in made.items():
+        parsed = parse_name(name)
+        assert parsed is not None and parsed.kind == kind
+        for field, value in said.items():
+            assert getattr(parsed, field) in (value, -1, "")
+    assert parse_name(made["data"]).file == file  # type: ignore[union-attr]
+    assert parse_name(made["manifest"]).epoch == epoch  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "data-0123456789ab-00000007-r00000-0.safetensors.tmp",
+        "xdata-0123456789ab-00000007-r00000-0.safetensors",
+        "data-0123456789AB-00000007-r00000-0.safetensors",
+        "data-0123456789ab-٠٠٠٠٠٠٠٧-r00000-0.safetensors",
+        "../part-0123456789ab-00000007-r00000.json",
+        "part-0123456789ab-00000007-r00000.json\n",
+        "epoch-1.json",
+        "",
+    ],
+)
+def test_a_foreign_name_is_not_ours(name):
+    assert parse_name(name) is None
+
+
+def test_what_a_cut_short_creation_leaves_is_recognised():
+    name = manifest_name(1, 2, SESSION)
+    assert parse_temporary(f".{name}.0123456789abcdef.tmp") == parse_name(name)
+    assert parse_temporary(".other.0123456789abcdef.tmp") is None
+    assert parse_temporary(name) is None
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_a_sealed_file_is_plain_json_and_reads_back(body):
+    sealed = seal_json({"format": [1, 0], **body})
+    outer = json.loads(sealed)
+    assert set(outer) == {"crc64", "body"}
+    assert outer["body"] == open_json(sealed, "x") == {"format": [1, 0], **body}
+
+
+def test_long_tables_have_a_row_per_line():
+    row = {"path": ["model", "layers.0.weight"], "dtype": "float32", "shape": [1024, 1024]}
+    body = {"format": [1, 0], "layout": {"meshes": [], "rows": [row] * 50}}
+    lines = seal_json(body).decode().splitlines()
+    assert sum(line.strip().startswith('{"path"') for line in lines) == 50
+    assert any(line.startswith('"layout":') for line in lines)
+
+
+@given(st.data())
+def test_no_changed_byte_of_a_json_file_goes_unnoticed(data):
+    sealed = bytearray(seal_json(manifest().to_json()))
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    sealed[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        open_json(bytes(sealed), "/ckpt/m.json")
+    assert caught.value.path == "/ckpt/m.json"
+
+
+@given(st.data())
+def test_no_cut_of_a_json_file_goes_unnoticed(data):
+    sealed = seal_json(manifest().to_json())
+    stop = data.draw(st.integers(0, len(sealed) - 1))
+    with pytest.raises(CorruptCheckpointError):
+        open_json(sealed[:stop], "m")
+
+
+def test_a_newer_major_version_is_refused_by_number():
+    sealed = seal_json({"format": [FORMAT_VERSION[0] + 1, 3]})
+    with pytest.raises(FormatVersionError, match=r"2\.3.*newer smckpt"):
+        open_json(sealed, "m")
+
+
+def test_a_newer_minor_version_with_unknown_fields_is_read():
+    body = manifest().to_json()
+    body["format"] = [FORMAT_VERSION[0], 9]
+    body["hints"] = {"unheard": "of"}
+    read = Manifest.from_json(open_json(seal_json(body), "m"))
+    assert read.format == (FORMAT_VERSION[0], 9)
+    assert read.parts == manifest().parts
+
+
+@pytest.mark.parametrize("version", [None, 1, [1], ["1", 0], [True, 0]])
+def test_a_file_without_a_version_is_refused(version):
+    with pytest.raises(CorruptCheckpointError, match="version"):
+        open_json(seal_json({"format": version}), "m")
+
+
+@pytest.mark.parametrize("body", [manifest(), part(), record()])
+def test_part_manifest_and_record_come_back_equal(body):
+    assert type(body).from_json(open_json(seal_json(body.to_json()), "m")) == body
+
+
+def broken(body: object, **changed: object) -> None:
+    data = json.loads(json.dumps(body.to_json()))  # type: ignore[attr-defined]
+    data.update(changed)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        type(body).from_json(data)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kind": "WHOLE"},
+        {"step": "120"},
+        {"step": 1.5},
+        {"number": -1},
+        {"epoch": None},
+        {"committed_at": "today"},
+        {"group_ranks": [2, 0]},
+        {"group_ranks": [0, 0, 2]},
+        {"group_ranks": [0]},
+        {"group_ranks": []},
+        {"layout": []},
+        {"record": 3},
+        {"record": "../elsewhere.json"},
+        {"parts": [{}, {}]},
+        {"checkpoint_id": None},
+    ],
+)
+def test_a_wrong_field_of_a_manifest_is_refused(changed):
+    broken(manifest(), **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attempt": "0123456789ab-00000008"},
+        {"rank": None},
+        {"objects": None},
+        {"classes": []},
+        {"host": 1},
+        {"files": [{"name": "x"}]},
+    ],
+)
+def test_a_wrong_field_of_a_part_is_refused(changed):
+    broken(part(), **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"groups": [{"directory": "tp0"}]}, {"nbytes": -1}, {"step": True}],
+)
+def test_a_wrong_field_of_a_record_is_refused(changed):
+    broken(record(), **changed)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../data-0123456789ab-00000007-r00000-0.safetensors", "x.safetensors"]
+)
+def test_a_manifest_cannot_lead_a_reader_to_a_foreign_file(name):
+    with pytest.raises(ValueError, match="no name"):
+        FileRecord(name, 1, "0" * 16, crc_name(ATTEMPT, 0, 0))
+    with pytest.raises(ValueError, match="no name"):
+        PartRecord(0, "h", name, "0" * 16, ())
+
+
+def test_a_checksum_must_have_sixteen_digits():
+    with pytest.raises(ValueError, match="hex"):
+        FileRecord(data_name(ATTEMPT, 0, 0), 1, "0x12", crc_name(ATTEMPT, 0, 0))
+
+
+def test_the_checksum_is_of_the_body_s_bytes_as_they_stand():
+    sealed = seal_json({"format": [1, 0], "a": "ü"})
+    body = sealed[sealed.index(b'"body":') + 7 : -2]
+    assert json.loads(sealed)["crc64"] == hex64(crc64(body))
+
+
+def test_metadata_that_json_holds_exactly_is_copied():
+    given_ = {"a": [1, 2.5, None, {"b": "ü"}], "c": True}
+    copy = checked_metadata(given_)
+    assert copy == given_ and copy["a"] is not given_["a"]
+
+
+@pytest.mark.parametrize(
+    "metadata", [{1: 2}, {"a": (1,)}, {"a": float("nan")}, {"a": {1, 2}}, {"a": {"b": {3: 4}}}]
+)
+def test_metadata_that_would_come_back_otherwise_is_refused(metadata):
+    with pytest.raises(UsageError, match="metadata"):
+        checked_metadata(metadata)

@@ -1,0 +1,203 @@
+"""Tables of tensors: geometry comes back exactly, and grows with tensors, not with ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smckpt.checkpoint.rows import RowMerger, decode_rows, encode_rows, merge_rows
+from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.entries import Entry
+from smckpt.layout.geometry import (
+    Box,
+    BoxGeometry,
+    FlatGeometry,
+    FlatUnit,
+    Geometry,
+    KeptGeometry,
+    Mesh,
+    MeshGeometry,
+    Placement,
+    Segment,
+)
+
+HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
+
+
+def entry(key: str, geometry: Geometry, rank: int = 0, dtype: str = "float32") -> Entry:
+    path = ("optimizer", "state", 0, key)
+    return Entry(path, dtype, geometry.local_shape(rank), geometry, ("optimizer", "state"), (key,))
+
+
+def sharded(fqn: str, mesh: Mesh = HSDP, shape: tuple[int, ...] = (30, 7)) -> MeshGeometry:
+    return MeshGeometry(fqn, shape, mesh, (Placement("replicate"), Placement("shard", 0)))
+
+
+def through_json(table: dict[str, object]) -> dict[str, object]:
+    return json.loads(json.dumps(table))  # type: ignore[no-any-return]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    size = 1
+    for n in shape:
+        size *= n
+    start, stride = draw(st.integers(0, 5)), draw(st.integers(1, 4))
+    ranks = [start + i * stride for i in range(size)]
+    if draw(st.booleans()):
+        ranks = draw(st.permutations(ranks))
+    return Mesh(tuple(f"d{i}" for i in range(len(shape))), shape, tuple(ranks))
+
+
+@st.composite
+def geometries(draw: st.DrawFn, rank: int) -> Geometry:
+    kind = draw(st.sampled_from(["mesh", "flat", "box", "kept"]))
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    if kind == "kept":
+        return KeptGeometry(tuple(draw(st.lists(st.text(), max_size=3))), shape, rank)
+    if kind == "box":
+        box = Box((0,) * len(shape), shape)
+        holders = tuple(sorted({rank, *draw(st.lists(st.integers(0, 40), max_size=4))}))
+        return BoxGeometry(draw(st.text()), shape, (box,) * draw(st.integers(1, 2)), holders)
+    if kind == "flat":
+        ranks = (rank, *range(100, 100 + draw(st.integers(0, 5))))
+        mesh = Mesh(("r", "s"), (1, len(ranks)), ranks)
+        unit = FlatUnit((Segment("a.b", (2, 3), 6), Segment(None, (), 2), Segment("c", (), 1)), 4)
+        return FlatGeometry(unit, mesh, draw(st.none() | st.just(0)))
+    mesh = draw(meshes().filter(lambda m: rank in m))
+    choices = [Placement("replicate")]
+    for dim in range(len(shape)):
+        choices += [Placement("shard", dim), Placement("strided", dim, 2)]
+    placements = tuple(draw(st.sampled_from(choices)) for _ in mesh.shape)
+    return MeshGeometry(draw(st.text()), shape, mesh, placements)
+
+
+@given(st.data())
+def test_a_rank_s_entries_come_back_exactly(data):
+    entries = [
+        Entry(("m", i, f"k{i}"), "bfloat16", g.local_shape(0), g, ("m",), (i, "x"))
+        for i, g in enumerate(data.draw(st.lists(geometries(0), max_size=6)))
+    ]
+    rows = decode_rows(through_json(encode_rows(entries)), [0])
+    assert [row.entry(0) for row in rows] == entries
+    assert [row.key for row in rows] == [e.key for e in entries]
+    assert [type(p) for row in rows for p in row.path] == [type(p) for e in entries for p in e.path]
+
+
+def test_a_mesh_stands_once_for_all_tensors_that_share_it():
+    table = encode_rows([entry(f"k{i}", sharded(f"f{i}")) for i in range(100)])
+    assert len(table["meshes"]) == 1 and len(table["rows"]) == 100
+    equal = Mesh(HSDP.dim_names, HSDP.shape, HSDP.ranks)
+    both = encode_rows([entry("a", sharded("a")), entry("b", sharded("b", equal))])
+    assert len(both["meshes"]) == 1
+
+
+def test_the_rows_of_64_ranks_of_one_mesh_stand_once():
+    mesh = Mesh(("replicate", "shard"), (4, 16), tuple(range(64)))
+
+    def table(rank: int) -> dict[str, object]:
+        kept = KeptGeometry(("step",), (), rank)
+        entries = [entry(f"k{i}", sharded(f"f{i}", mesh), rank) for i in range(50)]
+        return encode_rows([*entries, entry("step", kept, rank)])
+
+    alone, all_ = table(0), merge_rows({rank: table(rank) for rank in range(64)})
+    assert all_ == alone
+    assert [row.ranks for row in decode_rows(all_, range(64))] == [tuple(range(64))] * 51
+
+
+def test_a_kept_row_is_one_row_and_becomes_each_rank_s_own_again():
+    tables = {r: encode_rows([entry("rng", KeptGeometry((), (5056,), r), r)]) for r in (3, 5)}
+    (row,) = decode_rows(merge_rows(tables), [3, 5])
+    assert row.geometry is None and row.ranks == (3, 5)
+    assert row.entry(5).geometry == KeptGeometry((), (5056,), 5)
+
+
+def test_rows_of_some_ranks_say_of_which():
+    tables = {
+        rank: encode_rows(
+            [entry("w", sharded("w"), rank)]
+            + ([entry("extra", KeptGeometry((), (1,), rank), rank)] if rank % 2 else [])
+        )
+        for rank in range(8)
+    }
+    by_key = {row.key: row for row in decode_rows(through_json(merge_rows(tables)), range(8))}
+    assert by_key["optimizer.state.0.w"].ranks == tuple(range(8))
+    assert by_key["optimizer.state.0.extra"].ranks == (1, 3, 5, 7)
+
+
+def test_arrays_that_differ_in_shape_between_ranks_are_rows_of_their_own():
+    tables = {
+        r: encode_rows([entry("pos", KeptGeometry((), (r % 2 + 1,), r), r)]) for r in range(4)
+    }
+    rows = decode_rows(merge_rows(tables), range(4))
+    assert {row.shape: row.ranks for row in rows} == {(1,): (0, 2), (2,): (1, 3)}
+
+
+def test_meshes_of_different_ranks_are_renumbered_into_one_list():
+    stages = [Mesh(("r", "s"), (1, 2), (0, 1)), Mesh(("r", "s"), (1, 2), (2, 3))]
+    tables = {
+        rank: encode_rows(
+            [
+                entry("kept", KeptGeometry((), (), rank), rank),
+                entry(f"w{rank // 2}", sharded(f"w{rank // 2}", stages[rank // 2]), rank),
+            ]
+        )
+        for rank in range(4)
+    }
+    rows = {r.key: r for r in decode_rows(merge_rows(tables), range(4))}
+    for stage, mesh in enumerate(stages):
+        row = rows[f"optimizer.state.0.w{stage}"]
+        assert row.geometry == sharded(f"w{stage}", mesh)
+        assert row.ranks == mesh.ranks
+
+
+@given(st.lists(st.integers(0, 50), unique=True, max_size=12))
+def test_ranks_of_any_mesh_survive_as_runs(ranks):
+    holders = tuple(ranks)
+    geometry = BoxGeometry("f", (2,), (Box((0,), (2,)),), holders)
+    (row,) = decode_rows(through_json(encode_rows([entry("k", geometry)])), [0])
+    assert row.geometry == geometry
+
+
+def test_a_mesh_of_16384_ranks_takes_a_line():
+    mesh = Mesh(("replicate", "shard"), (16, 1024), tuple(range(16384)))
+    table = encode_rows([entry("k", sharded("f", mesh))])
+    assert len(json.dumps(table["meshes"])) < 100
+    assert decode_rows(table, range(16384))[0].geometry == sharded("f", mesh)
+
+
+def test_a_table_that_was_seen_is_not_read_again():
+    table = encode_rows([entry("w", sharded("w"))])
+    merger = RowMerger()
+    assert not merger.same(0, "token")
+    merger.add(0, table, "token")
+    assert merger.same(1, "token") and merger.same(2, "token")
+    assert merger.merged() == merge_rows({0: table, 1: table, 2: table})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"rows": [{}]},
+        {"meshes": []},
+        {"meshes": [{"names": ["a"], "shape": [3], "ranks": [[0, 2, 1]]}]},
+        {"rows": 5},
+        {"rows": [{"path": [], "dtype": "x", "before": [], "after": [], "geometry": {}}]},
+    ],
+)
+def test_a_table_without_sense_is_refused_with_its_path(damage):
+    table = {**encode_rows([entry("w", sharded("w"))]), **damage}
+    with pytest.raises(CorruptCheckpointError, match="does not make sense") as caught:
+        decode_rows(table, range(8), "/ckpt")
+    assert caught.value.path == "/ckpt"
+
+
+def test_a_row_cannot_belong_to_ranks_outside_the_group():
+    table = encode_rows([entry("w", sharded("w"))])
+    table["rows"][0]["ranks"] = [[6, 4, 1]]
+    with pytest.raises(CorruptCheckpointError, match="group"):
+        decode_rows(table, range(8))

@@ -105,11 +105,11 @@ def _encode_torch(value: Any, allow: Sequence[type], path: str) -> Any:
         with torch.serialization.safe_globals(list(allow)):
             torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise StateError(
-            f"the {type(value).__qualname__} at {path or 'the top'} cannot be stored without "
-            f"carrying code: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            remedy="store plain data (its state_dict(), a dict, a list), or pass "
-            "allow_objects=[its type] and torch.serialization.add_safe_globals on both sides",
+            f"the {kind} at {path or 'the top'} is no plain data: reading it back would run code",
+            remedy="store plain data instead (its state_dict(), a dict, a list), or pass its type "
+            "in allow_objects= and to torch.serialization.add_safe_globals before loading",
         ) from error
     return _tagged("torch.save", base64.b64encode(data).decode())
 

@@ -158,7 +158,7 @@ class SaveQueue:
         objects = {
             leaf.key: {
                 "path": list(leaf.path),
-                "value": encode_object(leaf.value, allow=request.allow_objects),
+                "value": encode_object(leaf.value, request.allow_objects, leaf.key),
             }
             for leaf in selection.objects
         }

@@ -213,7 +213,8 @@ def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
     if not wanted:
         return None
     for candidate in gc.get_objects():
-        if not isinstance(candidate, torch.optim.Optimizer):
+        # `isinstance` would wake objects that are lazy about their `__class__`.
+        if not issubclass(type(candidate), torch.optim.Optimizer):
             continue
         for slots in candidate.state.values():
             if any(id(value) in wanted for value in slots.values()):

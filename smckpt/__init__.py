@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.discover import find_checkpoints
     from smckpt.checkpoint.verify import verify_checkpoint
     from smckpt.engine.api import (
+        SaveHandle,
+        SaveOptions,
+        Timings,
         async_save,
         get_global_ranks,
         latest_checkpoint,
@@ -66,9 +69,12 @@ __all__ = [
     "PeerError",
     "SMStateDictType",
     "SaveFailedError",
+    "SaveHandle",
+    "SaveOptions",
     "StateError",
     "StorageError",
     "TensorMismatchError",
+    "Timings",
     "TopologyError",
     "UsageError",
     "WorkerError",
@@ -91,6 +97,9 @@ _HOMES = {
     "smckpt.checkpoint.discover": ("find_checkpoints",),
     "smckpt.checkpoint.verify": ("verify_checkpoint",),
     "smckpt.engine.api": (
+        "SaveHandle",
+        "SaveOptions",
+        "Timings",
         "async_save",
         "get_global_ranks",
         "latest_checkpoint",

@@ -116,6 +116,7 @@ class Committer:
                 "rank": self.group.rank,
                 "host": part["host"],
                 "coordinator": job.request.coordinator,
+                "directory": job.request.directory,
                 "part": done["part"],
                 "crc64": done["crc64"],
             }
@@ -144,11 +145,7 @@ class Committer:
             blind = sorted({b["host"] for b in bodies.values() if not b["seen"]})
             where = sorted({b["directory"] for b in bodies.values()})
             if len(where) > 1:
-                raise UsageError(
-                    f"the ranks of one group gave different checkpoint ids: {where[:4]}",
-                    remedy="all ranks of process_group must pass the same checkpoint_id",
-                    path=where[0],
-                )
+                raise _different_ids(where)
             if blind:
                 seeing = sorted({b["host"] for b in bodies.values() if b["seen"]})
                 raise StorageError(
@@ -230,6 +227,9 @@ class Committer:
                 f"the ranks of the group named different coordinators: {sorted(coordinators)}",
                 remedy="pass the same coordinator_rank on all ranks of process_group",
             )
+        directories = sorted({body["directory"] for body in got.values()})
+        if len(directories) > 1:
+            raise _different_ids(directories)
         return got
 
     def _epoch(self, session: Session, directory: str, timeout: float) -> int:
@@ -360,6 +360,14 @@ class Committer:
         if key not in self._step:
             self._step[key] = self.membership.step_session(job.partition, timeout)
         return self._step[key]
+
+
+def _different_ids(directories: list[str]) -> UsageError:
+    return UsageError(
+        f"the ranks of one group gave different checkpoint ids: {directories[:4]}",
+        remedy="all ranks of process_group must pass the same checkpoint_id",
+        path=directories[0],
+    )
 
 
 def _attempt(session: Session, job: SaveJob) -> str:

@@ -186,12 +186,10 @@ def one_rank_fails(folder: str, how: str) -> list[str]:
             "nothing": None,
             "other id": state,
         }[how]
-    where = f"{folder}/elsewhere" if rank == 1 and how == "other id" else f"{folder}/c"
-    for attempt in (broken, state, state):
+    astray = f"{folder}/elsewhere" if rank == 1 and how == "other id" else f"{folder}/c"
+    for attempt, where in ((broken, astray), (state, f"{folder}/c"), (state, f"{folder}/c")):
         try:
-            smckpt.async_save(
-                attempt, checkpoint_id=where if attempt is broken else f"{folder}/c"
-            )
+            smckpt.async_save(attempt, checkpoint_id=where)
             smckpt.maybe_finalize_async_calls()
             said.append("fine")
         except errors.CheckpointError as error:

@@ -5,6 +5,7 @@ Exit status: 0 fine, 1 the checkpoint is bad, 2 the command could not be carried
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -45,6 +46,9 @@ Threads = Annotated[int, typer.Option(min=1, max=256, help="Threads that read.")
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal must not end in a traceback
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="smckpt: %(message)s", level=logging.WARNING)
     try:
         app()

@@ -10,15 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smckpt.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 __all__ = [
     "bytes_text",
+    "count_text",
     "print_error",
     "print_facts",
     "print_json",
@@ -43,6 +41,11 @@ def bytes_text(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """1 file, 2 files."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def time_text(nanoseconds: int) -> str:
     """A time since 1970 in the reader's zone: "2025-03-01 12:30:05+01:00"."""
     return datetime.fromtimestamp(nanoseconds // 10**9).astimezone().isoformat(" ")
@@ -64,12 +67,21 @@ def print_error(error: CheckpointError) -> None:
     print(f"smckpt: {line}", file=sys.stderr)
 
 
-def _console() -> Console:
+def _print(thing: Any) -> None:
+    """Draw a rich object on stdout: in colour on a terminal; elsewhere uncut and unpadded."""
     from rich.console import Console
 
     # no markup: a path may hold [brackets]
-    width = None if sys.stdout.isatty() else _UNBOUNDED
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    terminal = sys.stdout.isatty()
+    console = Console(
+        markup=False, highlight=False, emoji=False, width=None if terminal else _UNBOUNDED
+    )
+    if terminal:
+        console.print(thing)
+        return
+    with console.capture() as captured:
+        console.print(thing)
+    print("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
 
 
 def print_table(
@@ -80,15 +92,14 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title, style="bold") if title else None, box=box.SIMPLE_HEAD)
-    table.title_justify = "left"
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(
-            column, justify="right" if column in right else "left", overflow="fold", header_style=""
-        )
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row))
-    _console().print(table)
+    if title:
+        _print(Text(f"\n{title}", style="bold"))
+    _print(table)
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
@@ -96,12 +107,11 @@ def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = _console()
-    console.print(Text(title, style="bold"))
+    _print(Text(title, style="bold"))
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
         table.add_row(f"  {name}", "-" if value is None else str(value))
-    console.print(table)
+    _print(table)
 
 
 @contextmanager

@@ -7,7 +7,14 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from smckpt.cli.output import bytes_text, print_facts, print_line, print_table, time_text
+from smckpt.cli.output import (
+    bytes_text,
+    count_text,
+    print_facts,
+    print_line,
+    print_table,
+    time_text,
+)
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.geometry import FlatGeometry, MeshGeometry
 from smckpt.storage.urls import relative_url
@@ -106,7 +113,7 @@ def print_description(facts: dict[str, Any], pattern: str | None) -> None:
             ("kind", facts["kind"]),
             ("step", facts["step"]),
             ("committed", f"{time_text(facts['committed_at'])} by {facts['identity']}"),
-            ("size", f"{bytes_text(facts['bytes'])} in {len(facts['writers'])} ranks' files"),
+            ("size", _size(facts)),
             ("groups", _groups(facts["groups"])),
             ("topology", _pairs(facts["topology"])),
             ("optimizers", ", ".join(facts["optimizers"]) or None),
@@ -124,7 +131,7 @@ def _print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
     total = bytes_text(sum(tensor["bytes"] for tensor in tensors))
     matching = "" if pattern is None else f" that match {pattern!r}"
     print_table(
-        f"{len(tensors)} tensors{matching}, {total}",
+        f"{count_text(len(tensors), 'tensor')}{matching}, {total}",
         ("tensor", "dtype", "shape", "size", "held"),
         [
             (t["name"], t["dtype"], _shape(t["shape"]), bytes_text(t["bytes"]), t["held"])
@@ -141,7 +148,7 @@ def _print_writers(writers: list[dict[str, Any]]) -> None:
         (
             writer["rank"],
             writer["host"],
-            writer["directory"],
+            writer["directory"] or ".",
             file["name"],
             bytes_text(file["bytes"]),
         )
@@ -160,6 +167,12 @@ def _print_writers(writers: list[dict[str, Any]]) -> None:
 
 def _shape(shape: list[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
+
+
+def _size(facts: dict[str, Any]) -> str:
+    files = sum(len(writer["files"]) for writer in facts["writers"])
+    ranks = count_text(len(facts["writers"]), "rank")
+    return f"{bytes_text(facts['bytes'])} in {count_text(files, 'file')} by {ranks}"
 
 
 def _groups(groups: list[list[int]]) -> str:

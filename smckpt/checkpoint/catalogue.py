@@ -94,6 +94,11 @@ class Catalogue:
         return len(self.members) == 1
 
     @property
+    def whole(self) -> bool:
+        """Whether all groups of the step are here, not one of several."""
+        return self.members[0].manifest.record is None or self.commit.through_record
+
+    @property
     def manifests(self) -> tuple[Manifest, ...]:
         return tuple(m.manifest for m in self.members)
 
@@ -198,13 +203,14 @@ class Catalogue:
         """
         out = []
         for row, fqn in self._rows_by_name[name]:
-            for holders in self._holders(row):
+            for holders in self.holders(row):
                 for piece in self._pieces(row, holders[0]):
                     if piece.name == fqn:
                         out.append(Source(piece, row, holders))
         return out
 
-    def _holders(self, row: Row) -> list[tuple[int, ...]]:
+    def holders(self, row: Row) -> list[tuple[int, ...]]:
+        """The ranks that share an array of this row, for each distinct array."""
         if row.geometry is None:
             return [(rank,) for rank in row.ranks]
         by_coordinate: dict[Shape, list[int]] = {}

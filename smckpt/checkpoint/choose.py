@@ -23,6 +23,7 @@ class Commit:
     committed_at: int
     order: tuple[int, int]
     manifests: tuple[tuple[str, Manifest], ...]
+    through_record: bool = False  # opened where the record stands: all groups are here
 
 
 def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
@@ -101,7 +102,7 @@ def _open(
         for group in record.groups:
             here = open_storage(join_url(storage.url, group["directory"]))
             manifests.append((here.url, read_manifest(here, group["manifest"], group["crc64"])))
-        return Commit(name, record.committed_at, order, tuple(manifests))
+        return Commit(name, record.committed_at, order, tuple(manifests), through_record=True)
     manifest = read_manifest(storage, name)
     if manifest.record is None:
         if choose not in (None, name):

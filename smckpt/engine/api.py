@@ -270,5 +270,3 @@ def _refuse_with_foreign(**given: Any) -> None:
                 f"{name}= is not honoured together with a DCP writer or planner",
                 remedy="leave it out, or use DistributedFileSystemWriter without a planner",
             )
-
-

@@ -288,7 +288,7 @@ class Committer:
             return f"the coordinator of group {list(ranks[:4])}{'…' if len(ranks) > 4 else ''}"
 
         directory = job.request.directory
-        body = {"directory": directory, "session": session.id}
+        body: dict[str, Any] = {"directory": directory}
         ticket = step.meet(
             f"ticket/{job.step_number}",
             {"error": failure.to_json()} if failure else body,
@@ -296,9 +296,7 @@ class Committer:
             timeout=timeout,
             name=name,
         )
-        pointer = relative_url(
-            f"{ticket['directory'].rstrip('/')}/{ticket['record']}", directory
-        )
+        pointer = relative_url(f"{ticket['directory'].rstrip('/')}/{ticket['record']}", directory)
         published: dict[str, Any] = {}
         try:
             published = self._publish(session, job, bodies, ticket["epoch"], pointer, timeout)

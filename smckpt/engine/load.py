@@ -106,9 +106,7 @@ class Loader:
             )
         log.info("loaded %s from %s", catalogue.identity, request.directory)
 
-    def find(
-        self, root: str, look: Callable[[str], Found | None], timeout: float
-    ) -> Found | None:
+    def find(self, root: str, look: Callable[[str], Found | None], timeout: float) -> Found | None:
         """What one rank finds under `root`, told to all."""
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
@@ -161,9 +159,7 @@ class Loader:
 
     # -- the plan ----------------------------------------------------------------------------
 
-    def _plan(
-        self, catalogue: Catalogue, selection: Selection, request: LoadRequest
-    ) -> ReadPlan:
+    def _plan(self, catalogue: Catalogue, selection: Selection, request: LoadRequest) -> ReadPlan:
         rank, ranks = self.group.rank, self.group.ranks
         if catalogue.kind == "LOCAL" and selection.kind in ("LOCAL", None):
             return plan_local(
@@ -199,9 +195,7 @@ class Loader:
 
     # -- the bytes ---------------------------------------------------------------------------
 
-    def _read(
-        self, plan: ReadPlan, tensors: Sequence[torch.Tensor], request: LoadRequest
-    ) -> None:
+    def _read(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], request: LoadRequest) -> None:
         buffers, late = _buffers(tensors)
         execute(plan, buffers, threads=request.threads, preverify=request.preverify)
         for tensor, staged in late:
@@ -223,7 +217,8 @@ def _buffers(
                 late.append((live, staged))
                 live = staged
             flat = live.reshape(-1).view(torch.uint8)
-            buffers.append(memoryview(flat.numpy()).cast("B"))
+            array: Any = flat.numpy()
+            buffers.append(memoryview(array).cast("B"))
     return buffers, late
 
 

@@ -212,9 +212,7 @@ def _answered(answer: dict[str, Any]) -> dict[str, Any]:
     return decision
 
 
-def absent(
-    bodies: dict[int, Any], count: int, name: Callable[[int], str], what: str
-) -> PeerError:
+def absent(bodies: dict[int, Any], count: int, name: Callable[[int], str], what: str) -> PeerError:
     """The error that names who did not come."""
     missing = [name(m) for m in range(count) if m not in bodies]
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

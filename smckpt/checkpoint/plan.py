@@ -1,4 +1,4 @@
-"""Read plans: which bytes of which files go where in this rank's arrays. Nothing is read but headers.
+"""Read plans: which bytes of which files go where in this rank's arrays. Only headers are read.
 
 A *direct* read fills a contiguous range of a target with consecutive bytes of a file. A *gather*
 reads a range of a stored array into scratch and copies a strided box out of it.
@@ -348,9 +348,9 @@ def _check_local(catalogue: Catalogue, entry: Entry, row: Row, rank: int, twin: 
         same_whole = entry.geometry.shape == row.geometry.shape
     if saved.dtype == entry.dtype and saved.shape == entry.shape and same_whole:
         return
-    if saved.dtype == entry.dtype and saved.numel == entry.numel and same_whole:
-        if isinstance(entry.geometry, KeptGeometry) != (row.geometry is None):
-            return  # the same bytes, seen flat by one side
+    one_side_is_kept = isinstance(entry.geometry, KeptGeometry) != (row.geometry is None)
+    if one_side_is_kept and saved.dtype == entry.dtype and saved.numel == entry.numel:
+        return  # the same bytes, seen flat by one side
     raise TensorMismatchError(
         f"{entry.key}: saved as {saved.dtype} {list(saved.shape)}, the target is {entry.dtype} "
         f"{list(entry.shape)}",

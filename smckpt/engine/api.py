@@ -26,7 +26,7 @@ __all__ = [
     "save",
 ]
 
-# The one object of the process: SMP's functions take no handle, so their queues must live somewhere.
+# The one object of the process: SMP's functions take no handle, so queues must live somewhere.
 _RUNTIME = Runtime()
 
 

@@ -114,7 +114,7 @@ class _Server:
         if command == "write_part":
             from smckpt.engine.worker_write import write_part
 
-            arena = self._arenas[payload.pop("arena")] if payload["files"] else None
+            arena = self._arena(payload.pop("arena")) if payload["files"] else None
             payload.pop("arena", None)
             return write_part(arena, threads=self._threads, **payload)
         if command in _COMMIT:
@@ -125,6 +125,13 @@ class _Server:
             f"the worker knows no command {command!r}",
             remedy="trainer and worker must be of one version: is smckpt installed twice?",
         )
+
+    def _arena(self, number: int) -> mmap.mmap:
+        if number not in self._arenas:
+            raise WorkerError(
+                f"the worker has no arena {number}", remedy="attach it before naming it"
+            )
+        return self._arenas[number]
 
 
 def _bound_stderr() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -27,13 +28,15 @@ from smckpt.staging.arena import Arena
 
 __all__ = ["Worker"]
 
+log = logging.getLogger("smckpt")
+
 # The worker sees the packages that the trainer sees, in the same order, and none in the current
 # directory. Without `site` (-S) it starts faster and runs nobody's sitecustomize.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
     "from smckpt.engine.worker import main; main()"
 )
-_START_TIMEOUT = 60.0  # seconds; it takes 0.1 to 0.2 on a quiet machine
+_DETACH_TIMEOUT = 10.0  # seconds; unmapping takes 0.1 a GB
 _KILL_TIMEOUT = 2.0  # a killed process goes at once, unless the kernel holds it in a hung write
 _EXIT_GRACE = 0.5  # from the end of the connection to that of the process
 _STDERR_TAIL = 2000  # bytes of it that an error shows
@@ -112,18 +115,12 @@ class Worker:
             return self._next_id
 
     def detach(self, arena_id: int) -> None:
-        """Let the worker unmap the arena, so that its memory can be freed.
-
-        Raises:
-            WorkerError: the worker did not answer within seconds.
-        """
+        """Let the worker unmap the arena, so that its memory can be freed; a worker that does not
+        answer within seconds is killed, which does it too."""
         self._refuse_forked()
         with self._lock:
             self._arenas.pop(arena_id, None)
-            if arena_id in self._sent and self.alive:
-                deadline = time.monotonic() + _START_TIMEOUT
-                self._sent.discard(arena_id)
-                self._exchange("detach", {"id": arena_id}, deadline)
+            self._unmap(arena_id)
 
     def call(self, command: str, payload: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         """Ask the worker and wait for its answer.
@@ -147,6 +144,7 @@ class Worker:
         try:
             if self._closed:
                 raise WorkerError("the worker is closed", remedy="make a new queue")
+            self._forget_closed_arenas()
             self._launch()
             self._introduce(deadline)
             answer = self._exchange(command, payload, deadline)
@@ -195,7 +193,6 @@ class Worker:
             self._discard()
         if self._process is None and not self._closed:
             self._process = _spawn(self._niceness, self._threads)
-            self._sent.clear()
 
     def _introduce(self, deadline: float) -> None:
         """Hear that the process is there, and hand it the arenas that it does not know."""
@@ -205,15 +202,28 @@ class Worker:
             with self._watching("start"):
                 process.channel.receive(deadline=deadline)
             process.ready = True
-        for arena_id, arena in list(self._arenas.items()):
-            if arena.fd < 0:
-                del self._arenas[arena_id]  # closed in the meantime
-            elif arena_id not in self._sent:
+        for arena_id, arena in self._arenas.items():
+            if arena_id not in self._sent:
                 known = {"id": arena_id, "size": arena.size}
                 answer = self._exchange("attach", known, deadline, [arena.fd])
                 if "error" in answer:
                     raise error_from_json(answer["error"])
                 self._sent.add(arena_id)
+
+    def _forget_closed_arenas(self) -> None:
+        for arena_id, arena in list(self._arenas.items()):
+            if arena.fd < 0:
+                del self._arenas[arena_id]
+                self._unmap(arena_id)
+
+    def _unmap(self, arena_id: int) -> None:
+        if arena_id not in self._sent or not self.alive:
+            return
+        self._sent.discard(arena_id)
+        try:
+            self._exchange("detach", {"id": arena_id}, time.monotonic() + _DETACH_TIMEOUT)
+        except WorkerError as error:
+            log.warning("while the arena was given back: %s", error)
 
     def _exchange(
         self, command: str, payload: dict[str, Any], deadline: float, fds: Sequence[int] = ()

@@ -48,7 +48,10 @@ class Arena:
         self.size = -(-size // ALIGNMENT) * ALIGNMENT
         self.plan: StagePlan | None = None  # where the last layout's slots lie, as tensors
         self.pinned = False
-        self.fd = _anonymous_file()
+        try:
+            self.fd = _anonymous_file()
+        except OSError as error:
+            raise _refused(self.size, error) from error
         try:
             os.ftruncate(self.fd, self.size)
             self._map = mmap.mmap(self.fd, self.size)
@@ -57,14 +60,18 @@ class Arena:
             _fault_in(self._map, self.size)
             if pin:
                 self._pin()
-        except BaseException:
+        except BaseException as error:
             os.close(self.fd)
             self.fd = -1
+            if isinstance(error, OSError):
+                raise _refused(self.size, error) from error
             raise
         os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
 
     def view(self, offset: int, length: int) -> memoryview:
         """`length` bytes at `offset`, writable. Do not use it after `close`."""
+        if self.fd < 0:
+            raise UsageError("the arena is closed", remedy="make another")
         if offset < 0 or length < 0 or offset + length > self.size:
             raise UsageError(f"bytes {offset} to {offset + length} of an arena of {self.size}")
         return memoryview(self._map)[offset : offset + length]
@@ -143,8 +150,12 @@ def _fault_in(memory: mmap.mmap, size: int) -> None:
     if set(failures) <= {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14
         memoryview(memory)[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
         return
-    raise MemoryBudgetError(
-        f"the kernel could not provide {size:,} bytes for the arena: {os.strerror(failures[0])}",
+    raise _refused(size, OSError(failures[0], os.strerror(failures[0])))
+
+
+def _refused(size: int, error: OSError) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"the kernel could not provide {size:,} bytes for the arena: {error.strerror}",
         remedy="free host memory, raise the container's limit, or run fewer ranks on this host",
     )
 

@@ -78,7 +78,8 @@ class Storage(Protocol):
             True: created. False: the name exists.
 
         Raises:
-            StorageError: the store refused, or cannot create exclusively.
+            StorageError: the store refused, or cannot create exclusively. Whether the name exists
+                now is open then; never a part of it.
         """
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,7 +23,7 @@ from smckpt.checkpoint.format import open_json
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError
 from smckpt.staging.arena import Arena
-from tests.support import child
+from tests.support import child, refuse
 
 ATTEMPT = "0123456789ab-00000007"
 
@@ -100,6 +101,31 @@ def test_new_contents_and_a_new_arena_reach_the_next_save(tmp_path: Path, worker
     assert held_by(worker.pid) == 0
 
 
+def test_an_arena_that_was_closed_is_unmapped_and_no_longer_known(
+    tmp_path: Path, worker: Worker
+) -> None:
+    arena = filled(BLOCK)
+    number = worker.attach(arena)
+    worker.call("write_part", request(tmp_path, number, BLOCK), timeout=30)
+    arena.close()
+    with pytest.raises(WorkerError, match=f"has no arena {number}"):
+        worker.call("write_part", request(tmp_path / "2", number, BLOCK), timeout=30)
+    assert held_by(worker.pid) == 0
+
+
+def test_giving_an_arena_back_does_not_need_a_healthy_worker(
+    tmp_path: Path, worker: Worker
+) -> None:
+    with closing(filled(BLOCK)) as arena:
+        number = worker.attach(arena)
+        worker.call("write_part", request(tmp_path, number, BLOCK), timeout=30)
+        kill(worker.pid, signal.SIGSTOP)
+        threading.Timer(0.2, kill, (worker.pid,)).start()
+        worker.detach(number)
+        assert not worker.alive
+        worker.detach(number)
+
+
 def test_a_full_disk_is_raised_here_and_leaves_nothing(tmp_path: Path, worker: Worker) -> None:
     point = tmp_path / "small"
     point.mkdir()
@@ -173,13 +199,13 @@ def test_a_command_that_nobody_knows_is_an_error_and_the_worker_goes_on(worker: 
 
 def test_large_messages_pass_both_ways(tmp_path: Path, worker: Worker) -> None:
     """A part's objects may be megabytes; a socket takes some hundred kilobytes at once."""
-    big = "x" * (30 << 20)
+    big = "x" * (5 << 20)
     payload = {**request(tmp_path, 0), "arena": None}
     payload["part"]["objects"] = big  # type: ignore[index]
     done = worker.call("write_part", payload, timeout=60)
     assert (tmp_path / done["part"]).stat().st_size > len(big)
     with pytest.raises(WorkerError) as caught:
-        worker.call("x" * (30 << 20), {}, timeout=60)
+        worker.call("x" * (5 << 20), {}, timeout=60)
     assert len(str(caught.value)) > len(big)
 
 
@@ -367,51 +393,51 @@ def test_closing_while_a_request_is_under_way_does_not_wait_for_it(worker: Worke
 
 
 TRAINER = """
-    import os, signal, sys, threading, time
+    import errno, os, signal, sys, threading, time
     from pathlib import Path
-    from smckpt.engine.worker_client import Worker
-    from tests.engine.test_worker import BLOCK, filled, request
-    arena = filled(64 * BLOCK)
+    from tests.engine.test_worker import BLOCK, Worker, WorkerError, filled, refuse, request
+    if "no pidfds" in sys.argv:
+        refuse.refuse({"pidfd_open": errno.ENOSYS})
     worker = Worker()
-    number = worker.attach(arena)
-    def save():
-        for turn in range(10_000):
-            worker.call("write_part", request(Path(sys.argv[1]) / str(turn), number, 64 * BLOCK),
-                        timeout=60)
-    worker.start()
-    {extra}
-    threading.Thread(target=save, daemon=True).start()
-    while not (Path(sys.argv[1]) / "1").exists():
-        time.sleep(0.01)
-    print(worker.pid, flush=True)
+    try:
+        worker.call("?", {}, timeout=30)
+    except WorkerError:
+        print(worker.pid, flush=True)
+    if "forked" in sys.argv and os.fork() == 0:  # it inherits all that fork gives, and outlives us
+        time.sleep(60)
+    if "busy" in sys.argv:
+        arena = filled(64 * BLOCK)
+        payload = request(Path(sys.argv[1]), worker.attach(arena), 64 * BLOCK)
+        payload["files"] *= 30  # 2 GB: a second's work
+        worker.call("write_part", payload, timeout=60)
     time.sleep(60)
 """
-# A child of the trainer that inherited everything that fork gives, and outlives it.
-FORKED = "if os.fork() == 0: time.sleep(60)"
 
 
-@pytest.mark.parametrize("extra", ["pass", FORKED], ids=["alone", "with a forked child"])
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
-def test_a_killed_trainer_takes_its_worker_along_within_a_second(
-    tmp_path: Path, extra: str, busy: bool
-) -> None:
-    code = TRAINER.replace("{extra}", extra)
-    if not busy:
-        code = code.replace("10_000", "2")
+@pytest.mark.parametrize("how", ["idle", "busy", "idle, forked", "busy, forked", "busy, no pidfds"])
+def test_a_killed_trainer_takes_its_worker_along_within_a_second(tmp_path: Path, how: str) -> None:
+    if "no pidfds" in how and not refuse.available():
+        pytest.skip("no seccomp filter for this platform")
     trainer = subprocess.Popen(
-        child.command(code, str(tmp_path)), stdout=subprocess.PIPE, start_new_session=True
+        child.command(TRAINER, str(tmp_path / "run"), *how.split(", ")),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        if not busy:
-            time.sleep(1)
+        deadline = time.monotonic() + 30
+        while "busy" in how and not any(tmp_path.glob("run/data-*-29.safetensors")):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         kill(trainer.pid)
         wait_gone(pid, limit=1)
+        assert not any(tmp_path.glob("run/part-*")), "it was to die in the middle of the work"
     finally:
         os.killpg(trainer.pid, signal.SIGKILL)
         trainer.wait()
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
 def test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends(worker: Worker) -> None:

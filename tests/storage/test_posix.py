@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,41 +110,32 @@ def test_an_existing_name_is_never_written_to(tmp_path: Path) -> None:
 def test_of_many_that_create_a_name_exclusively_one_succeeds(tmp_path: Path) -> None:
     store = PosixStorage(str(tmp_path / "d"))
     for round_ in range(20):
-        won: list[int] = []
-        start = threading.Barrier(8)
+        race(store, f"manifest-{round_}")
+    assert all(name.startswith("manifest-") for name in names(tmp_path / "d"))
 
-        def create(i: int, name: str, start: threading.Barrier, won: list[int]) -> None:
-            start.wait()
-            if store.put_exclusive(name, b"%d" % i * 1000):
-                won.append(i)
 
-        name = f"manifest-{round_}"
-        threads = [threading.Thread(target=create, args=(i, name, start, won)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert store.read(name) == b"%d" % won[0] * 1000
-    assert all(not name.startswith(".") for name in names(tmp_path / "d"))
+def race(store: PosixStorage, name: str, threads: int = 6) -> None:
+    """Threads create one name at once: one must succeed, and the content must be its own."""
+    start = threading.Barrier(threads)
+
+    def create(i: int) -> bool:
+        start.wait()
+        return store.put_exclusive(name, b"%d" % i * 5000)
+
+    with ThreadPoolExecutor(threads) as pool:
+        won = list(pool.map(create, range(threads)))
+    assert sorted(won) == [False] * (threads - 1) + [True]
+    assert store.read(name) == b"%d" % won.index(True) * 5000
+    assert store.put_exclusive(name, b"late") is False
 
 
 WITHOUT = """
-    import errno, sys, threading
-    from tests.support import refuse
-    from smckpt.storage import open_storage
+    import errno, sys
+    from tests.storage.test_posix import PosixStorage, race, refuse
     refuse.refuse({calls})
-    store = open_storage(sys.argv[1])
-    won, start = [], threading.Barrier(6)
-    def create(i):
-        start.wait()
-        if store.put_exclusive("manifest", b"%d" % i * 5000):
-            won.append(i)
-    threads = [threading.Thread(target=create, args=(i,)) for i in range(6)]
-    [t.start() for t in threads]; [t.join() for t in threads]
-    assert len(won) == 1, won
-    assert store.read("manifest") == b"%d" % won[0] * 5000
-    assert store.put_exclusive("manifest", b"other") is False
+    store = PosixStorage(sys.argv[1])
+    for round_ in range(100):
+        race(store, f"manifest-{round_}")
 """
 
 
@@ -161,7 +153,8 @@ def test_exclusive_creation_works_where_the_kernel_refuses_link(
     tmp_path: Path, calls: dict[str, int]
 ) -> None:
     child.run(WITHOUT.replace("{calls}", repr(calls)), str(tmp_path))
-    assert names(tmp_path) == ["manifest"]
+    assert len(names(tmp_path)) == 100
+    assert all(name.startswith("manifest-") for name in names(tmp_path))
 
 
 @pytest.mark.skipif(not refuse.available(), reason="no seccomp filter for this platform")

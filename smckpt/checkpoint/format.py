@@ -29,6 +29,7 @@ __all__ = [
     "fence_name",
     "manifest_name",
     "open_json",
+    "open_sections",
     "parse_name",
     "parse_temporary",
     "part_name",
@@ -53,12 +54,13 @@ _PATTERNS = {
     "probe": re.compile(rf"probe-{_SESSION}\.json", re.A),
 }
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
+_KEY = re.compile(rb"[a-z0-9_]+")
 _HEX64 = re.compile(r"[0-9a-f]{16}", re.A)
 
 _OPENING, _MARKER, _CLOSING = b'{"crc64":"', b'","body":', b"}\n"
 _BODY = len(_OPENING) + 16 + len(_MARKER)  # where the body begins, in bytes
 _LINE = 100  # a longer value is broken, so that `cat` shows a row per line
-_NESTING = 4  # body → layout → rows → row: a row is never broken further
+_NESTING = 3  # body → layout → rows: a row is never broken
 
 
 def data_name(attempt: str, rank: int, file: int) -> str:
@@ -141,19 +143,47 @@ def open_json(data: bytes, path: str) -> dict[str, Any]:
         CorruptCheckpointError: the bytes are not what was written.
         FormatVersionError: a newer major version wrote it.
     """
+    return _checked_version(json.loads(_sealed(data, path)), path)
+
+
+def open_sections(data: bytes, path: str) -> dict[str, bytes]:
+    """The body's values by key, each as the JSON that stands in the file: who reads the parts of
+    many ranks need not parse what is the same in all of them.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError: as `open_json`.
+    """
+    text = _sealed(data, path)
+    # In a body of several lines every line with a key of the outermost object begins with a
+    # quote; lines further in begin with a space, and no text holds a raw line break.
+    lines = text[3:-1].split(b',\n"') if text.startswith(b'{\n"') else []
+    pairs = [line.split(b'":', 1) for line in lines]
+    if pairs and all(len(pair) == 2 and _KEY.fullmatch(pair[0]) for pair in pairs):
+        named = {key.decode(): value for key, value in pairs}
+    else:
+        named = {key: json.dumps(value).encode() for key, value in json.loads(text).items()}
+    _checked_version({key: json.loads(named[key]) for key in ("format",) if key in named}, path)
+    return named
+
+
+def _sealed(data: bytes, path: str) -> bytes:
+    """The text of the body, its checksum verified."""
     if not (data.startswith(_OPENING) and data.endswith(_CLOSING)) or (
         data[_BODY - len(_MARKER) : _BODY] != _MARKER
     ):
         raise _damaged("the file is cut short or is not one of ours", path)
-    text = memoryview(data)[_BODY : -len(_CLOSING)]
+    text = data[_BODY : -len(_CLOSING)]
     stored = data[len(_OPENING) : len(_OPENING) + 16].decode("ascii", "replace")
     if stored != hex64(crc64(text)):
         raise _damaged(
-            f"bytes {_BODY} to {len(data) - len(_CLOSING)} are not those that were written "
+            f"bytes {_BODY} to {_BODY + len(text)} are not those that were written "
             "(checksum differs)",
             path,
         )
-    body = json.loads(bytes(text))
+    return text
+
+
+def _checked_version(body: Any, path: str) -> dict[str, Any]:
     version = body.get("format") if isinstance(body, dict) else None
     if not (isinstance(version, list) and [type(n) for n in version] == [int, int]):
         raise _damaged(f"its format version is {version!r}, not [major, minor]", path)

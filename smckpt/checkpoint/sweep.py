@@ -1,109 +1,280 @@
 """Deleting what a newer commit supersedes, and what dead attempts left.
 
-Only files whose names are ours, only of attempts that are over: earlier epochs, or earlier numbers
-of the same session. Records go first, then manifests, then what they name, so that nothing half
-deleted can be taken for a checkpoint.
+Only files whose names are ours, only of attempts that are over: of sessions of earlier epochs, or
+of earlier numbers of the same session. Nothing goes before the commit that supersedes it has been
+looked at. Records go first, then manifests, then what they name, so that nothing half deleted can
+be taken for a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.format import ParsedName, open_json, parse_name
-from smckpt.errors import CorruptCheckpointError
+from smckpt.checkpoint.claims import Claim, claims_at, later_run, raise_fence
+from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.format import (
+    Manifest,
+    ParsedName,
+    Record,
+    fence_name,
+    open_json,
+    parse_name,
+    parse_temporary,
+)
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import join_url, parent_url
 
-__all__ = ["sweep", "sweep_records"]
+__all__ = ["discard_attempt", "sweep", "sweep_records"]
 
-_ORDER = {"record": 0, "manifest": 1, "part": 2, "data": 3, "crc": 4, "epoch": 5, "probe": 5}
+_DELETERS = 16
+# What names others goes before what it names; claims, which tell old from new, near the end.
+_ORDER = ("record", "manifest", "part", "data", "crc", "probe", "epoch", "fence")
 
 
-def sweep(directory: str, keep: Sequence[str], epoch: int) -> dict[str, Any]:
+def sweep(
+    directory: str,
+    keep: Sequence[str],
+    epoch: int,
+    record_directory: str | None = None,
+    keep_records: Sequence[str] = (),
+) -> dict[str, Any]:
     """Delete what the manifests in `keep` supersede in a group's directory.
 
     Args:
-        keep: names of manifests to keep, with all that they name. Each must be readable.
-        epoch: of the caller; nothing of a later epoch is touched.
+        directory: URL of the group's directory.
+        keep: names of manifests to keep, with all that they name. Each must be committed, and its
+            files must be here.
+        epoch: of the caller. If a later run has claimed the directory nothing is deleted.
+        record_directory, keep_records: given by the lead of several groups alone: the superseded
+            records go first.
 
     Returns:
         {"deleted": number of files}.
+
+    Raises:
+        CorruptCheckpointError: a manifest to keep is damaged, uncommitted or lacks a file; nothing
+            was deleted.
+    """
+    if not keep:
+        raise UsageError(
+            "no manifest to keep",
+            remedy="name the newest: only it says what is old",
+            path=directory,
+        )
+    storage = open_storage(directory)
+    if later_run(storage, epoch, [storage.url]) is not None:
+        return {"deleted": 0}
+    sizes = {info.name: info.size for info in storage.list()}
+    kept = [_committed(storage, name, sizes) for name in keep]
+    deleted = 0
+    if record_directory is not None:
+        deleted += int(sweep_records(record_directory, keep_records, epoch)["deleted"])
+    attempts = _Attempts.of(storage, kept, epoch)
+    given_up = _give_up(storage, sizes, attempts)
+    doomed = []
+    for name in sizes:
+        parsed = parse_name(name) or parse_temporary(name)
+        if parsed is None or name in keep or parsed.kind in ("record", "fence"):
+            continue
+        if attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up:
+            doomed.append((parsed.kind, name))
+    written = {(p.session, p.number) for _, p in _written(sizes)}
+    for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
+        fence = parse_name(name)
+        if fence is not None and fence.kind == "fence":
+            done = (fence.session, fence.number) not in written - given_up
+            doomed += [("fence", name)] if done else []
+    return {"deleted": deleted + _delete(storage, doomed)}
+
+
+def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, Any]:
+    """Delete the records that those in `keep` supersede: older ones that speak of a directory of
+    theirs. Records of other jobs, which may stand beside them, are not touched.
+
+    Returns:
+        {"deleted": number of files}.
+
+    Raises:
+        CorruptCheckpointError: a record to keep is damaged; nothing was deleted.
     """
     storage = open_storage(directory)
-    kept_sessions: dict[str, int] = {}
-    keep_numbers: set[tuple[str, int]] = set()
-    for name in keep:
-        manifest = open_json(storage.read(name), join_url(directory, name))
-        keep_numbers.add((manifest["session"], manifest["number"]))
-        session, number = manifest["session"], manifest["number"]
-        kept_sessions[session] = max(kept_sessions.get(session, -1), number)
-    sessions = _sessions_of_earlier_epochs(storage, epoch)
+    kept = [_record(storage, name) for name in keep]
+    scope = frozenset(url for record in kept for url in _urls(storage, record))
+    if not kept or later_run(storage, epoch, scope) is not None:
+        return {"deleted": 0}
+    newest = max((record.epoch, record.number) for record in kept)
     doomed = []
-    for info in storage.list():
+    for info in storage.list("record-"):
         parsed = parse_name(info.name)
-        if parsed is None or parsed.kind == "record" or info.name in keep:
+        if parsed is None or info.name in keep or (parsed.epoch, parsed.number) >= newest:
             continue
-        if _is_over(parsed, keep_numbers, kept_sessions, sessions, epoch):
+        if _urls(storage, _record(storage, info.name)) & scope:
             doomed.append((parsed.kind, info.name))
+    doomed += [
+        ("epoch", claim.name)
+        for claim in claims_at(storage)
+        if claim.epoch < epoch and claim.scope & scope
+    ]
     return {"deleted": _delete(storage, doomed)}
 
 
-def sweep_records(directory: str, keep: Sequence[str], epoch: int, number: int) -> dict[str, Any]:
-    """Delete the records that the one in `keep` supersedes; before their manifests go."""
-    storage = open_storage(directory)
-    doomed = []
-    for info in storage.list():
+def discard_attempt(storage: Storage, attempt: str) -> int:
+    """Delete the files of an attempt that was not, and will not be, committed; how many."""
+    names = [info.name for info in storage.list()]
+    return _delete(
+        storage,
+        [(p.kind, name) for name, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt],
+    )
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """Which attempts in a directory are over, seen from epoch `epoch`.
+
+    kept: (session, number) of what is kept. newest: the highest number kept, by session. older:
+    sessions that claimed, or published under, an earlier epoch and no later one. unclaimed: those
+    that had files here when our epoch was claimed, and never claimed one. claims: files that this
+    directory's epochs supersede.
+    """
+
+    epoch: int
+    kept: frozenset[tuple[str, int]]
+    newest: Mapping[str, int]
+    older: frozenset[str]
+    unclaimed: frozenset[str]
+    claims: frozenset[str]
+
+    @classmethod
+    def of(cls, storage: Storage, kept: Sequence[Manifest], epoch: int) -> _Attempts:
+        newest: dict[str, int] = {}
+        for manifest in kept:
+            if manifest.epoch == epoch:
+                known = newest.get(manifest.session, -1)
+                newest[manifest.session] = max(known, manifest.number)
+        claims = [claim for claim in claims_at(storage) if storage.url in claim.scope]
+        last = _last_epochs(storage, claims)
+        before = frozenset(s for c in claims if c.epoch == epoch for s in c.before)
+        older = frozenset(s for s, at in last.items() if at < epoch) - newest.keys()
+        return cls(
+            epoch,
+            frozenset((manifest.session, manifest.number) for manifest in kept),
+            newest,
+            older,
+            before - last.keys() - newest.keys(),
+            frozenset(claim.name for claim in claims if claim.epoch < epoch),
+        )
+
+    def over(self, name: str, parsed: ParsedName) -> bool:
+        if parsed.kind == "epoch":
+            return name in self.claims
+        if (parsed.session, parsed.number) in self.kept:
+            return False
+        if parsed.kind in ("manifest", "record") and parsed.epoch > self.epoch:
+            return False
+        if parsed.session in self.newest:
+            # A session's probe has done its work once a save of that session is committed.
+            return parsed.kind == "probe" or parsed.number < self.newest[parsed.session]
+        return parsed.session in self.older
+
+
+def _written(names: Iterable[str]) -> list[tuple[str, ParsedName]]:
+    """The names of parts and data, parsed."""
+    parsed = ((name, parse_name(name)) for name in names)
+    return [(n, p) for n, p in parsed if p is not None and p.kind in ("part", "data", "crc")]
+
+
+def _last_epochs(storage: Storage, claims: Iterable[Claim]) -> dict[str, int]:
+    """The latest epoch that each session claimed, or published under, here."""
+    last: dict[str, int] = {}
+    for claim in claims:
+        last[claim.session] = max(last.get(claim.session, 0), claim.epoch)
+    for info in storage.list("manifest-"):
         parsed = parse_name(info.name)
-        if parsed is None or info.name in keep:
-            continue
-        if parsed.kind == "record" and (parsed.epoch, parsed.number) < (epoch, number):
-            doomed.append((parsed.kind, info.name))
-        elif parsed.kind == "epoch" and parsed.epoch < epoch:
-            doomed.append((parsed.kind, info.name))
-    return {"deleted": _delete(storage, doomed)}
+        if parsed is not None:
+            last[parsed.session] = max(last.get(parsed.session, 0), parsed.epoch)
+    return last
 
 
-def _sessions_of_earlier_epochs(storage: Storage, epoch: int) -> set[str]:
-    """Sessions that claimed an epoch here before `epoch`, or published under one."""
-    sessions = set()
-    for info in storage.list():
-        parsed = parse_name(info.name)
-        if parsed is None or not 0 <= parsed.epoch < epoch:
-            continue
-        if parsed.kind == "manifest":
-            sessions.add(parsed.session)
-        elif parsed.kind == "epoch":
-            try:
-                claim = open_json(storage.read(info.name), join_url(storage.url, info.name))
-                sessions.add(claim["session"])
-            except CorruptCheckpointError:
-                continue  # a claim that cannot be read condemns nobody
-    return sessions
+def _give_up(
+    storage: Storage, names: Iterable[str], attempts: _Attempts
+) -> frozenset[tuple[str, int]]:
+    """Attempts of sessions that began before us and never claimed an epoch: dead, most likely.
+
+    One of them may yet wake up and publish. So each is fenced first and looked at again: whoever
+    publishes claims first and looks for a fence before it counts its files, so that one of the two
+    sees the other.
+    """
+    found = {(p.session, p.number) for _, p in _written(names) if p.session in attempts.unclaimed}
+    for session, number in found:
+        raise_fence(storage, f"{session}-{number:08d}")
+    awake = set(_last_epochs(storage, claims_at(storage))) if found else set()
+    for session, number in found:
+        if session in awake:
+            storage.delete(fence_name(f"{session}-{number:08d}"))
+    return frozenset((session, number) for session, number in found if session not in awake)
 
 
-def _is_over(
-    parsed: ParsedName,
-    keep_numbers: Iterable[tuple[str, int]],
-    kept_sessions: dict[str, int],
-    earlier_sessions: set[str],
-    epoch: int,
-) -> bool:
-    if parsed.kind == "epoch":
-        return parsed.epoch < epoch
-    if (parsed.session, parsed.number) in keep_numbers:
-        return False
-    if parsed.kind == "manifest":
-        if parsed.epoch != epoch:
-            return parsed.epoch < epoch
-        return parsed.number < kept_sessions.get(parsed.session, -1)
-    if parsed.session in kept_sessions:
-        # The probe of a session has done its work once a save of that session is committed.
-        return parsed.kind == "probe" or parsed.number < kept_sessions[parsed.session]
-    return parsed.session in earlier_sessions
+def _committed(storage: Storage, name: str, sizes: Mapping[str, int]) -> Manifest:
+    """A manifest to keep: whole, committed, and its files here."""
+    path = join_url(storage.url, name)
+    data = storage.read(name)
+    try:
+        manifest = Manifest.from_json(open_json(data, path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_kept(f"it does not make sense: {error}", path) from error
+    for part in manifest.parts:
+        if part.name not in sizes:
+            raise _not_kept(f"{part.name} is missing", path)
+        for file in part.files:
+            if sizes.get(file.name) != file.size:
+                raise _not_kept(f"{file.name} has {sizes.get(file.name)} of {file.size}", path)
+    if manifest.record is not None:
+        at = join_url(storage.url, manifest.record)
+        parent = open_storage(parent_url(at))
+        try:
+            record = _record(parent, at[len(parent.url) :].strip("/"))
+        except CheckpointNotFoundError as error:
+            raise _not_kept("the record that would commit it does not exist", path) from error
+        named = {(join_url(parent.url, g["directory"]), g["crc64"]) for g in record.groups}
+        if (storage.url, hex64(crc64(data))) not in named:
+            raise _not_kept(f"the record {at} does not name it", path)
+    return manifest
 
 
-def _delete(storage: Storage, doomed: list[tuple[str, str]]) -> int:
-    for _, name in sorted(doomed, key=lambda item: (_ORDER[item[0]], item[1])):
-        storage.delete(name)
-    return len(doomed)
+def _not_kept(what: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"older checkpoints are not deleted, since the newest is not whole: {what}",
+        remedy="run `smckpt verify` on the directory",
+        path=path,
+    )
+
+
+def _record(storage: Storage, name: str) -> Record:
+    path = join_url(storage.url, name)
+    try:
+        return Record.from_json(open_json(storage.read(name), path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"the record does not make sense: {error}",
+            remedy="run `smckpt verify` on the directory",
+            path=path,
+        ) from error
+
+
+def _urls(storage: Storage, record: Record) -> frozenset[str]:
+    return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
+
+
+def _delete(storage: Storage, doomed: Iterable[tuple[str, str]]) -> int:
+    """Delete (kind, name) in order of `_ORDER`, those of a kind at once; how many."""
+    by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    for kind, name in doomed:
+        by_kind[kind].append(name)
+    with ThreadPoolExecutor(_DELETERS) as pool:
+        for names in by_kind.values():
+            list(pool.map(storage.delete, names))
+    return sum(map(len, by_kind.values()))

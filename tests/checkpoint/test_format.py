@@ -23,6 +23,7 @@ from smckpt.checkpoint.format import (
     fence_name,
     manifest_name,
     open_json,
+    open_sections,
     parse_name,
     parse_temporary,
     part_name,
@@ -169,7 +170,7 @@ def test_a_sealed_file_is_plain_json_and_reads_back(body):
 
 
 def test_long_tables_have_a_row_per_line():
-    row = {"path": ["model", "layers.0.weight"], "dtype": "float32", "shape": [1024, 1024]}
+    row = {"path": ["model", "layers.0.weight"], "dtype": "float32", "after": ["x" * 100]}
     body = {"format": [1, 0], "layout": {"meshes": [], "rows": [row] * 50}}
     lines = seal_json(body).decode().splitlines()
     assert sum(line.strip().startswith('{"path"') for line in lines) == 50
@@ -307,3 +308,23 @@ def test_metadata_that_json_holds_exactly_is_copied():
 def test_metadata_that_would_come_back_otherwise_is_refused(metadata):
     with pytest.raises(UsageError, match="metadata"):
         checked_metadata(metadata)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["layout", "rank", "files", 'od"d": key']) | st.text(), json_values
+    ),
+    st.integers(0, 200),
+)
+def test_sections_are_the_values_as_they_stand(body, padding):
+    body = {"format": [1, 0], "pad": "x" * padding, **body}
+    sections = open_sections(seal_json(body), "p")
+    assert {key: json.loads(value) for key, value in sections.items()} == body
+
+
+def test_sections_of_a_newer_or_damaged_file_are_refused():
+    with pytest.raises(FormatVersionError):
+        open_sections(seal_json({"format": [2, 0], "pad": "x" * 200}), "p")
+    sealed = seal_json({"format": [1, 0], "pad": "x" * 200})
+    with pytest.raises(CorruptCheckpointError):
+        open_sections(sealed.replace(b"xx", b"xy", 1), "p")

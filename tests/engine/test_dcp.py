@@ -87,7 +87,9 @@ def blank(tree: Any) -> Any:
         return {key: blank(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [blank(value) for value in tree]
-    return torch.full_like(tree, 99) if isinstance(tree, torch.Tensor) else None
+    if isinstance(tree, torch.Tensor):
+        return torch.full_like(tree, 99)
+    return tree if isinstance(tree, str) else None  # names of parameters are the target's own
 
 
 # -- the reader -------------------------------------------------------------------------------
@@ -109,10 +111,14 @@ def dcp_loads_fsdp2(folder: str, kind: str) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
-def test_dcp_loads_what_fsdp2_saved(tmp_path: Path, kind: str) -> None:
-    for result in run_ranks(dcp_loads_fsdp2, 2, str(tmp_path), kind):
-        assert all(result.values()), result
+def dcp_loads_both_kinds_of_fsdp2(folder: str) -> list[dict[str, bool]]:
+    return [dcp_loads_fsdp2(f"{folder}/{kind}", kind) for kind in ("LOCAL", "SHARDED")]
+
+
+def test_dcp_loads_what_fsdp2_saved(tmp_path: Path) -> None:
+    for local, sharded in run_ranks(dcp_loads_both_kinds_of_fsdp2, 2, str(tmp_path)):
+        assert all(local.values()), local
+        assert all(sharded.values()), sharded
 
 
 def dcp_loads_fsdp1_optimizer(folder: str, kind: str, use_orig_params: bool) -> list[bool]:
@@ -135,13 +141,18 @@ def dcp_loads_fsdp1_optimizer(folder: str, kind: str, use_orig_params: bool) -> 
     return [equal(dict(sides[0][i]), dict(sides[1][i])) for i in (0, 1)]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
-def test_load_sharded_optimizer_state_dict_restores_fsdp1(
-    tmp_path: Path, kind: str, use_orig_params: bool
-) -> None:
-    results = run_ranks(dcp_loads_fsdp1_optimizer, 2, str(tmp_path), kind, use_orig_params)
-    assert results == [[True, True]] * 2
+def dcp_loads_fsdp1_optimizers(folder: str) -> dict[str, list[bool]]:
+    return {
+        f"{kind} {orig}": dcp_loads_fsdp1_optimizer(f"{folder}/{kind}{orig}", kind, orig)
+        for kind in ("LOCAL", "SHARDED")
+        for orig in (True, False)
+    }
+
+
+def test_load_sharded_optimizer_state_dict_restores_fsdp1(tmp_path: Path) -> None:
+    for results in run_ranks(dcp_loads_fsdp1_optimizers, 2, str(tmp_path)):
+        assert results == {case: [True, True] for case in results}
+        assert len(results) == 4
 
 
 @pytest.mark.parametrize("how", [shards.plain, shards.fsdp1, shards.fsdp2, shards.tp])
@@ -265,19 +276,20 @@ def dcp_saves(folder: str, how: str) -> Any:
     return equal(target, gathered), gathered
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_what_dcp_saves_through_our_writer_is_a_checkpoint_of_ours(
-    tmp_path: Path, how: str
-) -> None:
-    results = run_ranks(dcp_saves, 2, str(tmp_path), how)
-    assert [same for same, _ in results] == [True, True]
-    _, expected = results[0]
-    target = blank(expected)
-    smckpt.load(target, checkpoint_id=tmp_path)
-    assert equal(target, expected)
-    report = smckpt.verify_checkpoint(str(tmp_path))
-    assert not report.problems
-    found = smckpt.latest_checkpoint(tmp_path.parent)
+def dcp_saves_both_ways(folder: str) -> dict[str, Any]:
+    return {how: dcp_saves(f"{folder}/{how}", how) for how in ("save", "async_save")}
+
+
+def test_what_dcp_saves_through_our_writer_is_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    results = run_ranks(dcp_saves_both_ways, 2, str(tmp_path))
+    for how in ("save", "async_save"):
+        assert [result[how][0] for result in results] == [True, True]
+        _, expected = results[0][how]
+        target = blank(expected)
+        smckpt.load(target, checkpoint_id=tmp_path / how)
+        assert equal(target, expected)
+        assert not smckpt.verify_checkpoint(str(tmp_path / how)).problems
+    found = smckpt.latest_checkpoint(tmp_path)
     assert found is not None and (found.step, found.kind) == (5, "SHARDED")
 
 
@@ -456,16 +468,19 @@ def a_foreign_save_fails(folder: str, how: str) -> list[str]:
     return [*said, str(smckpt.maybe_finalize_async_calls())]
 
 
-@pytest.mark.parametrize(
-    ("how", "word"), [("writing", "No space left"), ("nothing on one rank", "nothing")]
-)
-def test_a_failure_under_dcp_is_raised_on_every_rank_with_its_cause(
-    tmp_path: Path, how: str, word: str
-) -> None:
-    zero, one = run_ranks(a_foreign_save_fails, 2, str(tmp_path), how)
-    assert zero[0].startswith("SaveFailedError 1 ") and word in zero[0]
-    assert word in one[0] and "rank 1" in one[0]
-    assert zero[1] == one[1] == "[1]"
+def foreign_saves_fail(folder: str) -> list[list[str]]:
+    return [
+        a_foreign_save_fails(f"{folder}/{n}", how)
+        for n, how in enumerate(("writing", "nothing on one rank"))
+    ]
+
+
+def test_a_failure_under_dcp_is_raised_on_every_rank_with_its_cause(tmp_path: Path) -> None:
+    zero, one = run_ranks(foreign_saves_fail, 2, str(tmp_path))
+    for case, word in enumerate(("No space left", "nothing")):
+        assert zero[case][0].startswith("SaveFailedError 1 ") and word in zero[case][0]
+        assert word in one[case][0] and "rank 1" in one[case][0]
+        assert zero[case][1] == one[case][1] == f"[{2 * case + 1}]"
 
 
 def test_finalizing_without_blocking_does_not_wait_for_dcp(tmp_path: Path) -> None:

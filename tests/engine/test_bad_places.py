@@ -1,0 +1,111 @@
+"""Places where a checkpoint cannot be: full, read-only, not shared, too little memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smckpt
+from smckpt import errors
+from tests.support.launch import run_ranks
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def value_at(place: Path, numel: int) -> float:
+    target = {"a": torch.zeros(numel)}
+    smckpt.load(target, checkpoint_id=place)
+    return float(target["a"][-1])
+
+
+@root_only
+def test_a_full_disk_fails_the_save_and_keeps_the_checkpoint_before(small_disk: Path) -> None:
+    smckpt.save({"a": torch.full((1000,), 1.0)}, checkpoint_id=small_disk / "c")
+    with pytest.raises(errors.SaveFailedError, match="space") as caught:
+        smckpt.save({"a": torch.full((4 << 20,), 2.0)}, checkpoint_id=small_disk / "c")
+    assert isinstance(caught.value.__cause__, errors.StorageError)
+    assert str(small_disk) in str(caught.value)
+    assert value_at(small_disk / "c", 1000) == 1
+    # What the failed save wrote is gone, so the next one fits.
+    smckpt.save({"a": torch.full((1000,), 3.0)}, checkpoint_id=small_disk / "c")
+    assert value_at(small_disk / "c", 1000) == 3
+
+
+@root_only
+def test_a_read_only_file_system_fails_the_save_with_the_path(small_disk: Path) -> None:
+    smckpt.save({"a": torch.ones(10)}, checkpoint_id=small_disk / "c")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(errors.SaveFailedError, match="read-only"):
+        smckpt.save({"a": torch.ones(10)}, checkpoint_id=small_disk / "c")
+    assert value_at(small_disk / "c", 10) == 1
+
+
+def one_host_sees_another_directory(folder: str) -> str:
+    if dist.get_rank() == 1:  # a host of its own: another file system is mounted there
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+    try:
+        smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
+    except errors.SaveFailedError as error:
+        return str(error)
+    return "committed"
+
+
+@root_only
+def test_a_path_that_is_not_shared_by_the_hosts_is_found_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    for text in run_ranks(one_host_sees_another_directory, 2, str(tmp_path)):
+        assert "not shared" in text
+        assert os.uname().nodename in text
+    assert not list(tmp_path.rglob("data-*"))
+
+
+def test_arenas_that_do_not_fit_the_memory_of_the_host_are_refused_with_the_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    with pytest.raises(errors.MemoryBudgetError, match="1000000|1,000,000"):
+        smckpt.save({"a": torch.ones(4 << 20)}, checkpoint_id=tmp_path, queue="greedy")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    smckpt.save({"a": torch.ones(4 << 20)}, checkpoint_id=tmp_path, queue="greedy")
+
+
+# -- later runs and zombies -------------------------------------------------------------------
+
+
+def test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one(tmp_path: Path) -> None:
+    """Two runs of one job on one directory: the queue that claimed first is fenced."""
+
+    def save(run: str, value: float) -> Any:
+        return smckpt.save(
+            {"a": torch.full((1000,), value)}, checkpoint_id=tmp_path, queue=run
+        )
+
+    save("zombie", 1.0)
+    save("successor", 2.0)
+    with pytest.raises(errors.SaveFailedError, match="later"):
+        save("zombie", 3.0)
+    assert value_at(tmp_path, 1000) == 2
+    save("successor", 4.0)
+    assert value_at(tmp_path, 1000) == 4

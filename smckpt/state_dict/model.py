@@ -228,7 +228,8 @@ def _local_shard(handle: Any) -> torch.Tensor:
     flat: torch.Tensor = handle.flat_param
     if not handle.uses_sharded_strategy:
         return flat.data
-    shard: torch.Tensor = flat._local_shard  # type: ignore[attr-defined]
+    # FSDP sets it before the first forward; until then the flat parameter itself is the shard
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data)
     return shard
 
 

@@ -59,9 +59,13 @@ def build(
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(device)
     if parallel == "ddp":
-        # without this DDP regroups its gradients after the first step of every start: a resumed run
-        # would add them up in another order, and differ in the last bits
-        return DistributedDataParallel(model, find_unused_parameters=True)
+        model = DistributedDataParallel(model)
+        # After its first backward DDP groups the gradients anew, and sums in another grouping
+        # differ in the last bits. So that comes before training, alike in first and resumed runs.
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
+        return model
     mesh = device_mesh(degrees, device)
     if parallel == "fsdp1":
         return FullyShardedDataParallel(

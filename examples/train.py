@@ -35,6 +35,7 @@ from sharding import build, llama_config
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 from smckpt import (
     LOCAL,
@@ -261,6 +262,7 @@ def export_and_generate(run: Run) -> None:
         assert found is not None
         exported = run.directory / "exported"
         export_hf(found.path, exported, config=run.config, overwrite=True)
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(exported)
         prompt = "def "
         tokens = torch.tensor([list(prompt.encode())])
@@ -296,10 +298,10 @@ class Run:
         self.group = self._replication_group() if self.kind is LOCAL else None
 
     def directory_of_group(self, step: str | Path) -> Path:
-        """LOCAL: each replication group has a directory in the step's. SHARDED: the step's."""
-        if self.kind is LOCAL:
-            return Path(step) / f"tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"
-        return Path(step)
+        """Where this rank's group saves a step: one group in the step's directory, several below."""
+        if self.group is None or self.group.size() == dist.get_world_size():
+            return Path(step)
+        return Path(step) / f"tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"
 
     def _replication_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same shard as this one: they share the writing."""

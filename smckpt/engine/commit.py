@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from smckpt.engine.job import SaveJob
@@ -25,6 +26,8 @@ from smckpt.storage.urls import common_parent, parent_url, relative_url
 
 __all__ = ["Committer"]
 
+CLAIMS_KEPT = 64  # directories whose epoch is remembered
+
 log = logging.getLogger("smckpt")
 
 
@@ -37,7 +40,7 @@ class Committer:
         self.group = membership.group
         self._session: Session | None = None
         self._step: dict[int, Session] = {}
-        self._epochs: dict[str, int] = {}
+        self._epochs: dict[tuple[str, ...], int] = {}
         self._probed = False
 
     def run(self, job: SaveJob, arena_id: int | None) -> dict[str, Any]:
@@ -232,15 +235,26 @@ class Committer:
             raise _different_ids(directories)
         return got
 
-    def _epoch(self, session: Session, directory: str, timeout: float) -> int:
-        if directory not in self._epochs:
+    def _epoch(
+        self, session: Session, directory: str, timeout: float, groups: Sequence[str] = ()
+    ) -> int:
+        """The epoch under which this session publishes in `directory`; claimed once."""
+        key = (directory, *groups)
+        if key not in self._epochs:
             claim = self.worker.call(
                 "claim_epoch",
-                {"directory": directory, "session": session.id, "host": _host()},
+                {
+                    "directory": directory,
+                    "session": session.id,
+                    "host": _host(),
+                    "groups": list(groups),
+                },
                 timeout=timeout,
             )
-            self._epochs[directory] = int(claim["epoch"])
-        return self._epochs[directory]
+            self._epochs[key] = int(claim["epoch"])
+            if len(self._epochs) > CLAIMS_KEPT:  # a directory for each step: old ones are over
+                del self._epochs[next(iter(self._epochs))]
+        return self._epochs[key]
 
     def _publish(
         self,
@@ -346,7 +360,7 @@ class Committer:
         parent = common_parent(urls)
         if parent in urls:
             parent = parent_url(parent)
-        epoch = self._epoch(step, parent, timeout)
+        epoch = self._epoch(step, parent, timeout, urls)
         return {
             "directory": parent,
             "epoch": epoch,

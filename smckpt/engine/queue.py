@@ -302,6 +302,12 @@ class SaveQueue:
         """Delete what the commit supersedes; after the verdict, so that nobody waits for it."""
         if job.request.coordinator != self.group.rank or not job.request.options.sweep:
             return
+        leads = {}
+        if "record" in verdict and job.partition.mine == 0:
+            leads = {
+                "record_directory": verdict["record_directory"],
+                "keep_records": [verdict["record"]],
+            }
         try:
             self._worker.call(
                 "sweep",
@@ -309,6 +315,7 @@ class SaveQueue:
                     "directory": job.request.directory,
                     "keep": [verdict["manifest"]],
                     "epoch": verdict["epoch"],
+                    **leads,
                 },
                 timeout=job.request.options.timeout,
             )

@@ -48,7 +48,7 @@ def test_rooms_below_the_engine_import_no_torch(room):
 
 def test_using_the_api_imports_neither_transformers_nor_boto3():
     loaded = heavy_after("from smckpt import *")
-    for name in ("transformers", "accelerate", "boto3", "awscrt", "lightning"):
+    for name in ("transformers", "accelerate", "boto3", "lightning"):
         assert name not in loaded
 
 
@@ -128,7 +128,7 @@ def test_every_dependency_and_extra_is_pinned():
     text += config.get("options.extras_require", "test", raw=True)
     text += config.get("options.extras_require", "dev", raw=True)
     names = re.findall(r"^([A-Za-z0-9_-]+)>=", text, re.MULTILINE)
-    assert {"torch", "numpy", "typer", "transformers", "mypy"} <= set(names)
+    assert {"torch", "numpy", "click", "transformers", "mypy"} <= set(names)
     assert [name for name in names if normal(name) not in pins()] == []
     assert all("==" in line for line in pins().values())
 

@@ -1,6 +1,9 @@
 """The commands. Each imports what it needs when it runs, so that the others start at once.
 
 Exit status: 0 fine, 1 the checkpoint is bad, 2 the command could not be carried out.
+
+Built on click: typer reads its options through pydantic, whose import alone takes longer than all
+of `smckpt ls`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ import logging
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
 
-import typer
+import click
 
 from smckpt._version import __version__
 from smckpt.cli.output import (
     bytes_text,
+    count_text,
     print_error,
     print_json,
     print_line,
@@ -28,20 +31,14 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    name="smckpt",
-    help="Find, show, verify and export smckpt checkpoints.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # help in plain text: drawing it with rich takes 0.1 s
-    pretty_exceptions_enable=False,
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+threads = click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="Threads that read.",
 )
-
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="The directory of a committed checkpoint.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Threads = Annotated[int, typer.Option(min=1, max=256, help="Threads that read.")]
 
 
 def main() -> None:
@@ -57,28 +54,16 @@ def main() -> None:
         sys.exit(2)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print_line(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+@click.group(name="smckpt")
+@click.version_option(__version__, message="%(version)s")
+def app() -> None:
+    """Find, show, verify and export smckpt checkpoints."""
 
 
 @app.command()
-def ls(
-    root: Annotated[
-        str, typer.Argument(metavar="ROOT", help="A directory with checkpoints in or below it.")
-    ],
-    as_json: Json = False,
-) -> None:
+@click.argument("root")
+@as_json
+def ls(root: str, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, newest first."""
     from smckpt.checkpoint.discover import find_checkpoints
     from smckpt.storage.urls import is_local, local_path
@@ -93,7 +78,6 @@ def ls(
     if not found:
         print_line(f"no committed checkpoint in or below {root}")
         return
-    columns = ("checkpoint", "step", "kind", "size", "groups", "committed")
     rows = [
         (
             one.path,
@@ -105,18 +89,17 @@ def ls(
         )
         for one in found
     ]
+    columns = ("checkpoint", "step", "kind", "size", "groups", "committed")
     print_table("", columns, rows, right=("step", "size", "groups"))
 
 
 @app.command()
-def show(
-    checkpoint: Checkpoint,
-    tensors: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN", help="Only these: a glob, or a part of the name."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@click.argument("checkpoint")
+@click.option(
+    "--tensors", metavar="PATTERN", help="Only these tensors: a glob, or a part of the name."
+)
+@as_json
+def show(checkpoint: str, tensors: str | None, as_json: bool) -> None:
     """Show what CHECKPOINT holds: topology, tensors, sizes, who wrote what, metadata."""
     from smckpt.checkpoint.catalogue import open_catalogue
     from smckpt.cli.show import describe, print_description
@@ -129,11 +112,10 @@ def show(
 
 
 @app.command()
-def verify(
-    checkpoint: Checkpoint,
-    threads: Threads = 4,
-    as_json: Json = False,
-) -> None:
+@click.argument("checkpoint")
+@threads
+@as_json
+def verify(checkpoint: str, threads: int, as_json: bool) -> None:
     """Read every byte of CHECKPOINT against its checksum; exit with 1 if anything is wrong."""
     from smckpt.checkpoint.verify import verify_checkpoint
 
@@ -141,29 +123,43 @@ def verify(
         report = verify_checkpoint(checkpoint, threads=threads, progress=progress)
     if as_json:
         print_json(report.to_json())
-    raise typer.Exit(0 if report.ok else 1)
+    else:
+        for problem in report.problems:
+            print_line(f"{problem.path}: {problem.what}")
+        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
+        print_line(
+            f"{verdict}: {count_text(report.tensors, 'tensor')} in "
+            f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"
+        )
+    sys.exit(0 if report.ok else 1)
 
 
 @app.command()
+@click.argument("checkpoint")
+@click.argument("out")
+@click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Cast every floating tensor; left out: as saved.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of one file: 512MiB.")
+@click.option("--prefix", help="Where the model stands in the saved state; left out: found.")
+@threads
+@click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
+@as_json
 def export(
-    checkpoint: Checkpoint,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
-    config: Annotated[
-        str | None,
-        typer.Option(help="The model's config.json, or a directory with it and a tokenizer."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Cast to float32, bfloat16 or float16.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file: 5GB, 512MiB.")] = "5GB",
-    prefix: Annotated[
-        str | None, typer.Option(help="Where the model stands in the saved state; found if absent.")
-    ] = None,
-    threads: Threads = 4,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model that is in OUT.")
-    ] = False,
-    as_json: Json = False,
+    checkpoint: str,
+    out: str,
+    config: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    prefix: str | None,
+    threads: int,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write the model in CHECKPOINT as a Hugging Face directory."""
+    """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files."""
     from smckpt.translate import export_hf
 
     with progress_bar("exporting", quiet=as_json) as progress:
@@ -178,11 +174,10 @@ def export(
             progress=progress,
             overwrite=overwrite,
         )
-    facts: dict[str, Any] = asdict(report)
     if as_json:
-        print_json(facts)
+        print_json(asdict(report))
         return
     print_line(
-        f"{report.tensors} tensors, {bytes_text(report.nbytes)} in {len(report.files)} files, "
-        f"{report.seconds:.1f} s: {report.directory}"
+        f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)} in "
+        f"{count_text(len(report.files), 'file')}, {report.seconds:.1f} s: {report.directory}"
     )

@@ -18,9 +18,9 @@ from smckpt.layout.entries import DTYPES, Entry
 
 __all__ = [
     "ALIGNMENT",
+    "SLICES_KEY",
     "FileImage",
     "Layout",
-    "SLICES_KEY",
     "Slot",
     "compile_layout",
     "digest",
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FileImage:
-    """One file: `header` bytes at its start, `size` bytes in all, at `arena_offset` of the arena."""
+    """One file: `header` bytes at its start, `size` in all, at `arena_offset` of the arena."""
 
     header: bytes
     size: int

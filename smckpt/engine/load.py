@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from smckpt.engine.groups import Group, Partition, partition_of
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session
 from smckpt.errors import CheckpointError, StateError, UsageError
-from smckpt.state_dict.optimizers import prepare_optimizers
+from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
 from smckpt.state_dict.select import Selection, Selector
 
@@ -89,7 +90,7 @@ class Loader:
         step = self._step(partition, request)
         identity = self._choose(session, point, step, request)
         guard = replace(guard, step=step)
-        with guard.stage("plan"):
+        with _untouched_on_failure(state_dict), guard.stage("plan"):
             catalogue = open_catalogue(request.directory, choose=identity)
             prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
             selection = Selector(self.group.rank).select(state_dict)
@@ -200,6 +201,26 @@ class Loader:
         execute(plan, buffers, threads=request.threads, preverify=request.preverify)
         for tensor, staged in late:
             tensor.copy_(staged)
+
+
+@contextmanager
+def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
+    """Optimizers get the slots that were saved before the plan is made; a plan that fails, here or
+    on a peer, must leave them as they were."""
+    before = [
+        (tree, tree["state"], binding.optimizer.state, {p: dict(s) for p, s in live.items()})
+        for _, tree, binding in optimizer_dicts(state_dict)
+        if binding is not None
+        for live in [binding.optimizer.state]
+    ]
+    try:
+        yield
+    except BaseException:
+        for tree, state, live, slots in before:
+            tree["state"] = state
+            live.clear()
+            live.update(slots)
+        raise
 
 
 def _buffers(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 
 from smckpt.engine.groups import Group, Partition, ranks_digest
 from smckpt.engine.session import Session, agree, lone_session
 
 __all__ = ["Membership"]
+
+log = logging.getLogger("smckpt")
 
 
 class Membership:
@@ -35,6 +39,28 @@ class Membership:
         prefix = f"smckpt/{self.name}/step/{ranks_digest(partition.groups)}"
         lowest = tuple(ranks[0] for ranks in partition.groups)
         return self._agreed(prefix, partition.mine, len(partition.groups), timeout, lowest)
+
+    def leave(self, timeout: float) -> None:
+        """Say good-bye; who leads waits for the others' for at most `timeout` seconds.
+
+        The process that hosts the store would take the last verdicts with it. Its group's members
+        go first, then the coordinators of the other groups, then the lead.
+        """
+        with self._lock:
+            sessions, self._sessions = self._sessions, {}
+        for prefix in sorted(sessions):  # ".../group/…" before ".../step/…"
+            session = sessions[prefix]
+            if session.channel is None:
+                continue
+            try:
+                if session.member:
+                    session.channel.arrive("bye", session.member, {})
+                    continue
+                deadline = time.monotonic() + timeout
+                for _ in session.channel.arrivals("bye", session.count - 1, deadline):
+                    pass
+            except (TimeoutError, RuntimeError) as error:
+                log.info("a peer left without a good-bye: %s", error)
 
     def rank_name(self, member: int) -> str:
         return f"rank {self.group.ranks[member]}"

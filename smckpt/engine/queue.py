@@ -37,6 +37,8 @@ from smckpt.state_dict.select import Selection, Selector
 
 __all__ = ["SaveQueue"]
 
+LEAVE_SECONDS = 30.0  # how long the store's host waits at exit for peers that still read from it
+
 log = logging.getLogger("smckpt")
 
 
@@ -127,6 +129,7 @@ class SaveQueue:
             self._inbox.put(None)
             self._thread.join(timeout=5)
             self._thread = None
+            self.membership.leave(min(timeout, LEAVE_SECONDS))
         self._worker.close(timeout=5)
         if self._arena is not None and (flying is None or flying.done()):
             self._arena.close()

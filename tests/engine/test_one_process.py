@@ -218,6 +218,17 @@ def test_missing_and_unexpected_keys_are_listed_before_anything_is_touched(tmp_p
     assert target["a"].tolist() == [1, 1]
 
 
+def test_a_refused_load_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    model, optimizer, scheduler = trained()
+    smckpt.save(state_of(model, optimizer, scheduler), checkpoint_id=tmp_path)
+    other, fresh, its = trained(seed=1)
+    fresh.state.clear()
+    target = {**state_of(other, fresh, its), "extra": torch.ones(1)}
+    with pytest.raises(errors.KeysMismatchError, match="extra"):
+        smckpt.load(target, checkpoint_id=tmp_path)
+    assert not fresh.state
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
 def test_a_shape_or_dtype_that_differs_is_refused(tmp_path: Path, wrong: torch.Tensor) -> None:
     smckpt.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)

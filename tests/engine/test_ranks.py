@@ -104,6 +104,46 @@ def test_replication_groups_commit_one_step_together_and_resume_it(tmp_path: Pat
     assert len(list((tmp_path / "run").glob("record-*"))) >= 1
 
 
+def told_by_parallel_state(folder: str) -> Any:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    rank = dist.get_rank()
+    state = smckpt.ParallelState(2, hybrid_shard_degree=2, rank=rank)
+    smckpt.save(
+        {"w": torch.full((3,), float(rank))},
+        checkpoint_id=f"{folder}/run/part{rank}",
+        process_group=groups[rank],
+        parallel_state=state,
+        step=4,
+    )
+    found = smckpt.latest_checkpoint(folder)
+    assert found is not None
+    return found.groups
+
+
+def test_parallel_state_tells_which_groups_make_a_step_where_the_state_cannot(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(told_by_parallel_state, 2, str(tmp_path)) == [("part0", "part1")] * 2
+    assert len(list((tmp_path / "run").glob("record-*"))) == 1
+
+
+def host_leaves_last(folder: str) -> str:
+    if dist.get_rank() == 1:
+        store = dist.distributed_c10d._get_default_store()
+        store.set("rank 1 is slow", "yes")
+    smckpt.async_save({"a": torch.full((4 << 20,), 1.0)}, checkpoint_id=f"{folder}/c")
+    dist.destroy_process_group()
+    return "left without finalizing"
+
+
+def test_a_normal_exit_drains_on_all_ranks_though_one_of_them_hosts_the_store(
+    tmp_path: Path,
+) -> None:
+    run_ranks(host_leaves_last, 2, str(tmp_path))  # an exit status that is not 0 fails the test
+    found = smckpt.latest_checkpoint(tmp_path)
+    assert found is not None
+
+
 # -- any other mesh ---------------------------------------------------------------------------
 
 

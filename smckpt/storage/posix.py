@@ -92,12 +92,12 @@ class PosixStorage:
         wanted = [b if b.format == "B" else b.cast("B") for b in buffers if b.nbytes]
         try:
             try:
-                end = _read_vector(self._descriptor(path).fd, offset, wanted)
+                end = _read_vector(self._descriptor(path), offset, wanted)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
                 self._forget(path)  # NFS: the server restarted; a fresh descriptor may do
-                end = _read_vector(self._descriptor(path).fd, offset, wanted)
+                end = _read_vector(self._descriptor(path), offset, wanted)
         except OSError as error:
             raise storage_error(error, path, "read") from error
         if end < offset + sum(b.nbytes for b in wanted):
@@ -198,7 +198,7 @@ class PosixStorage:
                 return found
         opened = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         with self._lock:
-            self._open[path] = opened
+            opened = self._open.setdefault(path, opened)
             while len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)
         return opened
@@ -324,8 +324,12 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _read_vector(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers; the offset reached, short of their end only at the end of the file."""
+def _read_vector(file: _Descriptor, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill the buffers; the offset reached, short of their end only at the end of the file.
+
+    It holds the descriptor, not its number: that may be closed, or another file's, once evicted.
+    """
+    fd = file.fd
     pending = list(reversed(buffers))
     span = sum(buffer.nbytes for buffer in buffers)
     if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):

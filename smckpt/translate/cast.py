@@ -46,9 +46,10 @@ def cast(values: Array, source: str, target: str) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
             out = wide.astype(stored_type(target))
         infinite = np.isinf(out)
-    lost = infinite & ~np.isinf(wide)
-    if lost.any():
-        raise OverflowError(f"{wide[lost].ravel()[0]} is beyond the range of {target}")
+    if infinite.any():
+        lost = infinite & ~np.isinf(wide)
+        if lost.any():
+            raise OverflowError(f"{wide[lost].ravel()[0]} is beyond the range of {target}")
     return out
 
 
@@ -58,13 +59,20 @@ def _from_bfloat16(bits: Array) -> Array:
 
 
 def _to_bfloat16(values: Array) -> Array:
-    single = _to_odd_float32(values) if values.dtype.itemsize == 8 else values.astype(np.float32)
-    bits = np.ascontiguousarray(single).view(np.uint32)
-    high = bits >> np.uint32(16)
+    if values.dtype.itemsize == 8:
+        values = _to_odd_float32(values)
+    single = np.ascontiguousarray(values, np.float32)
+    bits = single.view(np.uint32)
     # Half of the last kept place, less one where that place is even: a tie then stays below.
-    rounded = (bits + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
-    quiet = high | np.uint32(0x0040)  # a NaN whose payload is cut off must not become infinity
-    out: Array = np.where(np.isnan(single), quiet, rounded).astype(np.uint16)
+    work = bits >> np.uint32(16)
+    work &= np.uint32(1)
+    work += np.uint32(0x7FFF)
+    work += bits
+    work >>= np.uint32(16)
+    out: Array = work.astype(np.uint16)
+    nan = np.isnan(single)
+    if nan.any():  # one whose payload is cut off must not become infinity
+        out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x0040)
     return out
 
 

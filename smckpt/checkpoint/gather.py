@@ -28,6 +28,8 @@ READERS = 16  # files looked at at once; a shared file system answers each in mi
 _BATCH = 256  # parts in memory at once
 _SAME = ("checkpoint_id", "kind", "step", "group_ranks")  # which a user may pass differently
 _OURS = ("attempt", "session", "number")  # which the engine numbers
+_HEAD = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
+_NEEDED = {*_SAME, *_OURS, *_HEAD, "rank", "host", "files", "classes", "layout", "optimizers"}
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,8 @@ class _Group:
         optimizers: dict[str, Any] = {}
         for text in self._optimizers:
             optimizers = {**json.loads(text), **optimizers}
-        wanted = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
         return Gathered(
-            {key: json.loads(self._first[key]) for key in wanted},
+            {key: json.loads(self._first[key]) for key in _HEAD},
             optimizers,
             self._merger.merged(),
             tuple(
@@ -139,7 +140,7 @@ class _Group:
     def _check_same(self, rank: int, sections: Mapping[str, bytes]) -> None:
         first = json.loads(self._first["rank"])
         where: dict[str, Any] = {"path": self.storage.url, "rank": rank, "host": self._hosts[rank]}
-        for key in (*_SAME, *_OURS):
+        for key in (*_OURS, *_SAME):
             if sections[key] == self._first[key]:
                 continue
             here, there = sections[key].decode(), self._first[key].decode()
@@ -173,7 +174,7 @@ def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
                 **where,
             )
         sections = open_sections(data, path)
-        sections.pop("objects", None)
+        sections = {key: sections[key] for key in _NEEDED}  # not the objects: they may be large
         files = tuple(map(FileRecord.from_json, json.loads(sections["files"])))
         for file in files:
             name = file.name

@@ -1,0 +1,373 @@
+"""Sweeping: what is superseded goes; what is kept, later, alive or foreign stays."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from smckpt.checkpoint import claims
+from smckpt.checkpoint.commit import claim_epoch, publish_manifest, publish_record
+from smckpt.checkpoint.format import (
+    Manifest,
+    epoch_name,
+    fence_name,
+    manifest_name,
+    open_json,
+    parse_name,
+    record_name,
+)
+from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
+from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
+from smckpt.storage import open_storage
+from tests.support.saves import Group, hybrid, state_of
+
+A, B, C = "aaaaaaaaaaaa", "bbbbbbbbbbbb", "cccccccccccc"
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def attempts(directory: Path) -> set[tuple[str, int]]:
+    """(session, number) of every part and data file."""
+    parsed = (parse_name(name) for name in names(directory))
+    return {(p.session, p.number) for p in parsed if p and p.kind in ("data", "crc", "part")}
+
+
+def whole(directory: Path, manifest: str) -> bool:
+    """Whether all that a manifest names is there."""
+    body = Manifest.from_json(open_json((directory / manifest).read_bytes(), manifest))
+    here = names(directory)
+    return all(
+        {part.name, *(n for f in part.files for n in (f.name, f.crc_name))} <= here
+        for part in body.parts
+    )
+
+
+def group_of(path: Path, session: str = A) -> Group:
+    return Group(path, range(2), session=session, state=state_of(hybrid(range(2), 1)))
+
+
+def swept(group: Group, published: dict[str, object], **more: object) -> int:
+    assert group.epoch is not None
+    done = sweep(str(group.directory), [published["manifest"]], group.epoch, **more)  # type: ignore
+    return int(done["deleted"])
+
+
+def test_an_older_commit_of_the_same_session_goes_with_all_it_names(tmp_path):
+    group = group_of(tmp_path)
+    group.save()
+    old = names(tmp_path)
+    newest = group.save()
+    kept = (names(tmp_path) - old) | {epoch_name(1)}
+    assert swept(group, newest) == len(old) - 1
+    assert names(tmp_path) == kept and whole(tmp_path, newest["manifest"])
+    assert swept(group, newest) == 0
+
+
+def test_several_commits_are_kept_when_named(tmp_path):
+    group = group_of(tmp_path)
+    saves = [group.save()["manifest"] for _ in range(4)]
+    sweep(str(tmp_path), [saves[1], saves[3]], 1)
+    assert attempts(tmp_path) == {(A, 1), (A, 3)}
+    assert whole(tmp_path, saves[1]) and whole(tmp_path, saves[3])
+
+
+def test_leftovers_of_a_save_that_failed_go_with_the_next_commit(tmp_path):
+    group = group_of(tmp_path)
+    group.claim()
+    group.write(next(group.numbers))
+    swept(group, group.save())
+    assert attempts(tmp_path) == {(A, 1)}
+
+
+def test_what_a_dead_session_left_goes_and_its_claim(tmp_path):
+    dead = group_of(tmp_path, A)
+    dead.save()
+    dead.write(1)
+    group = group_of(tmp_path, B)
+    swept(group, group.save())
+    assert attempts(tmp_path) == {(B, 0)}
+    assert {n for n in names(tmp_path) if n.startswith("epoch")} == {epoch_name(2)}
+
+
+def test_what_is_being_written_next_is_never_touched(tmp_path):
+    group = group_of(tmp_path)
+    published = group.save()
+    group.write(1)
+    group.write(2)
+    before = names(tmp_path)
+    assert swept(group, published) == 0
+    assert names(tmp_path) == before
+
+
+def test_a_zombie_s_sweep_deletes_nothing_once_a_later_run_claimed(tmp_path):
+    zombie = group_of(tmp_path, A)
+    zombie.save()
+    published = zombie.save()
+    group_of(tmp_path, B).claim()
+    assert swept(zombie, published) == 0
+    assert attempts(tmp_path) == {(A, 0), (A, 1)}
+
+
+def test_a_session_that_came_after_us_and_has_not_claimed_yet_is_left_alone(tmp_path):
+    zombie = group_of(tmp_path, A)
+    zombie.claim()
+    new = group_of(tmp_path, B)
+    payload = new.write(next(new.numbers))
+    swept(zombie, zombie.save())
+    assert (B, 0) in attempts(tmp_path)
+    payload["epoch"] = new.claim()
+    assert whole(tmp_path, publish_manifest(**payload)["manifest"])
+
+
+def test_a_session_that_died_before_it_claimed_is_found_by_the_next(tmp_path):
+    group_of(tmp_path, A).write(0)
+    group = group_of(tmp_path, B)
+    swept(group, group.save())
+    assert attempts(tmp_path) == {(B, 0)}
+    assert not any(name.startswith("fence") for name in names(tmp_path))
+
+
+def test_one_that_wakes_up_while_it_is_given_up_keeps_its_files(tmp_path, monkeypatch):
+    """It claims between our look at the claims and our fence: we see it at the second look."""
+    sleeper = group_of(tmp_path, A)
+    payload = sleeper.write(0)
+    group = group_of(tmp_path, B)
+    published = group.save()
+    real = claims.raise_fence
+
+    def wake(storage: object, attempt: str) -> None:
+        payload["epoch"] = sleeper.claim()
+        real(storage, attempt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("smckpt.checkpoint.sweep.raise_fence", wake)
+    swept(group, published)
+    assert (A, 0) in attempts(tmp_path)
+    assert fence_name(payload["attempt"]) not in names(tmp_path)
+    assert whole(tmp_path, publish_manifest(**payload)["manifest"])
+
+
+def test_one_that_wakes_up_after_it_was_given_up_is_refused(tmp_path):
+    sleeper = group_of(tmp_path, A)
+    payload = sleeper.write(0)
+    group = group_of(tmp_path, B)
+    swept(group, group.save())
+    payload["epoch"] = sleeper.claim()
+    with pytest.raises(StorageError, match="not shared|gone|gave up"):
+        publish_manifest(**payload)
+    again = sleeper.write(1)
+    assert whole(tmp_path, publish_manifest(**again)["manifest"])
+
+
+def test_a_fence_without_files_is_cleaned_up(tmp_path):
+    (tmp_path / fence_name(f"{C}-00000003")).write_bytes(b"{}")
+    group = group_of(tmp_path)
+    swept(group, group.save())
+    assert not list(tmp_path.glob("fence-*"))
+
+
+def test_foreign_files_and_directories_are_never_touched(tmp_path):
+    group = group_of(tmp_path)
+    group.save()
+    foreign = ["model.safetensors", "data-x.safetensors", "manifest.json", ".hidden", "part-1.json"]
+    for name in [*foreign, f"manifest-000001-00000000-{A}.json.bak"]:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / f"data-{A}-00000000-r00007-0.safetensors.d").mkdir()
+    left = {*foreign, f"manifest-000001-00000000-{A}.json.bak"}
+    swept(group, group.save())
+    assert left | {f"data-{A}-00000000-r00007-0.safetensors.d"} <= names(tmp_path)
+
+
+def test_temporaries_of_cut_short_creations_go_with_their_session(tmp_path):
+    dead = group_of(tmp_path, A)
+    dead.save()
+    old = f".{manifest_name(1, 1, A)}.0123456789abcdef.tmp"
+    live = f".{manifest_name(2, 5, B)}.0123456789abcdef.tmp"
+    for name in (old, live):
+        (tmp_path / name).write_bytes(b"half")
+    group = group_of(tmp_path, B)
+    swept(group, group.save())
+    assert old not in names(tmp_path) and live in names(tmp_path)
+
+
+def test_probes_go_once_their_session_has_committed(tmp_path):
+    claims.probe(str(tmp_path), A, True)
+    claims.probe(str(tmp_path), C, True)
+    group = group_of(tmp_path)
+    swept(group, group.save())
+    assert f"probe-{A}.json" not in names(tmp_path) and f"probe-{C}.json" in names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "victim", ["part-*r00001*", "*r00001-0.safetensors", "manifest-*-00000001-*"]
+)
+def test_nothing_is_deleted_when_the_newest_is_not_whole(tmp_path, victim):
+    group = group_of(tmp_path)
+    group.save()
+    old = names(tmp_path)
+    newest = group.save()
+    (path,) = (p for p in tmp_path.glob(victim) if p.name not in old)
+    if path.name.startswith("manifest"):
+        path.write_bytes(path.read_bytes().replace(b'"LOCAL"', b'"FULL!"'))
+    elif path.suffix == ".safetensors":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+    with pytest.raises(CorruptCheckpointError):
+        swept(group, newest)
+    assert old <= names(tmp_path)
+
+
+def test_nothing_is_deleted_for_a_manifest_whose_step_was_not_committed(tmp_path):
+    group = group_of(tmp_path / "tp0")
+    group.epoch = claim_epoch(str(tmp_path), B, "h")["epoch"]
+    group.save()
+    published = group.save(record=f"../{record_name(1, 1, B)}")
+    before = names(tmp_path / "tp0")
+    with pytest.raises(CorruptCheckpointError, match="does not exist"):
+        swept(group, published)
+    assert names(tmp_path / "tp0") == before
+
+
+def test_a_sweep_without_anything_to_keep_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="keep"):
+        sweep(str(tmp_path), [], 1)
+
+
+def test_what_names_others_is_deleted_before_what_it_names(tmp_path, monkeypatch):
+    group = group_of(tmp_path)
+    for _ in range(2):
+        group.save()
+    newest = group.save()
+    order: list[str] = []
+    storage = open_storage(str(tmp_path))
+    real = type(storage).delete
+
+    def delete(self: object, name: str) -> None:
+        order.append(parse_name(name).kind)  # type: ignore[union-attr]
+        real(self, name)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(storage), "delete", delete)
+    swept(group, newest)
+    assert [kind for kind, _ in itertools.groupby(order)] == ["manifest", "part", "data", "crc"]
+
+
+def test_a_crash_in_the_middle_of_a_sweep_leaves_no_broken_commit(tmp_path, monkeypatch):
+    group = group_of(tmp_path)
+    group.save()
+    newest = group.save()
+    storage = open_storage(str(tmp_path))
+    real = type(storage).delete
+    for survive in range(7):
+        count = itertools.count()
+
+        def delete(self: object, name: str, count=count, survive=survive) -> None:
+            if next(count) >= survive:
+                raise StorageError("killed here")
+            real(self, name)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(storage), "delete", delete)
+        with contextlib.suppress(StorageError):
+            swept(group, newest)
+        manifests = [name for name in names(tmp_path) if name.startswith("manifest")]
+        assert newest["manifest"] in manifests
+        assert all(whole(tmp_path, name) for name in manifests)
+    monkeypatch.undo()
+    swept(group, newest)
+    assert attempts(tmp_path) == {(A, 1)}
+
+
+def test_discarding_takes_one_attempt_and_nothing_else(tmp_path):
+    group = group_of(tmp_path)
+    group.save()
+    before = names(tmp_path)
+    group.write(1)
+    assert discard_attempt(open_storage(str(tmp_path)), f"{A}-00000001") == 6
+    assert names(tmp_path) == before
+
+
+# -- several groups ----------------------------------------------------------------------------
+
+
+def step(
+    root: Path, groups: list[Group], session: str, epoch: int, number: int
+) -> dict[str, object]:
+    named = []
+    for group in groups:
+        group.epoch = epoch
+        done = group.save(record=f"../{record_name(epoch, number, session)}")
+        named.append(
+            {
+                "directory": group.directory.name,
+                "manifest": done["manifest"],
+                "crc64": done["crc64"],
+                "coordinator": group.ranks[0],
+            }
+        )
+    done = publish_record(str(root), session, number, epoch, named)
+    return {**done, "manifests": [group["manifest"] for group in named]}
+
+
+def pair(root: Path, names: tuple[str, str], sessions: str) -> list[Group]:
+    return [
+        Group(root / name, (2 * i, 2 * i + 1), session=f"{sessions * 11}{i}")
+        for i, name in enumerate(names)
+    ]
+
+
+def test_the_lead_s_sweep_takes_records_first_and_leaves_other_jobs_records(tmp_path):
+    ours, theirs = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("b0", "b1"), "b")
+    mine = claim_epoch(str(tmp_path), A, "h", [str(g.directory) for g in ours])["epoch"]
+    other = claim_epoch(str(tmp_path), B, "h", [str(g.directory) for g in theirs])["epoch"]
+    foreign = step(tmp_path, theirs, B, other, 0)
+    old = step(tmp_path, ours, A, mine, 0)
+    new = step(tmp_path, ours, A, mine, 1)
+    for index, group in enumerate(ours):
+        lead = {"record_directory": str(tmp_path), "keep_records": [new["record"]]}
+        sweep(str(group.directory), [new["manifests"][index]], mine, **lead if index == 0 else {})
+    here = names(tmp_path)
+    assert {new["record"], foreign["record"]} <= here and old["record"] not in here
+    assert {epoch_name(mine), epoch_name(other)} <= here
+    for index, group in enumerate(ours):
+        assert whole(group.directory, new["manifests"][index])
+        assert {number for _, number in attempts(group.directory)} == {1}
+    assert whole(tmp_path / "b0", foreign["manifests"][0])
+
+
+def test_a_later_run_s_lead_takes_the_claims_and_records_of_the_earlier(tmp_path):
+    first, second = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("a0", "a1"), "b")
+    urls = [str(g.directory) for g in first]
+    e1 = claim_epoch(str(tmp_path), A, "h", urls)["epoch"]
+    old = step(tmp_path, first, A, e1, 4)
+    e2 = claim_epoch(str(tmp_path), B, "h", urls)["epoch"]
+    new = step(tmp_path, second, B, e2, 0)
+    assert sweep_records(str(tmp_path), [new["record"]], e2) == {"deleted": 2}
+    assert old["record"] not in names(tmp_path)
+    assert epoch_name(e1) not in names(tmp_path)
+
+
+def test_records_of_steps_in_other_directories_stay(tmp_path):
+    """One parent, a directory for each step: root/tp0-10, root/tp0-20."""
+    e = claim_epoch(str(tmp_path), A, "h")["epoch"]
+    ten = step(tmp_path, pair(tmp_path, ("tp0-10", "tp1-10"), "a"), A, e, 0)
+    twenty = step(tmp_path, pair(tmp_path, ("tp0-20", "tp1-20"), "a"), A, e, 1)
+    assert sweep_records(str(tmp_path), [twenty["record"]], e) == {"deleted": 0}
+    assert {ten["record"], twenty["record"]} <= names(tmp_path)
+
+
+def test_a_damaged_record_to_keep_stops_the_sweep(tmp_path):
+    groups = pair(tmp_path, ("a0", "a1"), "a")
+    e = claim_epoch(str(tmp_path), A, "h")["epoch"]
+    step(tmp_path, groups, A, e, 0)
+    new = step(tmp_path, groups, A, e, 1)
+    path = tmp_path / str(new["record"])
+    path.write_bytes(path.read_bytes()[:-9])
+    before = names(tmp_path)
+    with pytest.raises(CorruptCheckpointError):
+        sweep_records(str(tmp_path), [new["record"]], e)  # type: ignore[list-item]
+    assert names(tmp_path) == before

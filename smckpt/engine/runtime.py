@@ -14,7 +14,7 @@ from smckpt.engine.groups import Group
 from smckpt.engine.job import SaveHandle
 from smckpt.engine.load import Loader
 from smckpt.engine.membership import Membership
-from smckpt.engine.queue import SaveQueue
+from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
 
 __all__ = ["Runtime"]
 
@@ -72,6 +72,7 @@ class Runtime:
             self._forget_if_forked()
             if group.ranks not in self._loaders:
                 self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
+                self._watch()
             return self._loaders[group.ranks]
 
     def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[Finalizable]:
@@ -88,11 +89,14 @@ class Runtime:
         """Drain and end all queues; the saves that failed and that nobody was told of."""
         with self._lock:
             queues = [queue for _, queue in self._all()]
+            loaders = list(self._loaders.values())
             self._queues, self._adopted, self._loaders = {}, {}, {}
         failed = []
         for queue in queues:
             queue.close(timeout)
             failed += queue.failed
+        for loader in loaders:
+            loader.membership.leave(min(timeout, LEAVE_SECONDS))
         return failed
 
     def _forget_if_forked(self) -> None:

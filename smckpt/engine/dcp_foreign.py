@@ -42,6 +42,7 @@ class ForeignQueue:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._process_group: Any = None
+        self._world: Any = None
         self._numbers = 0
         self._flying: SaveHandle | None = None
         self._unreported: list[SaveHandle] = []
@@ -130,7 +131,8 @@ class ForeignQueue:
     def _own_group(self) -> Any:
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        if self._process_group is None:
+        if self._process_group is None or self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD  # another one once the job has made it anew
             self._process_group = dist.new_group(
                 list(self.group.ranks), backend="gloo", use_local_synchronization=True
             )

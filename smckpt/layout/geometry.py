@@ -82,7 +82,8 @@ class Placement:
     """How one mesh dimension treats a tensor: DTensor's vocabulary, without torch.
 
     kind: "replicate", "shard" (by `dim`, in chunks of ceil(n / size)), or "strided" (`dim` is first
-    cut in `split` chunks, each of which is sharded: torch's `_StridedShard`).
+    cut in `split` chunks, each of which is sharded: torch's `_StridedShard`; where `split` is the
+    number of shards that the mesh dimensions to its right make, those cut first).
     """
 
     kind: str
@@ -203,8 +204,7 @@ class MeshGeometry:
 
     def coordinate(self, rank: int) -> Shape:
         """The shard coordinate: equal for two ranks exactly when they hold the same array."""
-        full = self.mesh.coordinate(rank)
-        return tuple(full[d] for d in self.shard_dims)
+        return tuple(map(self.mesh.coordinate(rank).__getitem__, self.shard_dims))
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         return self.mesh.same_on(rank, self.shard_dims)
@@ -212,15 +212,33 @@ class MeshGeometry:
     def shard_degree(self) -> int:
         return math.prod(self.mesh.shape[d] for d in self.shard_dims)
 
+    @cached_property
+    def _cuts(self) -> tuple[tuple[int, Placement], ...]:
+        """Mesh dimensions that cut the tensor, and how, in their order: from left to right, but a
+        strided one that stands for "those to my right cut first" (FSDP over TP) comes after them,
+        as plain chunks. torch's own function takes it from left to right, which for uneven sizes
+        is not what `fully_shard` does.
+        """
+        first: list[tuple[int, Placement]] = []
+        last: list[tuple[int, Placement]] = []
+        pairs = list(zip(self.placements, self.mesh.shape, strict=True))
+        for index, (placement, _) in enumerate(pairs):
+            right = math.prod(n for p, n in pairs[index + 1 :] if p.dim == placement.dim)
+            if placement.kind == "strided" and placement.split == right:
+                last.insert(0, (index, Placement("shard", placement.dim)))
+            elif placement.kind != "replicate":
+                first.append((index, placement))
+        return (*first, *last)
+
     def intervals(self, rank: int) -> list[list[Interval]]:
         """Per tensor dimension, the index ranges held, in the order of the local array."""
         held: list[list[Interval]] = [[(0, n)] if n else [] for n in self.shape]
-        for index, size, placement in zip(
-            self.mesh.coordinate(rank), self.mesh.shape, self.placements, strict=True
-        ):
+        where = self.mesh.coordinate(rank)
+        for dim, placement in self._cuts:
+            index, size = where[dim], self.mesh.shape[dim]
             if placement.kind == "shard":
                 held[placement.dim] = _chunk(held[placement.dim], size, index)
-            elif placement.kind == "strided":
+            else:
                 parts = (
                     _chunk(_chunk(held[placement.dim], placement.split, k), size, index)
                     for k in range(placement.split)
@@ -237,11 +255,8 @@ class MeshGeometry:
         strides = row_major_strides(local)
         placed = []  # per dimension: (global offset, size, local offset)
         for dim in held:
-            rows, at = [], 0
-            for a, b in dim:
-                rows.append((a, b - a, at))
-                at += b - a
-            placed.append(rows)
+            at = itertools.accumulate((b - a for a, b in dim), initial=0)
+            placed.append([(a, b - a, start) for (a, b), start in zip(dim, at, strict=False)])
         out = []
         for combo in itertools.product(*placed):
             box = Box(tuple(c[0] for c in combo), tuple(c[1] for c in combo))
@@ -298,9 +313,7 @@ class FlatGeometry:
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
-        chosen = (
-            self.unit.segments if self.member is None else (self.unit.segments[self.member],)
-        )
+        chosen = self.unit.segments if self.member is None else (self.unit.segments[self.member],)
         return tuple(s.fqn for s in chosen if s.fqn is not None)
 
     @property
@@ -376,9 +389,8 @@ class BoxGeometry:
         return 0  # unknown to one rank
 
     def local_shape(self, rank: int) -> Shape:
-        if len(self.boxes) == 1:
-            return self.boxes[0].sizes
-        return (sum(box.numel for box in self.boxes),)
+        one = len(self.boxes) == 1
+        return self.boxes[0].sizes if one else (sum(box.numel for box in self.boxes),)
 
     def pieces(self, rank: int) -> list[Piece]:
         out, at = [], 0

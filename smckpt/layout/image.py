@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, Mesh, MeshGeometry
 
 __all__ = [
     "ALIGNMENT",
@@ -79,10 +81,12 @@ def digest(data: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def writers_of(entry: Entry, rank: int, group_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of the group that hold the same array and so share the writing, ascending."""
-    members = set(group_ranks)
-    return tuple(sorted(r for r in entry.geometry.replicas(rank) if r in members)) or (rank,)
+def writers_of(entry: Entry, rank: int, group_ranks: Collection[int]) -> tuple[int, ...]:
+    """The ranks of the group that hold the same array and so share the writing, ascending.
+
+    `group_ranks` had better be a set where there are many.
+    """
+    return tuple(sorted(r for r in entry.geometry.replicas(rank) if r in group_ranks)) or (rank,)
 
 
 def compile_layout(
@@ -101,7 +105,7 @@ def compile_layout(
         max_file_bytes: an image larger than this is split in several files.
 
     Raises:
-        StateError: two entries have one key.
+        StateError: two entries have one key, or an array has another shape than its geometry says.
         UsageError: `rank` is not in `group_ranks`.
     """
     if rank not in group_ranks:
@@ -112,16 +116,18 @@ def compile_layout(
         )
     ordered = tuple(sorted(entries, key=lambda e: (-e.itemsize, e.key)))
     _refuse_duplicates(ordered, rank)
-    classes: dict[tuple[int, ...], list[int]] = {}
-    for index, entry in enumerate(ordered):
-        classes.setdefault(writers_of(entry, rank, group_ranks), []).append(index)
+    _refuse_misfits(ordered, rank)
+    classes = _classes(ordered, rank, group_ranks)
     cuts: list[tuple[int, int, int]] = []
     for writers, members in classes.items():
         cuts += _share([(i, ordered[i]) for i in members], writers.index(rank), len(writers))
     cuts.sort()
     slots, files = _place(ordered, cuts, max_file_bytes)
     last = files[-1] if files else None
-    description = [[e.key, e.dtype, e.shape, repr(e.geometry), e.before, e.after] for e in ordered]
+    describe = _Describer()
+    description = [
+        [e.key, e.dtype, e.shape, describe(e.geometry), e.before, e.after] for e in ordered
+    ]
     return Layout(
         rank=rank,
         group_ranks=tuple(group_ranks),
@@ -150,6 +156,60 @@ def _refuse_duplicates(entries: Iterable[Entry], rank: int) -> None:
                 rank=rank,
             )
         seen.add(entry.key)
+
+
+def _refuse_misfits(entries: Iterable[Entry], rank: int) -> None:
+    """An array that is not what its rule says would be read back to other places, silently."""
+    for entry in entries:
+        ruled = entry.geometry.local_shape(rank)
+        exact = isinstance(entry.geometry, MeshGeometry)
+        if ruled != entry.shape and (exact or math.prod(ruled) != entry.numel):
+            raise StateError(
+                f"{entry.key!r} has the local shape {entry.shape}, but by its placement rank "
+                f"{rank} holds {ruled}",
+                remedy="this sharding is not known to smckpt: please report it; sizes that the "
+                "mesh divides evenly are safe",
+                rank=rank,
+            )
+
+
+def _classes(
+    entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]
+) -> dict[tuple[int, ...], list[int]]:
+    """Writers → the entries that they share, by number."""
+    members = frozenset(group_ranks)
+    classes: dict[tuple[int, ...], list[int]] = {}
+    # Geometries of one mesh give one tuple of replicas: at 16,384 ranks it is looked through once.
+    known: dict[int, tuple[object, list[int]]] = {}
+    for index, entry in enumerate(entries):
+        replicas = entry.geometry.replicas(rank)
+        if id(replicas) not in known:
+            shared = classes.setdefault(writers_of(entry, rank, members), [])
+            known[id(replicas)] = (replicas, shared)
+        known[id(replicas)][1].append(index)
+    return classes
+
+
+class _Describer:
+    """Geometries as text, for the fingerprint. Meshes and flat units, which many share and which
+    may be long, are described once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, str]] = {}
+
+    def __call__(self, geometry: Geometry) -> str:
+        if isinstance(geometry, (MeshGeometry, FlatGeometry)):
+            shared = [self._once(geometry.mesh)]
+            if isinstance(geometry, FlatGeometry):
+                return repr(["flat", self._once(geometry.unit), geometry.member, *shared])
+            placements = " ".join(map(str, geometry.placements))
+            return repr(["mesh", geometry.fqn, geometry.shape, placements, *shared])
+        return repr(geometry)
+
+    def _once(self, value: Mesh | FlatUnit) -> str:
+        if id(value) not in self._known:
+            self._known[id(value)] = (value, digest(repr(value)))
+        return self._known[id(value)][1]
 
 
 def _share(

@@ -1,11 +1,16 @@
-"""Run a function on several real processes that meet over gloo and loopback."""
+"""Run a function on several real processes that meet over gloo and loopback.
+
+The processes are forked from a server that has imported torch, once for a whole run of the tests:
+importing it takes seconds of processor time, and there are hundreds of ranks to start.
+"""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +22,14 @@ from typing import Any
 __all__ = ["run_ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = [
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 
 
 def run_ranks(
@@ -27,63 +40,52 @@ def run_ranks(
     `function` stands at the top of its module. A rank that raises, dies or outlasts `timeout`
     seconds fails the test with its traceback and output; only our own children are killed.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        job = pickle.dumps((function.__module__, function.__qualname__, args))
         children = []
         for rank in range(world_size):
-            job = Path(folder, f"{rank}.job")
-            job.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            }
-            with Path(folder, f"{rank}.log").open("wb") as log:
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.support.launch", str(job)],
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        cwd=ROOT,
-                    )
-                )
+            mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            child = context.Process(target=_main, args=(job, folder, rank, mine))
+            child.start()
+            children.append(child)
         _wait(children, timeout)
         return [_result(Path(folder), rank, child) for rank, child in enumerate(children)]
 
 
-def _wait(children: list[subprocess.Popen[bytes]], timeout: float) -> None:
+def _wait(children: list[Any], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for child in children:
-        try:
-            child.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            break
+        child.join(max(deadline - time.monotonic(), 0.1))
     for child in children:
-        if child.poll() is None:
+        if child.is_alive():
             child.kill()
-            child.wait()
+            child.join()
 
 
-def _result(folder: Path, rank: int, child: subprocess.Popen[bytes]) -> Any:
-    answer = folder / f"{rank}.job.out"
+def _result(folder: Path, rank: int, child: Any) -> Any:
+    answer = folder / f"{rank}.out"
     log = "".join(
         f"\n--- output of {path.stem} ---\n{path.read_text(errors='replace')[-4000:]}"
         for path in sorted(folder.glob("*.log"))
     )
     if not answer.exists():
-        raise AssertionError(f"rank {rank} gave no result (exit status {child.returncode}){log}")
+        raise AssertionError(f"rank {rank} gave no result (exit status {child.exitcode}){log}")
     ok, value = pickle.loads(answer.read_bytes())
     if not ok:
         raise AssertionError(f"rank {rank} raised:\n{value}{log}")
-    if child.returncode:
-        raise AssertionError(f"rank {rank} ended with exit status {child.returncode}{log}")
+    if child.exitcode:
+        raise AssertionError(f"rank {rank} ended with exit status {child.exitcode}{log}")
     return value
 
 
@@ -94,23 +96,31 @@ def _free_port() -> int:
         return port
 
 
-def _main(job: str) -> None:
+def _main(job: bytes, folder: str, rank: int, environment: dict[str, str]) -> None:
     import importlib
+
+    os.environ.clear()
+    os.environ.update(environment)
+    with Path(folder, f"{rank}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    module, name, args = pickle.loads(Path(job).read_bytes())
+    module, name, args = pickle.loads(job)
     dist.init_process_group("gloo")
     try:
         outcome = (True, getattr(importlib.import_module(module), name)(*args))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    Path(job + ".out").write_bytes(pickle.dumps(outcome))
+    Path(folder, f"{rank}.out").write_bytes(pickle.dumps(outcome))
+    sys.stdout.flush()
     if not outcome[0]:
         os._exit(1)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+    # A child of multiprocessing leaves without the exit handlers, which are under test here.
+    atexit._run_exitfuncs()

@@ -82,7 +82,11 @@ class Group:
     numbers: Any = field(default_factory=itertools.count)
 
     def write(self, number: int, **part: Any) -> dict[str, Any]:
-        """Write all parts of a save; the arguments for `publish_manifest`."""
+        """Write all parts of a save; the arguments for `publish_manifest`.
+
+        Args:
+            part: fields of the parts that differ from the usual: values, or functions of the rank.
+        """
         attempt = f"{self.session}-{number:08d}"
         parts = {}
         for rank in self.ranks:
@@ -125,7 +129,7 @@ class Group:
             "topology": None,
             "metadata": {},
             "versions": {"smckpt": "0"},
-            **part,
+            **{key: value(rank) if callable(value) else value for key, value in part.items()},
         }
         return write_part(
             memoryview(image_of(layout, data)),  # type: ignore[arg-type]

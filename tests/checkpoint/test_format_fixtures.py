@@ -1,0 +1,124 @@
+"""A checkpoint of each version that landed still loads, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.format import FORMAT_VERSION, Manifest, Part, Record, open_json
+from smckpt.checkpoint.plan import plan_local, plan_logical
+from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.rows import decode_rows
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.errors import CheckpointNotFoundError
+from smckpt.layout.entries import Entry
+from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from tests.support import make_fixture
+from tests.support.saves import pattern
+
+FIXTURES = sorted(path for path in make_fixture.ROOT.iterdir() if path.is_dir())
+
+
+@pytest.fixture(params=FIXTURES, ids=lambda path: path.name)
+def fixture(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+def catalogue(fixture: Path) -> Catalogue:
+    return open_catalogue(str(fixture / "checkpoint"))
+
+
+def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) -> list[bytes]:
+    plan = plan_local if local else plan_logical
+    found = plan(
+        catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2], strict=local
+    )
+    buffers = [bytearray(entry.nbytes) for entry in entries]
+    execute(found, [memoryview(buffer) for buffer in buffers], threads=2)
+    return [bytes(buffer) for buffer in buffers]
+
+
+def test_there_is_a_fixture_of_this_version():
+    assert f"format-{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}" in {path.name for path in FIXTURES}
+
+
+def test_every_json_file_of_it_reads_back(fixture):
+    kinds = {"record": Record, "manifest": Manifest, "part": Part}
+    seen = set()
+    for path in (fixture / "checkpoint").rglob("*.json"):
+        body = open_json(path.read_bytes(), str(path))
+        kind = path.name.split("-")[0]
+        if kind in kinds:
+            read_back = kinds[kind].from_json(body)  # type: ignore[attr-defined]
+            if kind != "record":
+                assert decode_rows(read_back.layout, read_back.group_ranks)
+            seen.add(kind)
+    assert seen == set(kinds)
+
+
+def test_every_logical_tensor_of_it_is_what_was_saved(fixture, catalogue):
+    expected = json.loads((fixture / "expected.json").read_text())
+    assert set(expected) <= set(catalogue.logical)
+    mesh = Mesh(("r", "s"), (1, 1), (0,))
+    for name, text in expected.items():
+        tensor = catalogue.logical[name]
+        rule = MeshGeometry(name, tensor.shape, mesh, (Placement("replicate"),) * 2)
+        entry = Entry((name,), tensor.dtype, tensor.shape, rule, (), ())
+        assert read(catalogue, [entry], 0, local=False) == [bytes.fromhex(text)]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_gets_its_own_arrays_back(fixture, rank):
+    catalogue = open_catalogue(str(fixture / "checkpoint" / f"shard{rank % 2}"))
+    entries = make_fixture.entries_of(rank)
+    for entry, data in zip(entries, read(catalogue, entries, rank, local=True), strict=True):
+        if isinstance(entry.geometry, KeptGeometry):
+            assert data == pattern(entry.nbytes, 50 + rank)
+        else:
+            assert data == make_fixture.bytes_of(entry, rank), entry.key
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_gets_its_own_values_back(catalogue, rank):
+    found = catalogue.objects(rank)
+    expected = make_fixture.objects_of(rank)
+    assert repr({key: value for key, (_, value) in found.items()}) == repr(
+        {key: value for key, (_, value) in expected.items()}
+    )
+    assert {key: path for key, (path, _) in found.items()} == {
+        key: tuple(path) for key, (path, _) in expected.items()
+    }
+
+
+def test_it_says_what_it_is(catalogue):
+    assert (catalogue.kind, catalogue.step, len(catalogue.manifests)) == ("LOCAL", 70, 2)
+    assert catalogue.topology == {"world_size": 4, "hybrid_shard_degree": 2}
+    assert catalogue.metadata["loss"] == 0.125
+
+
+def test_verify_finds_nothing_wrong_with_it_and_a_changed_byte_at_once(fixture, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(fixture / "checkpoint", copy)
+    assert verify_checkpoint(str(copy)).ok
+    victim = max(copy.rglob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 4
+    victim.write_bytes(data)
+    report = verify_checkpoint(str(copy))
+    assert not report.ok and victim.name in str(report)
+
+
+def test_without_its_record_it_does_not_exist(fixture, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(fixture / "checkpoint", copy)
+    for path in copy.glob("record-*"):
+        path.unlink()
+    for place in (copy, copy / "shard0"):
+        with pytest.raises(CheckpointNotFoundError):
+            open_catalogue(str(place))

@@ -24,10 +24,11 @@ Row = dict[str, Any]  # one event of the log
 
 @dataclass(frozen=True)
 class SaveCost:
-    """One save, over all ranks that logged it.
+    """One save.
 
     blocked to committed: seconds since the call, of the slowest rank. stall: seconds that training
-    really lost: blocked, and what rank 0's steps until the commit took above the median.
+    really lost: blocked, and what rank 0's steps until the commit took above the median. bytes: of
+    all ranks; None where a rank died before it logged its own.
     """
 
     attempt: int
@@ -37,7 +38,7 @@ class SaveCost:
     written: float
     committed: float
     stall: float
-    bytes: int
+    bytes: int | None
 
 
 class History:
@@ -93,7 +94,8 @@ class History:
             if first["began"] <= step["time"] - step["seconds"] < end
         )
         stall = slowest["blocked"] + max(0.0, slower)
-        size = sum(row["bytes"] for row in rows)
+        whole = len(rows) == len(self.steps[0]["losses"])
+        size = sum(row["bytes"] for row in rows) if whole else None
         return SaveCost(first["attempt"], first["step"], **slowest, stall=stall, bytes=size)
 
 
@@ -140,8 +142,8 @@ def _table(history: History) -> Table:
             number[save.attempt],
             str(save.step),
             *(f"{seconds * 1e3:.1f}" for seconds in times),
-            f"{save.bytes / 1e6:.1f}",
-            f"{save.bytes / 1e6 / save.written:.0f}",
+            "-" if save.bytes is None else f"{save.bytes / 1e6:.1f}",
+            "-" if save.bytes is None else f"{save.bytes / 1e6 / save.written:.0f}",
         )
     return table
 

@@ -204,7 +204,7 @@ def resume(run: Run, job: Job, checkpoints: Path) -> None:
     job.batches.load_state_dict(state["batches"])
     job.step = state["step"]
     set_random_state(state["random"], run.device)
-    say(f"resumed from {found.path}")
+    say(f"resumed from the checkpoint of step {job.step}")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class Run:
         self.group = self._replication_group() if self.kind is LOCAL else None
 
     def directory_of_group(self, step: str | Path) -> Path:
-        """Where this rank's group saves a step: one group in the step's directory, several below."""
+        """Where this rank's group saves a step: several groups have a directory each in it."""
         if self.group is None or self.group.size() == dist.get_world_size():
             return Path(step)
         return Path(step) / f"tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"

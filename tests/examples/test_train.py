@@ -102,7 +102,7 @@ def test_the_figure_is_drawn(finished: Outcome) -> None:
 def test_a_finished_run_is_not_trained_again(finished: Outcome, tmp_path: Path) -> None:
     again = run_main_job(finished.directory, "--no-reference", "--kill-at", "never")
     assert again.status == 0, again.output
-    assert "resumed from" in again.output
+    assert "resumed from the checkpoint of step" in again.output
     start = again.of("start", phase="run")[-1]
     assert start["step"] == max(finished.losses("run"))
     assert not again.of("step", attempt=start["attempt"])

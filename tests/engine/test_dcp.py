@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
@@ -238,6 +238,16 @@ def test_a_reader_follows_a_newer_commit_at_the_next_load(tmp_path: Path) -> Non
         target = {"model": {"w": torch.zeros(3)}}
         dcp.load(target, checkpoint_id=tmp_path, storage_reader=reader)
         assert target["model"]["w"].tolist() == [value] * 3
+
+
+def test_ranks_that_found_different_commits_are_refused(tmp_path: Path) -> None:
+    shards.write(tmp_path, 1, lambda r: shards.plain({"w": torch.ones(3)}, r, 1))
+    early, late = Reader(tmp_path), Reader(tmp_path)
+    early.read_metadata()
+    shards.write(tmp_path, 1, lambda r: shards.plain({"w": torch.zeros(3)}, r, 1))
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in (early, late)]
+    with pytest.raises(errors.UsageError, match="different commits"):
+        late.prepare_global_plan(plans)
 
 
 def each_rank_gets_its_own(folder: str) -> list[Any]:
@@ -483,17 +493,26 @@ def test_a_failure_under_dcp_is_raised_on_every_rank_with_its_cause(tmp_path: Pa
         assert zero[case][1] == one[case][1] == f"[{2 * case + 1}]"
 
 
-def test_finalizing_without_blocking_does_not_wait_for_dcp(tmp_path: Path) -> None:
-    class Slow(dcp.FileSystemWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            time.sleep(1)
-            return super().write_data(plan, planner)
+class Slow(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        time.sleep(1)
+        return super().write_data(plan, planner)
 
-    smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path))
+
+def test_finalizing_without_blocking_does_not_wait_for_dcp(tmp_path: Path) -> None:
+    handle = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path))
     began = time.monotonic()
     assert smckpt.maybe_finalize_async_calls(blocking=False) == []
     assert time.monotonic() - began < 0.5
-    assert smckpt.maybe_finalize_async_calls() == [0] or os.listdir(tmp_path)
+    assert smckpt.maybe_finalize_async_calls() == [handle.number]
+
+
+def test_a_second_save_by_dcp_waits_for_the_first(tmp_path: Path) -> None:
+    first = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "1"))
+    assert not first.done()
+    second = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "2"))
+    assert first.done() and not second.done()
+    assert smckpt.maybe_finalize_async_calls() == [first.number, second.number]
 
 
 def test_arguments_that_dcp_does_not_know_are_refused(tmp_path: Path) -> None:

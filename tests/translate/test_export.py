@@ -293,12 +293,18 @@ def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritte
 
 
 def test_a_changed_byte_is_reported_with_file_and_offset_and_nothing_is_left(tmp_path):
-    model = llama()
-    checkpoint = saved(tmp_path, model, "fsdp2", 2)
-    victim = shards.files(checkpoint)[1]
+    state = {f"w{i}": torch.randn(3 << 17) for i in range(3)}  # 1.5 MiB each
+    checkpoint = shards.write(tmp_path / "c", 1, lambda r: shards.plain(state, r, 1))
+    (victim,) = shards.files(checkpoint)
     shards.flip(victim, victim.stat().st_size - 5)
-    with pytest.raises(errors.CorruptCheckpointError, match=victim.name):
-        export_hf(checkpoint, tmp_path / "hf", config=model.config, max_shard_size="100KB")
+    seen: list[int] = []
+    with pytest.raises(errors.CorruptCheckpointError, match="bytes 4194304 to") as caught:
+        export_hf(
+            checkpoint, tmp_path / "hf", max_shard_size="2MB", threads=1,
+            progress=lambda done, total: seen.append(done),
+        )  # fmt: skip
+    assert victim.name in str(caught.value)
+    assert len(seen) == 2  # two files were written, and are gone again
     assert list((tmp_path / "hf").glob("*")) == []
 
 
@@ -372,6 +378,7 @@ def test_an_export_that_is_killed_leaves_nothing_that_loads(tmp_path, max_shard_
     process.kill()
     process.wait(30)
     assert os.listdir(out)  # it was under way
+    model.config.save_pretrained(out)  # the weights alone must keep it from loading
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(out)
     export_hf(checkpoint, out, config=model.config, max_shard_size=max_shard_size, overwrite=True)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,7 @@ def test_show_tells_topology_tensors_sizes_writers_and_metadata(root):
     assert facts["versions"]["torch"] == torch.__version__
     assert "note" in facts["objects"]["keys"]
     assert [writer["rank"] for writer in facts["writers"]] == [0, 1, 2, 3]
+    assert {writer["host"] for writer in facts["writers"]} == {socket.gethostname()}
     assert {writer["directory"] for writer in facts["writers"]} == {"fsdp0", "fsdp1"}
     for writer in facts["writers"]:
         for file in writer["files"]:

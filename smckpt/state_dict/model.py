@@ -153,9 +153,13 @@ class Fsdp1View(ModelView):
     def tensors(self, kind: str) -> dict[str, Any]:
         out: dict[str, Any] = {}
         managed: set[str] = set()
+        owners: dict[int, str] = {}
         for name, module, handle in fsdp1_units(self.model):
             unit = _unit_of(name, module, handle)
             shard = _local_shard(handle)
+            if unit.original:
+                originals = zip(handle.flat_param._params, unit.members, strict=True)
+                owners.update((id(p), fqn) for p, (fqn, *_) in originals)
             managed.update(fqn for fqn, *_ in unit.members)
             for fqn, record, segment, offset, numel in unit.aliases:
                 managed.add(fqn)
@@ -172,10 +176,12 @@ class Fsdp1View(ModelView):
                 value = shard.detach()[offset : offset + numel]
                 set_tag(value, Tag(kind, (fqn,), FlatGeometry(unit.unit, unit.mesh, segment)))
                 out[fqn] = value
-        self._unmanaged(kind, managed, out)
+        self._unmanaged(kind, managed, owners, out)
         return out
 
-    def _unmanaged(self, kind: str, managed: set[str], out: dict[str, Any]) -> None:
+    def _unmanaged(
+        self, kind: str, managed: set[str], owners: dict[int, str], out: dict[str, Any]
+    ) -> None:
         """Buffers, parameters that FSDP ignores, and extra state; none needs a collective."""
         for raw, module in self.model.named_modules(remove_duplicate=False):
             prefix = canonical(raw)
@@ -191,6 +197,12 @@ class Fsdp1View(ModelView):
                 fqn = f"{prefix}.{name}" if prefix else name
                 if tensor is None or fqn in managed or fqn in out:
                     continue
+                if id(tensor) in owners:
+                    raise StateError(
+                        f"{fqn} shares its parameter with {owners[id(tensor)]}, which stands in "
+                        "another FSDP unit: FSDP1 shards it in one of them only",
+                        remedy="wrap the two modules in one unit",
+                    )
                 value = tensor.detach()
                 set_tag(value, Tag(kind, (fqn,)))
                 out[fqn] = value
@@ -248,6 +260,13 @@ def _make_unit(raw_name: str, module: Any, handle: Any) -> _Unit:
     prefix = canonical(raw_name)
     dotted = f"{prefix}." if prefix else ""
     fqns = [f"{dotted}{canonical(fqn)}" for fqn in flat._fqns]
+    for fqn, contiguous in zip(fqns, flat._contiguities, strict=True):
+        if not contiguous:
+            raise StateError(
+                f"{fqn} is not contiguous (channels last?): FSDP1 flattens it in memory order, "
+                "which no saved shape describes",
+                remedy="make it contiguous before wrapping, or use fully_shard",
+            )
     segments: list[Segment] = []
     members: list[int] = []
     names = iter(zip(fqns, flat._shapes, strict=True))

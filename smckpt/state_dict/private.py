@@ -28,6 +28,7 @@ __all__ = [
 _FLAT_NAMES = (
     "_fqns",
     "_shapes",
+    "_contiguities",
     "_numels_with_padding",
     "_is_padding_mask",
     "_shard_param_infos",

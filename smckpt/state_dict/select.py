@@ -11,7 +11,15 @@ import torch
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
-from smckpt.layout.geometry import Box, BoxGeometry, Geometry, KeptGeometry, Mesh, MeshGeometry
+from smckpt.layout.geometry import (
+    Box,
+    BoxGeometry,
+    FlatGeometry,
+    Geometry,
+    KeptGeometry,
+    Mesh,
+    MeshGeometry,
+)
 from smckpt.state_dict.optimizers import optimizer_dicts
 from smckpt.state_dict.private import dtensor_parts, is_dtensor, placement_of
 from smckpt.state_dict.tags import Tag, tag_of
@@ -144,6 +152,8 @@ class Selector:
         self, path: Path, tensor: torch.Tensor, tag: Tag | None
     ) -> tuple[Entry, torch.Tensor]:
         local, placed = _local_of(tensor)
+        if tag is not None and local.dim() != 1 and isinstance(tag.geometry, FlatGeometry):
+            local = _flattened(local, path, self._rank)
         signature = (local.dtype, local.shape, tag, placed)
         known = self._known.get(path)
         if known is not None and known[0] == signature:
@@ -217,6 +227,19 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         empty = torch.empty(0, dtype=tensor.dtype)
         return (torch.cat(parts) if parts else empty), boxes
     return tensor.detach(), None
+
+
+def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
+    """The same memory as the one-dimensional array that a flat parameter's rule speaks of: under
+    NO_SHARD with use_orig_params=True parameters and their state keep their shapes."""
+    try:
+        return local.view(-1)
+    except RuntimeError as error:
+        raise StateError(
+            f"{dotted(path)} is not contiguous, with strides {local.stride()}",
+            remedy="make the parameter contiguous before it is wrapped",
+            rank=rank,
+        ) from error
 
 
 def _box_geometry(tensor: Any, fqn: str, rank: int) -> BoxGeometry:

@@ -371,3 +371,12 @@ def test_a_damaged_record_to_keep_stops_the_sweep(tmp_path):
     with pytest.raises(CorruptCheckpointError):
         sweep_records(str(tmp_path), [new["record"]], e)  # type: ignore[list-item]
     assert names(tmp_path) == before
+
+
+def test_a_newer_job_s_lead_leaves_the_claim_of_an_older_job_beside_it(tmp_path):
+    ours, theirs = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("b0", "b1"), "b")
+    older = claim_epoch(str(tmp_path), A, "h", [str(g.directory) for g in ours])["epoch"]
+    newer = claim_epoch(str(tmp_path), B, "h", [str(g.directory) for g in theirs])["epoch"]
+    done = step(tmp_path, theirs, B, newer, 0)
+    assert sweep_records(str(tmp_path), [done["record"]], newer) == {"deleted": 0}  # type: ignore
+    assert {epoch_name(older), epoch_name(newer)} <= names(tmp_path)

@@ -1,4 +1,4 @@
-"""How fast a LOCAL checkpoint is taken, staged, saved and loaded, against the limits of this machine.
+"""How fast a LOCAL checkpoint is taken, staged, saved and loaded, against this machine's limits.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --dir /path/on/the/disk
 
@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,10 @@ class Raw:
         os.close(fd)
 
 
+def begin_dcp(state: Callable[[], Any], path: Path, future: list[Any]) -> None:
+    future.append(dcp.async_save(state(), checkpoint_id=path))
+
+
 def drop_cache(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -207,10 +212,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             note("DCP save", timed(lambda: dcp.save(dcp_state(), checkpoint_id=theirs)))
             future: list[Any] = []
             fresh(theirs)
-            note(
-                "DCP async_save blocks",
-                timed(lambda: future.append(dcp.async_save(dcp_state(), checkpoint_id=theirs))),
-            )
+            begin = partial(begin_dcp, dcp_state, theirs, future)
+            note("DCP async_save blocks", timed(begin))
             future[0].result()
             note("DCP load, cached", timed(lambda: dcp.load(dcp_state(), checkpoint_id=theirs)))
     fresh(root)
@@ -240,7 +243,8 @@ def report(out: dict[str, list[float]], options: argparse.Namespace) -> None:
         limit = limits.get(name)
         ratio = f"{middle[name] / limit:.2f}" if limit else ""
         spread = f"{min(values):.3f} – {max(values):.3f}"
-        print(f"{name:24}{middle[name]:9.4f}{spread:>18}{nbytes / middle[name] / 1e9:13.2f}{ratio:>14}")
+        rate = nbytes / middle[name] / 1e9
+        print(f"{name:24}{middle[name]:9.4f}{spread:>18}{rate:13.2f}{ratio:>14}")
     print(f"\ntaking: {middle['take'] / count * 1e6:.1f} µs a tensor")
     print(json.dumps({"model": options.model, "bytes": nbytes, "tensors": count, "seconds": out}))
 

@@ -18,7 +18,14 @@ from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
 
-__all__ = ["FULL", "LOCAL", "SHARDED", "SMStateDictType", "remember_optimizer", "sm_state_dict_type"]
+__all__ = [
+    "FULL",
+    "LOCAL",
+    "SHARDED",
+    "SMStateDictType",
+    "remember_optimizer",
+    "sm_state_dict_type",
+]
 
 
 class SMStateDictType(enum.Enum):
@@ -172,7 +179,9 @@ class _Scope:
             return full_optimizer(self.view, optimizer, self.optimizer_config or self.model_config)
         return bind(optimizer, self.kind.value, self.view).take()
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
         if self.kind is FULL:
             load_full_optimizer(self.view, optimizer, state_dict)
             return
@@ -227,8 +236,8 @@ def _patched_optimizers(scope: _Scope) -> Iterator[None]:
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
         scope.load_optimizer(self, state_dict)
 
-    kind.state_dict = state_dict  # type: ignore[method-assign,assignment]
-    kind.load_state_dict = load_state_dict  # type: ignore[method-assign,assignment]
+    kind.state_dict = state_dict  # type: ignore[method-assign]
+    kind.load_state_dict = load_state_dict  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -237,7 +246,7 @@ def _patched_optimizers(scope: _Scope) -> Iterator[None]:
 
 
 def remember_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """From now on a stock `optimizer.state_dict()` remembers its optimizer, outside of any block."""
+    """From now on a stock `optimizer.state_dict()` remembers its optimizer, in no block too."""
     if getattr(optimizer, "_smckpt_remembered", False):
         return
     optimizer._smckpt_remembered = True  # type: ignore[attr-defined]

@@ -67,7 +67,9 @@ def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
     return raw
 
 
-def full_optimizer(view: ModelView, optimizer: torch.optim.Optimizer, config: Any) -> dict[str, Any]:
+def full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, config: Any
+) -> dict[str, Any]:
     """The whole optimizer state by name, gathered tensor by tensor."""
     rank0_only, to_cpu = _wishes(config)
     sharded = bind(optimizer, "SHARDED", view).take()
@@ -94,14 +96,14 @@ def _fsdp1_full_state(
         StateDictType,
     )
 
-    with FullyShardedDataParallel.state_dict_type(
+    kind = FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
         FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
         FullOptimStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
-    ):
-        with _stock_optimizers():
-            gathered = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    )
+    with kind, _stock_optimizers():
+        gathered = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     return {canonical(fqn): slots for fqn, slots in gathered.get("state", {}).items()}
 
 
@@ -111,7 +113,7 @@ class _stock_optimizers:
     def __enter__(self) -> None:
         kind = torch.optim.Optimizer
         self._patched = kind.state_dict
-        kind.state_dict = _stock_state_dict  # type: ignore[method-assign]
+        kind.state_dict = _stock_state_dict  # type: ignore[method-assign,assignment]
 
     def __exit__(self, *_: object) -> None:
         torch.optim.Optimizer.state_dict = self._patched  # type: ignore[method-assign]
@@ -194,9 +196,7 @@ def load_full_optimizer(
             local, geometry = geometry_of(target, fqn, _rank())
             for piece in geometry.pieces(_rank()):
                 box: Box = piece.box
-                index_ = tuple(
-                    slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)
-                )
+                index_ = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                 torch.as_strided(
                     local, box.sizes, piece.strides, local.storage_offset() + piece.start
                 ).copy_(tensor[index_])

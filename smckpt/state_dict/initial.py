@@ -45,9 +45,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
 
 def init_parameter_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """The state of one parameter that has none."""
-    group = next(
-        g for g in optimizer.param_groups if any(p is parameter for p in g["params"])
-    )
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     alone = {**group, "params": [parameter]}
     before = parameter.grad
     try:
@@ -63,7 +61,7 @@ def init_parameter_state(optimizer: torch.optim.Optimizer, parameter: torch.Tens
 
 
 def _empty_lists(initialise: Any) -> Iterable[list[Any]]:
-    """`_init_group(group, params, grads, …)` fills lists: one for each parameter after the group."""
+    """`_init_group(group, params, grads, …)` fills lists: one for each argument but the first."""
     return [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
 
 
@@ -74,7 +72,9 @@ def _by_a_step_of_a_twin(
 
     What the step changed in the parameter is put back; counters named "step" go back to zero.
     """
-    others = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p is not parameter]
+    others = [
+        (p, p.grad) for g in optimizer.param_groups for p in g["params"] if p is not parameter
+    ]
     kept = parameter.detach().clone()
     rates = [(g, g.get("lr")) for g in optimizer.param_groups]
     state_before = {id(p): copy.copy(s) for p, s in optimizer.state.items() if p is not parameter}

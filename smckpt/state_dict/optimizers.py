@@ -94,7 +94,8 @@ def take(
         what = held.get(id(parameter))
         if binding.by_id:
             state[index] = {
-                slot: _tagged(value, parameter, what, kind, (slot,)) for slot, value in slots.items()
+                slot: _tagged(value, parameter, what, kind, (slot,))
+                for slot, value in slots.items()
             }
             continue
         if what is None:
@@ -102,7 +103,8 @@ def take(
         members = slices.get(id(parameter))
         if members is None:
             state[what.fqns[0]] = {
-                slot: _tagged(value, parameter, what, kind, (slot,)) for slot, value in slots.items()
+                slot: _tagged(value, parameter, what, kind, (slot,))
+                for slot, value in slots.items()
             }
             continue
         for fqn, segment, offset, numel in members:
@@ -135,9 +137,7 @@ def _unknown(index: int) -> StateError:
     )
 
 
-def _tagged(
-    value: Any, parameter: torch.Tensor, held: Held | None, kind: str, after: Path
-) -> Any:
+def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, kind: str, after: Path) -> Any:
     """The value as it is; a tensor gets a tag that says whose state it is."""
     if isinstance(value, dict):
         return {k: _tagged(v, parameter, held, kind, (*after, k)) for k, v in value.items()}

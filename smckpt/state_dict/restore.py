@@ -32,7 +32,9 @@ def restore(
         saved_optimizers: how each optimizer's parameters were called when it was saved.
         strict: a value without a place in the target is an error rather than a log line.
     """
-    live = {dotted(path): (path, tree, binding) for path, tree, binding in optimizer_dicts(state_dict)}
+    live = {
+        dotted(path): (path, tree, binding) for path, tree, binding in optimizer_dicts(state_dict)
+    }
     for key, (path, value) in objects.items():
         prefix, _, last = key.rpartition(".")
         if last == "param_groups" and prefix in live:

@@ -178,7 +178,12 @@ class Selector:
         else:
             geometry = self._geometry(tensor, local, fqns, name)
         return Entry(
-            path, str(local.dtype).removeprefix("torch."), tuple(local.shape), geometry, before, after
+            path,
+            str(local.dtype).removeprefix("torch."),
+            tuple(local.shape),
+            geometry,
+            before,
+            after,
         )
 
     def _geometry(

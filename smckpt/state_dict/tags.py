@@ -23,7 +23,7 @@ _ATTRIBUTE = "_smckpt_tag"
 @dataclass(frozen=True, slots=True)
 class Tag:
     """kind: LOCAL, SHARDED or FULL. geometry: None where the tensor itself tells (DTensor) or has
-    none (kept). fqns: the parameters it stands for. after: what follows the fqn in the logical path;
+    none (kept). fqns: the parameters it stands for. after: what follows the fqn in the path;
     the last 1 + len(after) components of the tensor's own path are replaced by (fqn, *after)."""
 
     kind: str

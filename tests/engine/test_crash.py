@@ -24,7 +24,8 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
 groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
 for step in range(1, 1000):
-    state = {"a": torch.full((SIZE,), float(step)), "b": torch.full((7,), float(step)), "step": step}
+    a, b = (torch.full((n,), float(step)) for n in (SIZE, 7))
+    state = {"a": a, "b": b, "step": step}
     try:
         smckpt.save(
             state,

@@ -116,7 +116,10 @@ def kinds_of_state() -> dict[str, Any]:
         "bool": torch.tensor([True, False, True]),
         "int64": torch.tensor([2**62, -1]),
         "numpy": np.arange(6, dtype=np.float16).reshape(2, 3),
-        "nested": {"tuple": (torch.ones(2), {"deep": torch.zeros(1)}, 5), "list": [1, torch.ones(3)]},
+        "nested": {
+            "tuple": (torch.ones(2), {"deep": torch.zeros(1)}, 5),
+            "list": [1, torch.ones(3)],
+        },
         "plain": {"ints": {1: "a", 2: ("b", 2.5)}, "none": None, "nan": float("inf"), "text": "é"},
     }
 
@@ -320,12 +323,12 @@ def test_a_dead_worker_fails_one_save_and_the_next_gets_a_new_one(tmp_path: Path
     assert target["a"][0] == 5
 
 
-def run_script(code: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=120,
         check=False,
     )
 
@@ -409,9 +412,7 @@ def test_timings_say_what_took_how_long(tmp_path: Path) -> None:
 
 
 def test_step_and_metadata_are_recorded(tmp_path: Path) -> None:
-    smckpt.save(
-        {"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=12, metadata={"who": "me"}
-    )
+    smckpt.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=12, metadata={"who": "me"})
     found = smckpt.latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 12

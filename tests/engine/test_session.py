@@ -24,7 +24,9 @@ def name(member: int) -> str:
     return f"rank {member}"
 
 
-def together(server: Any, count: int, act: Callable[[int, Any], Any], late: dict[int, float]) -> Any:
+def together(
+    server: Any, count: int, act: Callable[[int, Any], Any], late: dict[int, float]
+) -> Any:
     """Run `act(member, client)` on `count` threads; what each returned or raised."""
     results: dict[int, Any] = {}
 
@@ -128,6 +130,4 @@ def test_a_lone_member_decides_by_itself() -> None:
         "got": 1
     }
     with pytest.raises(StateError):
-        session.meet(
-            "m", {"error": StateError("x").to_json()}, lambda b: {}, timeout=1, name=name
-        )
+        session.meet("m", {"error": StateError("x").to_json()}, lambda b: {}, timeout=1, name=name)

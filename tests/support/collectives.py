@@ -23,9 +23,7 @@ class CollectiveCounter(TorchDispatchMode):
     def total(self) -> int:
         return sum(self.calls.values())
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self.calls[str(func)] += 1
         return func(*args, **(kwargs or {}))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.choose import Commit, choose_commit
+from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, not_missing
+from smckpt.checkpoint.choose import READERS, Commit, choose_commit
 from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, open_json
-from smckpt.checkpoint.headers import Header, read_header
+from smckpt.checkpoint.format import Manifest, PartRecord, open_json
+from smckpt.checkpoint.headers import Header, HeaderEntry, read_header
 from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.rows import Row, decode_rows
+from smckpt.checkpoint.sources import Source, Sources, row_shape
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import Path, dotted
-from smckpt.layout.geometry import Box, FlatGeometry, Piece, Shape
+from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import join_url, parent_url
 
 __all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
 
@@ -34,19 +37,6 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class SavedFile:
-    """A data file and the rank that wrote it."""
-
-    directory: str
-    record: FileRecord
-    rank: int
-
-    @property
-    def path(self) -> str:
-        return join_url(self.directory, self.record.name)
-
-
-@dataclass(frozen=True)
 class StoredSlot:
     """Elements [start, stop) of a stored array, at byte `offset` of `file`."""
 
@@ -54,15 +44,6 @@ class StoredSlot:
     stop: int
     file: SavedFile
     offset: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """A piece of a logical tensor as saved, and who holds the array that it is part of."""
-
-    piece: Piece
-    row: Row
-    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -74,20 +55,40 @@ class _Member:
     rows: tuple[Row, ...]
 
 
+class _Memory:
+    """What a catalogue has read and found out so far."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.readers = Readers(verify=True)
+        self.headers: dict[SavedFile, Header] = {}
+        self.slots: dict[tuple[int, ...], dict[str, list[tuple[SavedFile, HeaderEntry]]]] = {}
+
+
 @dataclass(frozen=True)
 class Catalogue:
-    """A committed checkpoint; made by `open_catalogue`. Thread-safe."""
+    """A committed checkpoint; made by `open_catalogue`. Thread-safe.
+
+    Headers are read when they are needed, and held against the checksums of their blocks.
+    """
 
     url: str
     commit: Commit
     members: tuple[_Member, ...]
-    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
-    _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _memory: _Memory = field(default_factory=_Memory, compare=False, repr=False)
 
     @property
     def identity(self) -> str:
         """The name of the file that commits it: same for all groups of a step."""
         return self.commit.identity
+
+    @property
+    def above(self) -> str:
+        """The directory in which all groups of the step can be opened; `url` where it is one."""
+        record = self._first.record
+        if record is None or self.commit.through_record:
+            return self.url
+        return parent_url(join_url(self.members[0].directory, record))
 
     @property
     def single_group(self) -> bool:
@@ -150,22 +151,18 @@ class Catalogue:
         return found
 
     @cached_property
-    def _rows_by_name(self) -> dict[str, list[tuple[Row, str]]]:
-        found: dict[str, list[tuple[Row, str]]] = {}
-        for row in self.rows:
-            for fqn in row.fqns:
-                found.setdefault(dotted(row.logical_path(fqn)), []).append((row, fqn))
-        return found
+    def pieces(self) -> Sources:
+        """The rows by logical name, and the boxes that they say ranks hold."""
+        return Sources(self.rows)
 
     @cached_property
     def logical(self) -> dict[str, LogicalTensor]:
         """All tensors by logical name."""
-        return {
-            name: LogicalTensor(
-                name, rows[0][0].logical_path(rows[0][1]), rows[0][0].dtype, _shape(*rows[0])
-            )
-            for name, rows in self._rows_by_name.items()
-        }
+        out = {}
+        for name, [(row, fqn), *_] in self.pieces.by_name.items():
+            path = row.logical_path(fqn)
+            out[name] = LogicalTensor(name, path, row.dtype, row_shape(row, fqn))
+        return out
 
     @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
@@ -182,58 +179,59 @@ class Catalogue:
 
     @property
     def files(self) -> list[SavedFile]:
-        return [
-            SavedFile(directory, file, rank)
-            for rank, (directory, part) in sorted(self.parts.items())
-            for file in part.files
-        ]
+        return [file for rank in self.object_ranks for file in self._files_of(rank)]
 
     def storage(self, directory: str) -> Storage:
-        with self._lock:
-            key = ("storage", directory)
-            if key not in self._memo:
-                self._memo[key] = open_storage(directory)
-            storage: Storage = self._memo[key]
-            return storage
+        return self._memory.readers.storage(directory)
+
+    def reader(self, file: SavedFile) -> BlockReader:
+        """Reads of a data file, checked."""
+        return self._memory.readers.of(file)
+
+    # -- where tensors are ---------------------------------------------------------------------
 
     def sources(self, name: str) -> list[Source]:
         """The saved pieces of a logical tensor, one for each distinct shard coordinate.
 
         Of a kept row there is one for each rank.
         """
-        out = []
-        for row, fqn in self._rows_by_name[name]:
-            for holders in self.holders(row):
-                for piece in self._pieces(row, holders[0]):
-                    if piece.name == fqn:
-                        out.append(Source(piece, row, holders))
-        return out
+        return self.pieces.all(name)
 
     def holders(self, row: Row) -> list[tuple[int, ...]]:
         """The ranks that share an array of this row, for each distinct array."""
-        if row.geometry is None:
-            return [(rank,) for rank in row.ranks]
-        by_coordinate: dict[Shape, list[int]] = {}
-        for rank in row.ranks:
-            by_coordinate.setdefault(row.geometry.coordinate(rank), []).append(rank)
-        return [tuple(ranks) for ranks in by_coordinate.values()]
+        return list(self.pieces.holders(row).values())
 
-    def _pieces(self, row: Row, rank: int) -> list[Piece]:
-        if not isinstance(row.geometry, FlatGeometry) or row.geometry.member is not None:
-            return row.entry(rank).geometry.pieces(rank)
-        # A flat shard has pieces of many tensors: found once per unit and shard, not per tensor.
-        key = ("pieces", id(row.geometry.unit), row.geometry.coordinate(rank))
-        if key not in self._memo:
-            self._memo[key] = row.geometry.pieces(rank)
-        pieces: list[Piece] = self._memo[key]
-        return pieces
+    def read_headers(self, ranks: Iterable[int]) -> None:
+        """Read the headers of all files that these ranks wrote, many at once.
+
+        Raises:
+            CorruptCheckpointError: one is damaged, missing, or of another size.
+        """
+        files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
+        files = [file for file in files if file not in self._memory.headers]
+        if len(files) > 1:
+            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
+                list(pool.map(self.header, files))
 
     def header(self, file: SavedFile) -> Header:
-        key = ("header", file.path)
-        if key not in self._memo:
-            storage = self.storage(file.directory)
-            self._memo[key] = read_header(storage, file.record.name, file.record.size)
-        header: Header = self._memo[key]
+        """The header of a data file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or the file missing or of another size.
+        """
+        header = self._memory.headers.get(file)
+        if header is None:
+            reader = self.reader(file)
+            with not_missing(file.path):
+                size = reader.storage.size(file.record.name)
+            if size != reader.size:
+                raise CorruptCheckpointError(
+                    f"the file has {size} bytes, {reader.size} were written",
+                    remedy="it was cut or replaced after it was written: use an older checkpoint",
+                    path=file.path,
+                )
+            header = read_header(reader.read, size, file.path)
+            self._memory.headers[file] = header
         return header
 
     def slots(self, row: Row, holders: Sequence[int]) -> list[StoredSlot]:
@@ -242,29 +240,55 @@ class Catalogue:
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
-        numel = row.entry(holders[0]).numel
+        entry = row.entry(holders[0])
         found = []
-        for rank in holders:
-            directory, part = self.parts[rank]
-            for record in part.files:
-                file = SavedFile(directory, record, rank)
-                entry = self.header(file).entries.get(row.key)
-                if entry is not None:
-                    start, stop = entry.elements or (0, numel)
-                    found.append(StoredSlot(start, stop, file, entry.offset))
+        for file, stored in self._stored(tuple(holders)).get(row.key, ()):
+            start, stop = stored.elements or (0, entry.numel)
+            dtype = DTYPES[entry.dtype]
+            if (
+                stored.code != (dtype.code or "U8")
+                or stored.nbytes != (stop - start) * dtype.itemsize
+                or stop > entry.numel
+            ):
+                raise CorruptCheckpointError(
+                    f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
+                    f"element {start}, the manifest that it is {entry.dtype} {list(entry.shape)}",
+                    remedy="use an older checkpoint",
+                    path=file.path,
+                )
+            found.append(StoredSlot(start, stop, file, stored.offset))
         found.sort(key=lambda slot: (slot.start, slot.stop))
         at = 0
         for slot in found:
             if slot.start > at:
                 break
             at = max(at, slot.stop)
-        if at < numel or not found:
+        if at < entry.numel or not found:
             raise CorruptCheckpointError(
-                f"elements {at} to {numel} of {row.key!r} are in no file of ranks {list(holders)}",
+                f"{row.key!r}: elements {at} to {entry.numel} of the array of ranks "
+                f"{list(holders)} are in none of their files",
                 remedy="use an older checkpoint",
                 path=self.url,
             )
         return found
+
+    def _files_of(self, rank: int) -> list[SavedFile]:
+        directory, part = self.parts[rank]
+        return [SavedFile(directory, record, rank) for record in part.files]
+
+    def _stored(self, holders: tuple[int, ...]) -> dict[str, list[tuple[SavedFile, HeaderEntry]]]:
+        """What the files of these ranks hold, by key."""
+        if holders not in self._memory.slots:
+            self.read_headers(holders)
+            found: dict[str, list[tuple[SavedFile, HeaderEntry]]] = {}
+            for rank in holders:
+                for file in self._files_of(rank):
+                    for key, stored in self.header(file).entries.items():
+                        found.setdefault(key, []).append((file, stored))
+            self._memory.slots[holders] = found
+        return self._memory.slots[holders]
+
+    # -- what is no tensor ---------------------------------------------------------------------
 
     def objects(self, rank: int) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are no tensors: key → (path, value)."""
@@ -274,10 +298,15 @@ class Catalogue:
         }
 
     def part(self, rank: int) -> dict[str, Any]:
-        """The part record of a saved rank, checked against the manifest."""
+        """The part record of a saved rank, checked against the manifest.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or not the one that the manifest names.
+        """
         directory, part = self.parts[rank]
         path = join_url(directory, part.name)
-        data = self.storage(directory).read(part.name)
+        with not_missing(path):
+            data = self.storage(directory).read(part.name)
         if hex64(crc64(data)) != part.crc64:
             raise CorruptCheckpointError(
                 "the part record is not the one that the manifest names (checksum differs)",
@@ -298,42 +327,17 @@ def open_catalogue(url: str, *, choose: str | None = None) -> Catalogue:
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
     """
     commit = choose_commit(open_storage(url), choose)
-    members = tuple(
-        _Member(
-            directory,
-            manifest,
-            tuple(decode_rows(manifest.layout, manifest.group_ranks, directory)),
-        )
-        for directory, manifest in commit.manifests
-    )
+    members = tuple(_member(directory, manifest) for directory, manifest in commit.manifests)
     return Catalogue(url, commit, members)
 
 
-def _shape(row: Row, fqn: str) -> Shape:
-    if isinstance(row.geometry, FlatGeometry):
-        return next(s.shape for s in row.geometry.unit.segments if s.fqn == fqn)
-    return row.shape
-
-
-def remaining_after(boxes: Iterable[Box], taken: Box) -> list[Box]:
-    """`boxes` without what `taken` covers, as disjoint boxes."""
-    out: list[Box] = []
-    for box in boxes:
-        common = box.intersect(taken)
-        if common is None:
-            out.append(box)
-            continue
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        for dim in range(len(sizes)):
-            low, high = common.offsets[dim], common.offsets[dim] + common.sizes[dim]
-            if offsets[dim] < low:
-                before = [*sizes]
-                before[dim] = low - offsets[dim]
-                out.append(Box(tuple(offsets), tuple(before)))
-            end = offsets[dim] + sizes[dim]
-            if high < end:
-                at, after = [*offsets], [*sizes]
-                at[dim], after[dim] = high, end - high
-                out.append(Box(tuple(at), tuple(after)))
-            offsets[dim], sizes[dim] = low, high - low
-    return out
+def _member(directory: str, manifest: Manifest) -> _Member:
+    rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
+    for row in rows:
+        if row.dtype not in DTYPES:
+            raise CorruptCheckpointError(
+                f"{row.key!r} has the dtype {row.dtype!r}, which this smckpt does not know",
+                remedy="install a newer smckpt, or use another checkpoint",
+                path=directory,
+            )
+    return _Member(directory, manifest, rows)

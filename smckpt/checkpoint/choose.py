@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import Manifest, Record, open_json, parse_name
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url, parent_url
 
-__all__ = ["Commit", "choose_commit", "commits_at", "read_manifest", "read_record"]
+__all__ = ["READERS", "Commit", "choose_commit", "commits_at", "read_manifest", "read_record"]
+
+READERS = 16  # files read at once; a shared file system answers each in milliseconds
+_TURNS = 10  # times that a place is looked at anew because a sweep was under way
+_LEVELS = 3  # directories above that an error message looks into
+_BELOW = 16  # and directories below
+
+# A candidate: (epoch, number), "record" or "manifest", name.
+Candidate = tuple[tuple[int, int], str, str]
 
 
 @dataclass(frozen=True)
@@ -30,25 +44,26 @@ def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manife
     """A manifest, checked against its own checksum and, when given, the record's."""
     path = join_url(storage.url, name)
     data = storage.read(name)
+    body = open_json(data, path)
     if crc is not None and hex64(crc64(data)) != crc:
         raise CorruptCheckpointError(
             "the manifest is not the one that the record names (checksum differs)",
             remedy="use an older checkpoint, and check the file system",
             path=path,
         )
-    body = open_json(data, path)
     try:
         return Manifest.from_json(body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _senseless(path, error) from error
 
 
 def read_record(storage: Storage, name: str) -> Record:
+    """A record, checked against its own checksum."""
     path = join_url(storage.url, name)
     body = open_json(storage.read(name), path)
     try:
         return Record.from_json(body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _senseless(path, error) from error
 
 
@@ -60,13 +75,14 @@ def _senseless(path: str, error: Exception) -> CorruptCheckpointError:
     )
 
 
-def commits_at(storage: Storage) -> list[tuple[tuple[int, int], str, str]]:
-    """Candidates here, newest first: (order, "record" or "manifest", name). Not yet read."""
+def commits_at(storage: Storage) -> list[Candidate]:
+    """Candidates here, newest first, a record before a manifest of its own. Not yet read."""
     found = []
-    for info in storage.list():
-        parsed = parse_name(info.name)
-        if parsed is not None and parsed.kind in ("record", "manifest"):
-            found.append(((parsed.epoch, parsed.number), parsed.kind, info.name))
+    for kind in ("record", "manifest"):
+        for info in storage.list(f"{kind}-"):
+            parsed = parse_name(info.name)
+            if parsed is not None and parsed.kind == kind:
+                found.append(((parsed.epoch, parsed.number), kind, info.name))
     return sorted(found, reverse=True)
 
 
@@ -74,35 +90,68 @@ def choose_commit(storage: Storage, choose: str | None = None) -> Commit:
     """The newest commit here, or the one named `choose`.
 
     Raises:
-        CheckpointNotFoundError: none.
+        CheckpointNotFoundError: none; says what is here instead.
+        CorruptCheckpointError: the newest is damaged. What is older is not taken silently.
+        FormatVersionError: a newer major version wrote the newest.
     """
-    newest: list[Commit] = []
     candidates = commits_at(storage)
-    for kind in ("record", "manifest"):
-        for order, its_kind, name in candidates:
-            if its_kind != kind:
-                continue
-            commit = _open(storage, kind, name, order, choose)
+    for _ in range(_TURNS):
+        failure: CheckpointNotFoundError | None = None
+        try:
+            commit = _first(storage, candidates, choose)
             if commit is not None:
-                newest.append(commit)
-                break
-    if not newest:
-        raise _nothing(storage, choose, bool(candidates))
-    return max(newest, key=lambda commit: commit.committed_at)
+                return commit
+        except CheckpointNotFoundError as error:
+            failure = error
+        # A save that landed meanwhile may have swept what we were about to read.
+        before, candidates = candidates, commits_at(storage)
+        if candidates != before:
+            continue
+        if failure is None:
+            raise _nothing(storage, choose, bool(candidates))
+        raise CorruptCheckpointError(
+            "a file that the commit is made of is missing",
+            remedy="see who deletes files there; use an older checkpoint",
+            path=failure.path,
+        ) from failure
+    raise StorageError(
+        f"commits came and went {_TURNS} times while this one was read",
+        remedy="load when fewer saves land here",
+        path=storage.url,
+    )
 
 
-def _open(
-    storage: Storage, kind: str, name: str, order: tuple[int, int], choose: str | None
+def _first(storage: Storage, candidates: list[Candidate], choose: str | None) -> Commit | None:
+    if choose is not None:
+        named = parse_name(choose)
+        if named is None or named.kind not in ("record", "manifest"):
+            raise UsageError(f"{choose!r} is no commit", remedy="pass Catalogue.identity")
+        candidates = [c for c in candidates if c[0][0] == named.epoch]
+    for order, kind, name in candidates:
+        if kind == "record":
+            commit = _by_record(storage, name, order) if choose in (None, name) else None
+        else:
+            commit = _by_manifest(storage, name, order, choose)
+        if commit is not None:
+            return commit
+    return None
+
+
+def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
+    record = read_record(storage, name)
+
+    def one(group: dict[str, str]) -> tuple[str, Manifest]:
+        here = open_storage(join_url(storage.url, group["directory"]))
+        return here.url, read_manifest(here, group["manifest"], group["crc64"])
+
+    with ThreadPoolExecutor(max(1, min(READERS, len(record.groups)))) as pool:
+        manifests = tuple(pool.map(one, record.groups))
+    return Commit(name, record.committed_at, order, manifests, through_record=True)
+
+
+def _by_manifest(
+    storage: Storage, name: str, order: tuple[int, int], choose: str | None
 ) -> Commit | None:
-    if kind == "record":
-        if choose not in (None, name):
-            return None
-        record = read_record(storage, name)
-        manifests = []
-        for group in record.groups:
-            here = open_storage(join_url(storage.url, group["directory"]))
-            manifests.append((here.url, read_manifest(here, group["manifest"], group["crc64"])))
-        return Commit(name, record.committed_at, order, tuple(manifests), through_record=True)
     manifest = read_manifest(storage, name)
     if manifest.record is None:
         if choose not in (None, name):
@@ -117,7 +166,7 @@ def _through_record(
     """A group's manifest counts when the record that it points to exists and names it."""
     assert manifest.record is not None
     path = join_url(storage.url, manifest.record)
-    record_name = path.rsplit("/", 1)[1]
+    record_name = manifest.record.rsplit("/", 1)[-1]
     if choose not in (None, record_name):
         return None
     parent = open_storage(parent_url(path))
@@ -132,6 +181,9 @@ def _through_record(
     return None
 
 
+# -- what to say when there is nothing ---------------------------------------------------------
+
+
 def _nothing(storage: Storage, choose: str | None, candidates: bool) -> CheckpointNotFoundError:
     remedy = "give the directory of a finished save; `smckpt ls` lists what is below a directory"
     if choose is not None:
@@ -139,7 +191,8 @@ def _nothing(storage: Storage, choose: str | None, candidates: bool) -> Checkpoi
         remedy = "all groups of a step load from directories of the same step"
     elif candidates:
         what = "there are manifests, but the record that would commit their step is missing"
-        remedy = "the save was cut short; use an older step"
+        remedy = "the save was cut short: use an older step; a group's directory that was copied "
+        remedy += "elsewhere needs the record at its place too"
     else:
         what = _what_is_here(storage)
     return CheckpointNotFoundError(
@@ -148,17 +201,29 @@ def _nothing(storage: Storage, choose: str | None, candidates: bool) -> Checkpoi
 
 
 def _what_is_here(storage: Storage) -> str:
-    names = [info.name for info in storage.list()]
-    ours = [n for n in names if parse_name(n) is not None]
     directories = storage.list_dirs()
+    below = [d for d in directories[:_BELOW] if _holds_commit(storage.join(d))]
+    if below:
+        return f"but there are some below, in {', '.join(below[:4])}"
+    above = storage
+    for _ in range(_LEVELS):
+        try:
+            above = open_storage(parent_url(above.url))
+        except UsageError:
+            break  # a whole bucket
+        if _holds_commit(above):
+            return f"but there is one above, in {above.url}"
+    names = [info.name for info in storage.list()]
+    ours = [name for name in names if parse_name(name) is not None]
     if ours:
         return f"only {len(ours)} files of unfinished saves"
-    below = [d for d in directories if commits_at(storage.join(d))]
-    if below:
-        return f"but there are some below, in {below[:4]}"
-    above: Any = parent_url(storage.url)
-    if above != storage.url and commits_at(open_storage(above)):
-        return f"but there is one above, in {above}"
     if names or directories:
         return f"{len(names)} other files and {len(directories)} directories"
     return "the directory is empty or missing"
+
+
+def _holds_commit(storage: Storage) -> bool:
+    try:
+        return _first(storage, commits_at(storage), None) is not None
+    except CheckpointError:
+        return False

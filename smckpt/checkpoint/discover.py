@@ -21,8 +21,18 @@ DEPTH = 3  # levels of directories below the root that are looked at
 
 @dataclass(frozen=True)
 class Found:
-    """A committed checkpoint. `groups`: the groups' directories, relative to `path`; committed_at:
-    nanoseconds since 1970."""
+    """A committed checkpoint, usable as a path.
+
+    Args:
+        path: where it is opened.
+        step: as the save was told, or None.
+        epoch, number: which session made it, and its how-manieth save it was.
+        committed_at: nanoseconds since 1970.
+        kind: "LOCAL", "SHARDED", "FULL" or None.
+        nbytes: of all data files.
+        groups: the groups' directories, relative to `path`.
+        identity: the name of the file that commits it.
+    """
 
     path: str
     step: int | None
@@ -47,25 +57,29 @@ class Found:
 
 def find_checkpoints(root: str, depth: int = DEPTH) -> list[Found]:
     """All committed checkpoints at and below `root`, oldest first; one for each place: the newest
-    there. Unfinished, half-written and foreign directories are passed over; one that cannot be
-    read is logged."""
-    found: dict[str, Found] = {}
-    members: set[tuple[str, str]] = set()
-    for storage in _directories(open_storage(root), depth):
+    there. Oldest by step where all have one, else by when they were committed.
+
+    Unfinished, half-written and foreign directories are passed over; so is one that cannot be read,
+    with a warning in the log. A group's directory is found as a part of its step, or by itself
+    where it is the root.
+
+    Raises:
+        StorageError: the root itself cannot be read.
+    """
+    top = open_storage(root)
+    top.list_dirs()  # a root that cannot be read is no empty root
+    found = []
+    for storage in _directories(top, depth):
         try:
-            if not commits_at(storage):
-                continue
-            commit = choose_commit(storage)
+            commit = choose_commit(storage) if commits_at(storage) else None
         except CheckpointNotFoundError:
-            continue
+            continue  # manifests of steps that were not finished
         except CheckpointError as error:
             log.warning("passed over: %s", error)
             continue
-        if commit.identity.startswith("record-") and _is_member(storage, commit):
-            members.add((storage.url, commit.identity))
-            continue
-        found[storage.url] = _found(storage, commit)
-    return sorted(found.values(), key=_order(found.values()))
+        if commit is not None and (storage is top or not _of_a_step(commit)):
+            found.append(_found(storage, commit))
+    return sorted(found, key=_order(found))
 
 
 def latest(root: str, depth: int = DEPTH) -> Found | None:
@@ -74,16 +88,15 @@ def latest(root: str, depth: int = DEPTH) -> Found | None:
     return found[-1] if found else None
 
 
-def _order(found: Any) -> Any:
+def _order(found: list[Found]) -> Any:
     if all(f.step is not None for f in found):
         return lambda f: (f.step, f.committed_at, f.epoch, f.number)
     return lambda f: (f.committed_at, f.epoch, f.number)
 
 
-def _is_member(storage: Storage, commit: Commit) -> bool:
-    """Whether the commit is made by a record that stands elsewhere."""
-    [*rest] = commit.manifests
-    return len(rest) == 1 and rest[0][0] == storage.url and rest[0][1].record is not None
+def _of_a_step(commit: Commit) -> bool:
+    """Whether it is one group of a step, whose record stands elsewhere."""
+    return not commit.through_record and commit.manifests[0][1].record is not None
 
 
 def _found(storage: Storage, commit: Commit) -> Found:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smckpt.checkpoint.crc import BLOCK
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
-from smckpt.storage import Storage
-from smckpt.storage.urls import join_url
 
 __all__ = ["Header", "HeaderEntry", "read_header"]
 
@@ -40,38 +40,52 @@ class Header:
     entries: dict[str, HeaderEntry]
 
 
-def read_header(storage: Storage, name: str, size: int) -> Header:
+def read_header(read: Callable[[int, int], bytes], size: int, path: str) -> Header:
     """Read and check the header of a file of `size` bytes.
+
+    Args:
+        read: gives the bytes [start, stop) of the file.
+        path: of the file, for errors.
 
     Raises:
         CorruptCheckpointError: naming what is wrong with which key.
     """
-    path = join_url(storage.url, name)
     if size < 8:
         _bad(path, f"{size} bytes hold no header")
-    length = int.from_bytes(storage.read(name, 0, 8), "little")
+    head = read(0, min(BLOCK, size))
+    length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(HEADER_LIMIT, size - 8):
         _bad(path, f"bytes 0 to 8 say the header has {length} bytes, the file has {size}")
+    start = 8 + length
+    if start > len(head):
+        head += read(len(head), start)
     try:
-        table = json.loads(storage.read(name, 8, length), object_pairs_hook=_unique)
-    except ValueError as error:
-        _bad(path, f"the header (bytes 8 to {8 + length}) is no JSON object: {error}")
+        table = json.loads(head[8:start].decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        _bad(path, f"the header (bytes 8 to {start}) is no JSON object: {error}")
     if not isinstance(table, dict):
         _bad(path, "the header is no JSON object")
-    metadata = table.pop("__metadata__", {})
-    slices = _slices(metadata, path)
-    start = 8 + length
+    slices = _slices(table.pop("__metadata__", {}), path)
+    entries = _entries(table, start, size, slices, path)
+    if stray := sorted(slices.keys() - entries.keys()):
+        _bad(path, f"slices of {stray[0]!r}, which is not in the file")
+    return Header(start, entries)
+
+
+def _entries(
+    table: dict[str, Any], start: int, size: int, slices: dict[str, tuple[int, int]], path: str
+) -> dict[str, HeaderEntry]:
     entries: dict[str, HeaderEntry] = {}
-    at = 0
+    at = start
     for key, data in sorted(table.items(), key=lambda item: _offsets(item[1], path)):
         entry = _entry(key, data, start, slices.get(key), path)
-        if entry.offset != start + at:
-            _bad(path, f"{key!r} begins at {entry.offset - start} of the data, expected {at}")
+        if entry.offset != at:
+            _bad(path, f"{key!r} begins at byte {entry.offset} of the file, expected {at}")
         at += entry.nbytes
         entries[key] = entry
-    if start + at != size:
-        _bad(path, f"the arrays end at byte {start + at}, the file at {size}")
-    return Header(start, entries)
+    if at != size:
+        _bad(path, f"the arrays end at byte {at}, the file at {size}")
+    return entries
 
 
 def _entry(
@@ -79,12 +93,14 @@ def _entry(
 ) -> HeaderEntry:
     low, high = _offsets(data, path)
     code, shape = data.get("dtype"), data.get("shape")
-    if code not in _SIZES:
+    if not isinstance(code, str) or code not in _SIZES:
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         _bad(path, f"{key!r} has the shape {shape!r}")
     if math.prod(shape) * _SIZES[code] != high - low:
         _bad(path, f"{key!r}: {code} {shape} does not take {high - low} bytes")
+    if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):
+        _bad(path, f"{key!r}: elements {slice_[0]} to {slice_[1]} in the shape {shape}")
     return HeaderEntry(code, tuple(shape), start + low, high - low, slice_)
 
 
@@ -101,15 +117,23 @@ def _offsets(data: Any, path: str) -> tuple[int, int]:
 
 
 def _slices(metadata: Any, path: str) -> dict[str, tuple[int, int]]:
+    """The elements that the file has of entries which it does not have whole."""
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        _bad(path, "its metadata is no object of texts")
     try:
-        raw = json.loads(metadata.get(SLICES_KEY, "{}"))
-        slices = {key: (int(a), int(b)) for key, (a, b) in raw.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        _bad(path, f"the slices in the header's metadata do not make sense: {error}")
-    for key, (a, b) in slices.items():
-        if not 0 <= a <= b:
-            _bad(path, f"{key!r} has the slice [{a}, {b})")
-    return slices
+        slices = json.loads(metadata.get(SLICES_KEY, "{}"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        _bad(path, f"the slices in its metadata are no JSON object: {error}")
+    if not isinstance(slices, dict):
+        _bad(path, "the slices in its metadata are no JSON object")
+    for key, pair in slices.items():
+        if (
+            not isinstance(pair, list)
+            or [type(n) for n in pair] != [int, int]
+            or not 0 <= pair[0] <= pair[1]
+        ):
+            _bad(path, f"{key!r} has the slice {pair!r}")
+    return {key: (pair[0], pair[1]) for key, pair in slices.items()}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.catalogue import Catalogue, SavedFile, open_catalogue, remaining_after
-from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.read import BlockReader
-from smckpt.errors import CheckpointError
+from smckpt.checkpoint.blocks import SavedFile, combined, not_missing
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.crc import BLOCK, hex64
+from smckpt.checkpoint.sources import remaining_after, row_shape
+from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.geometry import Box
 
 __all__ = ["Problem", "Report", "verify_checkpoint"]
 
-PIECE = 8 * BLOCK
+PIECE = 8 * BLOCK  # bytes that a thread reads at once
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong: where, and what."""
+    """Something that is wrong: in which file or directory, from which byte on (None: not in one
+    place), and what."""
 
     path: str
     what: str
+    offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,38 +55,40 @@ def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None =
     """Read everything that the newest commit at `url` names.
 
     Args:
+        threads: that read and check.
         progress: called with (bytes done, bytes in all), from any thread, one call at a time.
 
     Returns:
-        A `Report`; damage to data is listed there, all of it, not raised.
+        A `Report`; all damage is listed there, not raised. Where the commit itself (a record or
+        manifest) is damaged, that is all it lists.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: the commit itself
-            (record, manifest) is missing or cannot be read.
+        CheckpointNotFoundError, FormatVersionError: there is nothing to verify.
     """
-    catalogue = open_catalogue(url)
-    files = catalogue.files
-    total = sum(f.record.size for f in files)
+    try:
+        catalogue = open_catalogue(url)
+    except CorruptCheckpointError as error:
+        return Report(url, "", 0, 0, 0, (_problem(error, url),))
+    files = [_FileCheck(catalogue, file) for file in catalogue.files]
+    total = sum(check.file.record.size for check in files)
     tell = _Teller(progress, total)
     problems: list[Problem] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="smckpt-verify") as pool:
-        futures = [
-            pool.submit(_check_blocks, catalogue, file, low, tell)
-            for file in files
-            for low in range(0, file.record.size, PIECE)
-        ]
-        futures += [pool.submit(_check_file, catalogue, file) for file in files]
-        futures += [pool.submit(_check_part, catalogue, rank) for rank in catalogue.object_ranks]
-        for future in as_completed(futures):
-            problems += future.result()
-    problems += _coverage(catalogue)
+        reads = [pool.submit(check.read, low, tell) for check in files for low in check.starts()]
+        parts = [pool.submit(_check_part, catalogue, rank) for rank in catalogue.object_ranks]
+        for read in reads:
+            read.result()
+        for found in (*pool.map(_FileCheck.finish, files), *(part.result() for part in parts)):
+            problems += found
+    damaged = {check.file.rank for check in files if check.problems}
+    problems += [*_stored_once(catalogue, damaged), *_covered(catalogue)]
     return Report(
         url=url,
         identity=catalogue.identity,
         files=len(files),
         tensors=len(catalogue.logical),
         nbytes=total,
-        problems=tuple(sorted(set(problems), key=lambda p: (p.path, p.what))),
+        problems=tuple(sorted(set(problems), key=lambda p: (p.path, p.offset or 0, p.what))),
     )
 
 
@@ -105,29 +110,76 @@ def _problem(error: CheckpointError, path: str) -> Problem:
     return Problem(error.path or path, error.message)
 
 
-def _check_blocks(catalogue: Catalogue, file: SavedFile, low: int, tell: _Teller) -> list[Problem]:
-    """Each block by itself, so that all bad ones are listed."""
-    reader = BlockReader(catalogue.storage(file.directory), file, verify=True)
-    high = min(low + PIECE, file.record.size)
-    found = []
-    for start in range(low, high, BLOCK):
+class _FileCheck:
+    """One data file: its size, every block, the sidecar, the header. Thread-safe."""
+
+    def __init__(self, catalogue: Catalogue, file: SavedFile) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+        self._catalogue = catalogue
+        self._reader = catalogue.reader(file)
+        self._sums: dict[int, int] = {}
+        self._there = self._look()
+
+    def starts(self) -> range:
+        """Where the pieces begin that `read` reads."""
+        return range(0, self.file.record.size, PIECE)
+
+    def read(self, low: int, tell: _Teller) -> None:
+        """Read a piece, as far as the file goes."""
+        high = min(low + PIECE, self.file.record.size)
         try:
-            reader.fill(start, min(start + BLOCK, high), [])
+            if low < min(high, self._there):
+                self._sums.update(self._reader.sums(low, min(high, self._there)))
         except CheckpointError as error:
-            found.append(_problem(error, file.path))
-    tell.add(high - low)
-    return found
+            self.problems.append(_problem(error, self.file.path))
+        tell.add(high - low)
 
+    def finish(self) -> list[Problem]:
+        """Once all is read: what is wrong."""
+        size = self.file.record.size
+        try:
+            bad = [n for n in sorted(self._sums) if self._sums[n] != self._reader.stored_sum(n)]
+        except CheckpointError as error:  # the sidecar: what the manifest says remains
+            self.problems.append(_problem(error, self.file.path))
+            sums = [value for _, value in sorted(self._sums.items())]
+            if self._there == size and hex64(combined(sums, size)) != self.file.record.crc64:
+                self.problems.append(Problem(self.file.path, "the checksum of the file differs"))
+            return self.problems
+        for block in bad:
+            if (block + 1) * BLOCK <= self._there or self._there >= size:
+                start, stop = block * BLOCK, min((block + 1) * BLOCK, size)
+                what = f"bytes {start} to {stop} are not those that were written"
+                self.problems.append(Problem(self.file.path, what, start))
+        if not self.problems:
+            self._check_header()
+        return self.problems
 
-def _check_file(catalogue: Catalogue, file: SavedFile) -> list[Problem]:
-    try:
-        size = catalogue.storage(file.directory).size(file.record.name)
-        if size != file.record.size:
-            return [Problem(file.path, f"has {size} bytes, {file.record.size} were written")]
-        catalogue.header(file)
-    except CheckpointError as error:
-        return [_problem(error, file.path)]
-    return []
+    def _look(self) -> int:
+        """The file's size as it is, 0 if it is missing."""
+        try:
+            with not_missing(self.file.path):
+                size = self._reader.storage.size(self.file.record.name)
+        except CheckpointError as error:
+            self.problems.append(_problem(error, self.file.path))
+            return 0
+        written = self.file.record.size
+        if size != written:
+            what = f"has {size} bytes, {written} were written"
+            self.problems.append(Problem(self.file.path, what, min(size, written)))
+        return size
+
+    def _check_header(self) -> None:
+        try:
+            header = self._catalogue.header(self.file)
+        except CheckpointError as error:
+            self.problems.append(_problem(error, self.file.path))
+            return
+        for key in header.entries:
+            rows = self._catalogue.rows_by_key.get(key, [])
+            if not any(self.file.rank in row.ranks for row in rows):
+                what = f"holds {key!r}, of which the manifest does not know"
+                self.problems.append(Problem(self.file.path, what))
 
 
 def _check_part(catalogue: Catalogue, rank: int) -> list[Problem]:
@@ -138,16 +190,18 @@ def _check_part(catalogue: Catalogue, rank: int) -> list[Problem]:
     return []
 
 
-def _coverage(catalogue: Catalogue) -> Iterator[Problem]:
-    """Every stored array whole, without overlaps; every logical tensor covered."""
+def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
+    """Every stored array whole, without overlaps. What damaged files hold is not known."""
     for row in catalogue.rows:
         for holders in catalogue.holders(row):
-            numel = row.entry(holders[0]).numel
+            if not damaged.isdisjoint(holders):
+                continue
             try:
                 slots = catalogue.slots(row, holders)
             except CheckpointError as error:
                 yield _problem(error, catalogue.url)
                 continue
+            numel = row.entry(holders[0]).numel
             written = sum(slot.stop - slot.start for slot in slots)
             if written != numel:
                 yield Problem(
@@ -155,20 +209,27 @@ def _coverage(catalogue: Catalogue) -> Iterator[Problem]:
                     f"{row.key!r} of ranks {list(holders)} has {numel} elements, {written} are "
                     "stored: some twice",
                 )
+
+
+def _covered(catalogue: Catalogue) -> Iterator[Problem]:
+    """The pieces of every logical tensor make all of it."""
     if not catalogue.whole:
         return  # one group of several: its tensors are whole only together with the others'
-    for name, tensor in catalogue.logical.items():
-        left = [Box.whole(tensor.shape)] if Box.whole(tensor.shape).numel else []
+    for name, rows in catalogue.pieces.by_name.items():
+        if any(row.geometry is None for row, _ in rows):
+            continue  # kept by each rank, whole
+        shape = row_shape(*rows[0])
+        if any(row_shape(row, fqn) != shape for row, fqn in rows):
+            continue  # tensors of several meshes under one name: each is its own
+        left = [Box.whole(shape)] if Box.whole(shape).numel else []
         for source in catalogue.sources(name):
+            left = remaining_after(left, source.piece.box)
             if not left:
                 break
-            if source.row.geometry is None and source.piece.shape != tensor.shape:
-                continue  # values kept per rank may differ in shape
-            left = remaining_after(left, source.piece.box)
         if left:
             missing = sum(box.numel for box in left)
             yield Problem(
                 catalogue.url,
-                f"{missing} elements of {name!r} {list(tensor.shape)} are in no shard (first at "
+                f"{missing} elements of {name!r} {list(shape)} are in no shard (first at "
                 f"{list(left[0].offsets)})",
             )

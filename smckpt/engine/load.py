@@ -1,8 +1,8 @@
 """Loading: agree on a commit, check everything, read into live tensors, give the rest back.
 
-Four meetings over the store, none of them a collective: which commit (so that no two groups resume
-from different steps), whether every rank's plan holds (before a tensor is touched), whether every
-rank's bytes were good, and the end.
+Three meetings over the store, none of them a collective: which commit (so that no two groups resume
+from different steps), whether every rank's plan holds (before a tensor is touched), and whether
+every rank's bytes were good.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.discover import Found
-from smckpt.checkpoint.plan import ReadPlan, plan_local, plan_logical
+from smckpt.checkpoint.mismatch import refuse_names
+from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.read import execute
-from smckpt.engine.groups import Group, Partition, partition_of
+from smckpt.engine.groups import Group, partition_of
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session
-from smckpt.errors import CheckpointError, StateError, UsageError
+from smckpt.errors import CheckpointError, KeysMismatchError, StateError, UsageError
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
 from smckpt.state_dict.select import Selection, Selector
@@ -74,29 +75,32 @@ class Loader:
         session = self.membership.session(request.timeout)
         point = f"load/{number}"
         guard = _Guard(session, point, request.timeout, self.membership.rank_name, None)
-        with guard.stage("select"):
-            if not request.directory:
-                raise UsageError(
-                    "checkpoint_id was left out",
-                    remedy="pass checkpoint_id=, or a storage_reader that has a path",
-                )
-            selection = Selector(self.group.rank).select(state_dict)
-            partition = partition_of(
-                self.group,
-                selection.entries,
-                groups=request.groups,
-                parallel_state=request.parallel_state,
-            )
-        step = self._step(partition, request)
-        identity = self._choose(session, point, step, request)
+        selector = Selector(self.group.rank)
+        step: _Step | None = None
+        early: Catalogue | None = None
+        failure: Exception | None = None
+        try:
+            selection = self._select(selector, state_dict, request)
+            step = self._step(selection, request)
+            early = _glance(request.directory)
+        except Exception as error:  # told to the peers, then raised
+            failure = error
+        identity = self._choose(session, point, step, request, early, failure)
         guard = replace(guard, step=step)
-        with _untouched_on_failure(state_dict), guard.stage("plan"):
-            catalogue = open_catalogue(request.directory, choose=identity)
-            prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
-            selection = Selector(self.group.rank).select(state_dict)
-            plan = self._plan(catalogue, selection, request)
-            objects = catalogue.objects(self._object_rank(catalogue))
-            self._check_objects(selection, objects, request)
+        with _untouched_on_failure(state_dict):
+            with guard.stage("plan", _common_spare) as told:
+                if early is None or early.identity != identity:
+                    early = open_catalogue(request.directory, choose=identity)
+                catalogue = early
+                prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
+                selection = selector.select(state_dict)
+                plan = self._plan(catalogue, selection, request)
+                if request.strict and plan.unexpected:
+                    told.body["spare"] = _marked(plan.unexpected, catalogue)
+                saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
+                objects = catalogue.objects(saved)
+                self._check_objects(selection, objects, request)
+            self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"):
             self._read(plan, selection.tensors, request)
             restore(
@@ -106,6 +110,16 @@ class Loader:
                 strict=request.strict,
             )
         log.info("loaded %s from %s", catalogue.identity, request.directory)
+
+    def _select(
+        self, selector: Selector, state_dict: MutableMapping[str, Any], request: LoadRequest
+    ) -> Selection:
+        if not request.directory:
+            raise UsageError(
+                "checkpoint_id was left out",
+                remedy="pass checkpoint_id=, or a storage_reader that has a path",
+            )
+        return selector.select(state_dict)
 
     def find(self, root: str, look: Callable[[str], Found | None], timeout: float) -> Found | None:
         """What one rank finds under `root`, told to all."""
@@ -124,8 +138,14 @@ class Loader:
 
     # -- which commit ------------------------------------------------------------------------
 
-    def _step(self, partition: Partition, request: LoadRequest) -> _Step | None:
+    def _step(self, selection: Selection, request: LoadRequest) -> _Step | None:
         """The meeting of all groups of the step, for the rank that speaks for its group."""
+        partition = partition_of(
+            self.group,
+            selection.entries,
+            groups=request.groups,
+            parallel_state=request.parallel_state,
+        )
         with self._lock:
             count = self._steps.get(partition.groups, 0)
             self._steps[partition.groups] = count + 1
@@ -134,28 +154,42 @@ class Loader:
         return _Step(self.membership.step_session(partition, request.timeout), f"load/{count}")
 
     def _choose(
-        self, session: Session, point: str, step: _Step | None, request: LoadRequest
+        self,
+        session: Session,
+        point: str,
+        step: _Step | None,
+        request: LoadRequest,
+        early: Catalogue | None,
+        failure: Exception | None,
     ) -> str:
-        """The commit that this load follows: one rank of the group looks, the others are told.
+        """The commit that this load follows: what one rank of the group saw, told to the others.
 
         The first group of a step to look posts its choice, write-once; later ones follow it, so
-        that a commit that lands meanwhile cannot split the groups.
+        that a commit that lands meanwhile cannot split the groups. What failed on any rank until
+        here fails on all.
         """
 
         def look(_: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            choice = {"identity": open_catalogue(request.directory).identity}
+            choice = {"identity": (early or open_catalogue(request.directory)).identity}
             if step is None:
                 return choice
             assert step.session.channel is not None
             return step.session.channel.put_once(f"{step.point}/choice", choice)
 
-        decision = session.meet(
-            f"{point}/choice",
-            {},
-            look,
-            timeout=request.timeout,
-            name=self.membership.rank_name,
-        )
+        try:
+            decision = session.meet(
+                f"{point}/choice",
+                {} if failure is None else {"error": _told(failure).to_json()},
+                look,
+                timeout=request.timeout,
+                name=self.membership.rank_name,
+            )
+        except CheckpointError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:  # the leader waits for all, so this cannot be; never go on
+            raise failure
         return str(decision["identity"])
 
     # -- the plan ----------------------------------------------------------------------------
@@ -163,25 +197,30 @@ class Loader:
     def _plan(self, catalogue: Catalogue, selection: Selection, request: LoadRequest) -> ReadPlan:
         rank, ranks = self.group.rank, self.group.ranks
         if catalogue.kind == "LOCAL" and selection.kind in ("LOCAL", None):
-            return plan_local(
+            return plan_local(  # each rank compares its keys with those of one saved rank
                 catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict
             )
-        return plan_logical(
-            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict
+        plan = plan_logical(
+            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=False
         )
+        if request.strict:
+            # What this rank lacks a peer may have (`_refuse_spare`); alone, it is said now.
+            spare = plan.unexpected if len(ranks) == 1 else ()
+            if plan.missing:
+                refuse_names(plan.missing, spare, catalogue.url, rank)
+        return plan
 
-    def _object_rank(self, catalogue: Catalogue) -> int:
-        """Whose objects this rank takes: the i-th rank of the group those of saved rank i mod n."""
-        saved = sorted(catalogue.object_ranks)
-        return saved[self.group.index % len(saved)]
+    def _refuse_spare(self, marks: str, catalogue: Catalogue) -> None:
+        """Names that were saved and that no rank of the load has. One rank need not have all:
+        pipeline stages hold different layers, and ranks may keep tensors of their own."""
+        names = _unmarked(marks, catalogue)
+        refuse_names((), names, catalogue.url, self.group.rank)
 
     def _check_objects(
         self, selection: Selection, objects: dict[str, Any], request: LoadRequest
     ) -> None:
         if not request.strict:
             return
-        from smckpt.errors import KeysMismatchError
-
         missing = sorted(leaf.key for leaf in selection.objects if leaf.key not in objects)
         here = {leaf.key for leaf in selection.objects}
         extra = sorted(key for key in objects if key not in here)
@@ -243,6 +282,46 @@ def _buffers(
     return buffers, late
 
 
+def _glance(directory: str) -> Catalogue | None:
+    """The newest commit as this rank sees it, opened while the peers open theirs; where that fails
+    the failure shows again when it matters."""
+    try:
+        return open_catalogue(directory)
+    except CheckpointError as error:
+        log.debug("nothing to read ahead: %s", error)
+        return None
+
+
+# -- names that this rank has no use for: one bit for each name of the checkpoint --------------
+
+
+def _marked(names: Sequence[str], catalogue: Catalogue) -> str:
+    chosen = set(names)
+    bits = "".join("1" if name in chosen else "0" for name in sorted(catalogue.logical))
+    return f"{int(bits, 2):x}"
+
+
+def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
+    if not marks:
+        return ()
+    names = sorted(catalogue.logical)
+    bits = f"{int(marks, 16):0{len(names)}b}"
+    return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")
+
+
+def _common_spare(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """What no member has a use for."""
+    common = -1
+    for body in bodies.values():
+        common &= int(body.get("spare") or "0", 16)
+    return {"spare": f"{common:x}"} if common > 0 else {}
+
+
+# -- leaving a stage together ------------------------------------------------------------------
+
+Decide = Callable[[dict[int, dict[str, Any]]], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class _Step:
     """One load of all groups of a step, seen by the rank that speaks for its group."""
@@ -261,56 +340,63 @@ class _Guard:
     name: Callable[[int], str]
     step: _Step | None
 
-    def stage(self, what: str) -> _Stage:
-        return _Stage(self, what)
+    def stage(self, what: str, decide: Decide = lambda _: {}) -> _Stage:
+        """`decide`: makes one answer of what ranks, and then groups, put in their stage's body."""
+        return _Stage(self, what, decide)
 
-    def tell_groups(self, what: str, answer: dict[str, Any]) -> dict[str, Any]:
+    def tell_groups(self, what: str, decide: Decide, answer: dict[str, Any]) -> dict[str, Any]:
         """The leader's answer for its group, after hearing those of the other groups."""
         if self.step is None:
             return answer
         try:
-            self.step.session.meet(
+            common = self.step.session.meet(
                 f"{self.step.point}/{what}",
-                {"error": answer["error"]} if "error" in answer else {},
-                lambda _: {},
+                {"error": answer["error"]} if "error" in answer else answer["decision"],
+                decide,
                 timeout=self.timeout,
                 name=lambda member: f"group {member} of the step",
             )
         except CheckpointError as error:
             return answer if "error" in answer else {"error": error.to_json()}
-        return answer
+        return {"decision": common}
 
 
 class _Stage:
-    """`with guard.stage("plan"):` all ranks leave the block together, or all raise."""
+    """`with guard.stage("plan") as told:` all ranks leave the block together, or all raise.
 
-    def __init__(self, guard: _Guard, what: str) -> None:
+    `told.body` goes to the leader, `told.decision` is what it made of all of them.
+    """
+
+    def __init__(self, guard: _Guard, what: str, decide: Decide) -> None:
         self._guard = guard
         self._what = what
+        self._decide = decide
+        self.body: dict[str, Any] = {}
+        self.decision: dict[str, Any] = {}
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> _Stage:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # KeyboardInterrupt and the like: go at once
         guard = self._guard
-        body: dict[str, Any] = {}
-        if error is not None:
-            told = error if isinstance(error, CheckpointError) else _wrapped(error)
-            body = {"error": told.to_json()}
         try:
-            guard.session.meet(
+            self.decision = guard.session.meet(
                 f"{guard.point}/{self._what}",
-                body,
-                lambda _: {},
+                self.body if error is None else {"error": _told(error).to_json()},
+                self._decide,
                 timeout=guard.timeout,
                 name=guard.name,
-                then=lambda answer: guard.tell_groups(self._what, answer),
+                then=lambda answer: guard.tell_groups(self._what, self._decide, answer),
             )
         except CheckpointError:
             if error is None:
                 raise  # a peer's; ours is under way by itself
+
+
+def _told(error: Exception) -> CheckpointError:
+    return error if isinstance(error, CheckpointError) else _wrapped(error)
 
 
 def _wrapped(error: Exception) -> CheckpointError:

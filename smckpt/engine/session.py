@@ -257,7 +257,7 @@ def agree(
         return Session(nonce, 0, count, channel.sub(nonce), hosts)
     channel.set(f"nonce/{member}", here)
     try:
-        session = channel.get(f"accept/{nonce}", timeout)["session"]
+        session = channel.get(f"accept/{nonce}", deadline + 5 - time.monotonic())["session"]
         channel.set(f"{session}/ack/{member}", here)
         answer = channel.get(f"{session}/go", deadline + 5 - time.monotonic())
     except TimeoutError as error:
@@ -283,14 +283,18 @@ def _lead(
             accepted[member] = posted["nonce"]
             channel.set(f"accept/{posted['nonce']}", {"session": session})
 
-    for member in range(1, count):  # who is there already need not wait for who is not
-        if (posted := channel.peek(f"nonce/{member}")) is not None:
-            accept(member, posted)
+    def accept_present() -> None:  # who is there need not wait for who is not
+        for member in range(1, count):
+            if (posted := channel.peek(f"nonce/{member}")) is not None:
+                accept(member, posted)
+
+    accept_present()
     patience, most = ACK_RETRY_SECONDS
     for member in range(1, count):
         while member not in acks or acks[member]["nonce"] != accepted[member]:
             left = deadline - time.monotonic()
             if left <= 0:
+                accept_present()  # who came after the first look hears of it too
                 error = absent({0: None, **acks}, count, name, "agreeing on a session")
                 channel.set(f"{session}/go", {"error": error.to_json()})
                 raise error

@@ -98,9 +98,7 @@ def test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one(tmp_path: Pat
     """Two runs of one job on one directory: the queue that claimed first is fenced."""
 
     def save(run: str, value: float) -> Any:
-        return smckpt.save(
-            {"a": torch.full((1000,), value)}, checkpoint_id=tmp_path, queue=run
-        )
+        return smckpt.save({"a": torch.full((1000,), value)}, checkpoint_id=tmp_path, queue=run)
 
     save("zombie", 1.0)
     save("successor", 2.0)

@@ -70,7 +70,7 @@ def test_a_member_that_stays_away_is_named_on_every_rank(server: Any) -> None:
     def act(member: int, client: Any) -> Session | None:
         return None if member == 1 else join(member, client, timeout=1.5)
 
-    results = together(server, 3, act, {})
+    results = together(server, 3, act, {2: 0.5})  # also who comes after the leader has looked
     for member in (0, 2):
         assert isinstance(results[member], PeerError)
     assert "rank 1" in str(results[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -250,7 +251,7 @@ def test_it_runs_at_low_priority_and_holds_nothing_of_the_trainer(worker: Worker
             worker.call("?", {}, timeout=30)
         process = psutil.Process(worker.pid)
         assert process.nice() - os.getpriority(os.PRIO_PROCESS, 0) in range(1, 11)
-        fds = {os.readlink(f) for f in Path(f"/proc/{worker.pid}/fd").iterdir()}
+        fds = set(open_files(worker.pid))
         kinds = sorted(link.split(":")[0].removeprefix("anon_inode") for link in fds)
         assert len(kinds) <= 4, kinds  # /dev/null, the log, the socket, the trainer's pidfd
         assert process.name() == "smckpt-worker"
@@ -440,6 +441,15 @@ def test_a_killed_trainer_takes_its_worker_along_within_a_second(tmp_path: Path,
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process lead to; one that closes meanwhile is left out."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(fd))
+    return links
+
+
 def test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends(worker: Worker) -> None:
     worker.start()
     ready, say = os.pipe()
@@ -452,13 +462,13 @@ def test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends(worker: Worker) 
         os.read(ready, 0)
         signal.pause()
     said = os.read(ready, 1000).decode()
-    sockets = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = open_files(pid)
     kill(pid)
     os.waitpid(pid, 0)
     os.close(ready)
     os.close(say)
     assert "a forked child has no worker" in said
-    mine = {os.readlink(f) for f in Path(f"/proc/{worker.pid}/fd").iterdir()}
+    mine = open_files(worker.pid)
     assert not [link for link in sockets if link in mine and link.startswith("socket")]
     assert not [link for link in sockets if "smckpt-worker-stderr" in link]
     assert worker.alive
@@ -531,6 +541,6 @@ def wait_dead(worker: Worker) -> None:
 
 def held_by(pid: int) -> int:
     """Descriptors and mappings of arenas."""
-    links = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir()]
+    links = open_files(pid)
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("smckpt-arena" in text for text in [*links, *maps])

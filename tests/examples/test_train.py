@@ -120,8 +120,9 @@ def test_one_bit_of_one_loss_is_noticed(
 
     steps = len(finished.losses("run"))
     lines = (finished.directory / "log.jsonl").read_text().splitlines()
-    number = max(n for n, line in enumerate(lines) if '"phase": "run"' in line)
-    row = json.loads(lines[number])
+    rows = [json.loads(line) for line in lines]
+    number = max(n for n, row in enumerate(rows) if row.get("phase") == "run" and "losses" in row)
+    row = rows[number]
     loss = struct.pack("<d", float.fromhex(row["losses"][3]))
     row["losses"][3] = struct.unpack("<d", bytes([loss[0] ^ 1]) + loss[1:])[0].hex()
     lines[number] = json.dumps(row)

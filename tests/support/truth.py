@@ -1,4 +1,4 @@
-"""What ranks hold together, put together from their entries alone, to be compared with the truth."""
+"""What all ranks hold, put together from their entries alone, to compare with the truth."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def assembled(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                     whole[name] = torch.zeros(piece.shape, dtype=array.dtype)
                     seen[name] = torch.zeros(piece.shape, dtype=torch.bool)
                 box = tuple(
-                    slice(o, o + n)
-                    for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
+                    slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
                 )
                 part = torch.as_strided(array, piece.box.sizes, piece.strides, piece.start)
                 known = seen[name][box]

@@ -1,0 +1,274 @@
+"""Data files in blocks of one MiB, each held against its checksum as it is read.
+
+The parts of a block that somebody wants are read straight to where they belong, the rest into
+scratch, and the checksum is chained over the pieces right after the read, while they are in the
+cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
+from smckpt.checkpoint.format import FileRecord
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.storage import Storage, open_storage
+from smckpt.storage.urls import join_url
+
+__all__ = [
+    "BlockReader",
+    "Readers",
+    "SavedFile",
+    "Scratch",
+    "Segment",
+    "not_missing",
+    "requests",
+]
+
+REQUEST = 8 << 20  # bytes a thread reads at once
+DISK = "use an older checkpoint, and check the disk"
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A data file and the rank that wrote it."""
+
+    directory: str
+    record: FileRecord
+    rank: int
+
+    @property
+    def path(self) -> str:
+        return join_url(self.directory, self.record.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where the bytes from `offset` of a file belong."""
+
+    offset: int
+    buffer: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.buffer)
+
+
+@contextmanager
+def not_missing(path: str) -> Iterator[None]:
+    """What a manifest names and is not there is damage, not the absence of a checkpoint."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise CorruptCheckpointError(
+            "the file, which the checkpoint is made of, is missing",
+            remedy="see who deletes files there; use an older checkpoint",
+            path=path,
+        ) from error
+
+
+class Scratch(threading.local):
+    """Memory of one thread, by purpose, used again: fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, memoryview] = {}
+
+    def take(self, purpose: str, size: int) -> memoryview:
+        """`size` bytes, with whatever is in them, until this thread's next call."""
+        have = self._memory.get(purpose)
+        if have is None or len(have) < size:
+            have = self._memory[purpose] = memoryview(bytearray(size))
+        return have[:size]
+
+
+class BlockReader:
+    """Reads of one file, checked block by block. Thread-safe."""
+
+    def __init__(self, storage: Storage, file: SavedFile, verify: bool, scratch: Scratch) -> None:
+        self.storage = storage
+        self.file = file
+        self.size = file.record.size
+        self.scratch = scratch
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._sums: bytes | None = None
+
+    def fill(self, low: int, high: int, segments: Sequence[Segment]) -> None:
+        """Read bytes [low, high), block-aligned but at the file's end, into disjoint segments in
+        order; what lies between them goes to scratch.
+
+        Raises:
+            CorruptCheckpointError: a block differs; names file and offset.
+        """
+        if not self._verify:
+            if not segments:
+                return
+            low, high = segments[0].offset, segments[-1].end
+        pieces = self._pieces(low, high, segments)
+        with not_missing(self.file.path):
+            self.storage.read_into(self.file.record.name, low, pieces)
+        if self._verify:
+            for block, value in _block_sums(low, pieces):
+                self._compare(block, value)
+
+    def sums(self, low: int, high: int) -> list[tuple[int, int]]:
+        """(number, checksum) of each block in [low, high) as it is now, compared with nothing."""
+        data = self.scratch.take("gaps", high - low)
+        with not_missing(self.file.path):
+            self.storage.read_into(self.file.record.name, low, [data])
+        return list(_block_sums(low, [data]))
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes [start, stop), their blocks checked."""
+        data = bytearray(stop - start)
+        self.read_range(start, memoryview(data))
+        return bytes(data)
+
+    def read_range(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset`, all their blocks checked."""
+        for request in requests(self, [Segment(offset, target)]):
+            request()
+
+    def stored_sum(self, block: int) -> int:
+        """The checksum of a block as it was written.
+
+        Raises:
+            CorruptCheckpointError: the file of checksums is damaged or missing.
+        """
+        with self._lock:
+            if self._sums is None:
+                self._sums = self._load_sums()
+        return int.from_bytes(self._sums[8 * block : 8 * block + 8], "little")
+
+    def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
+        wanted = sum(len(segment.buffer) for segment in segments)
+        spare = self.scratch.take("gaps", high - low - wanted)
+        pieces: list[memoryview] = []
+        at, used = low, 0
+        for segment in segments:
+            if segment.offset > at:
+                gap = segment.offset - at
+                pieces.append(spare[used : used + gap])
+                used += gap
+            pieces.append(segment.buffer)
+            at = segment.end
+        if at < high:
+            pieces.append(spare[used:])
+        return pieces
+
+    def _compare(self, block: int, value: int) -> None:
+        if value == self.stored_sum(block):
+            return
+        raise CorruptCheckpointError(
+            f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
+            f"{self.file.record.name} are not those that were written (checksum differs)",
+            remedy=DISK,
+            path=self.file.path,
+        )
+
+    def _load_sums(self) -> bytes:
+        """The sidecar, held against the file's own checksum in the manifest."""
+        name = self.file.record.crc_name
+        path = join_url(self.file.directory, name)
+        with not_missing(path):
+            data = self.storage.read(name)
+        blocks = -(-self.size // BLOCK)
+        sums = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+        if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != self.file.record.crc64:
+            raise CorruptCheckpointError(
+                f"the checksums in {name} are not those of {self.file.record.name}",
+                remedy=DISK,
+                path=path,
+            )
+        return data
+
+
+class Readers:
+    """One reader for each file, one storage for each directory. Thread-safe."""
+
+    def __init__(self, verify: bool) -> None:
+        self.scratch = Scratch()
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._storages: dict[str, Storage] = {}
+        self._readers: dict[SavedFile, BlockReader] = {}
+
+    def storage(self, directory: str) -> Storage:
+        with self._lock:
+            return self._storage(directory)
+
+    def of(self, file: SavedFile) -> BlockReader:
+        with self._lock:
+            if file not in self._readers:
+                storage = self._storage(file.directory)
+                self._readers[file] = BlockReader(storage, file, self._verify, self.scratch)
+            return self._readers[file]
+
+    def close(self) -> None:
+        with self._lock:
+            for storage in self._storages.values():
+                storage.close()
+
+    def _storage(self, directory: str) -> Storage:
+        if directory not in self._storages:
+            self._storages[directory] = open_storage(directory)
+        return self._storages[directory]
+
+
+def combined(sums: Sequence[int], size: int) -> int:
+    """The checksum of a file of `size` bytes from those of its blocks."""
+    whole = 0
+    for block, value in enumerate(sums):
+        whole = combine(whole, value, max(min(BLOCK, size - block * BLOCK), 0))
+    return whole
+
+
+def requests(reader: BlockReader, segments: Sequence[Segment]) -> Iterable[Callable[[], None]]:
+    """Requests of whole blocks of at most REQUEST bytes that together fill the segments, which are
+    disjoint and in order."""
+    pending = [s for s in segments if len(s.buffer)]
+    at = 0
+    while at < len(pending):
+        low = pending[at].offset // BLOCK * BLOCK
+        high = min(low + REQUEST, reader.size)
+        inside: list[Segment] = []
+        while at < len(pending) and pending[at].offset < high:
+            segment = pending[at]
+            # Far from the one before, nobody wants what lies between: it is left out.
+            if inside and segment.offset // BLOCK > -(-inside[-1].end // BLOCK):
+                break
+            if segment.end <= high:
+                inside.append(segment)
+                at += 1
+                continue
+            cut = high - segment.offset
+            inside.append(Segment(segment.offset, segment.buffer[:cut]))
+            pending[at] = Segment(high, segment.buffer[cut:])
+            break
+        end = min(-(-inside[-1].end // BLOCK) * BLOCK, reader.size)
+        yield _request(reader, low, end, inside)
+
+
+def _request(
+    reader: BlockReader, low: int, high: int, segments: list[Segment]
+) -> Callable[[], None]:
+    return lambda: reader.fill(low, high, segments)
+
+
+def _block_sums(low: int, pieces: Iterable[memoryview]) -> Iterator[tuple[int, int]]:
+    """(number, checksum) of the blocks that the pieces make from byte `low` on."""
+    block, have, value = low // BLOCK, 0, 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            take = min(BLOCK - have, len(piece) - at)
+            value = crc64(piece[at : at + take], value)
+            at, have = at + take, have + take
+            if have == BLOCK:
+                yield block, value
+                block, have, value = block + 1, 0, 0
+    if have:
+        yield block, value

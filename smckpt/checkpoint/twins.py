@@ -1,0 +1,235 @@
+"""Loading by key: each rank takes the arrays of a saved rank that held the same shard, its *twin*.
+
+The array itself is the union of what all saved ranks with that shard wrote of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smckpt.checkpoint.catalogue import Catalogue
+from smckpt.checkpoint.mismatch import (
+    ambiguous,
+    other_degree,
+    other_tensor,
+    refuse_misfit,
+    refuse_names,
+    reshard,
+)
+from smckpt.checkpoint.ranges import ReadPlan
+from smckpt.checkpoint.rows import Row
+from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.layout.entries import Entry
+from smckpt.layout.geometry import (
+    BoxGeometry,
+    FlatGeometry,
+    Geometry,
+    KeptGeometry,
+    MeshGeometry,
+    Shape,
+)
+
+__all__ = ["plan_local"]
+
+
+def plan_local(
+    catalogue: Catalogue,
+    entries: Sequence[Entry],
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    strict: bool = True,
+) -> ReadPlan:
+    """Fill entries by key with the arrays of the saved ranks that held the same shard.
+
+    Among several such ranks, replica i here takes what replica i mod n there kept for itself.
+
+    Args:
+        entries: this rank's arrays, the targets.
+        rank: this global rank.
+        group_ranks: the ranks that load together.
+        strict: keys in only one of checkpoint and target are refused; else listed in the plan.
+
+    Raises:
+        TopologyError: the sharding differs; names both degrees and what to do.
+        KeysMismatchError, TensorMismatchError, CorruptCheckpointError: as for `plan_logical`.
+    """
+    for entry in entries:
+        refuse_misfit(entry, rank)
+    twins = _twins(catalogue, entries, rank, group_ranks)
+    twin = twins[_replica_index(entries, rank, group_ranks) % len(twins)]
+    saved = {
+        key: row for key, rows in catalogue.rows_by_key.items() for row in rows if twin in row.ranks
+    }
+    here = {entry.key for entry in entries}
+    plan = ReadPlan(
+        missing=tuple(sorted(here - saved.keys())),
+        unexpected=tuple(sorted(saved.keys() - here)),
+    )
+    if strict:
+        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+    for entry in entries:
+        if entry.key in saved:
+            _check_shape(catalogue, entry, saved[entry.key], rank, twin)
+    for number, entry in enumerate(entries):
+        if entry.key in saved and entry.numel:
+            row = saved[entry.key]
+            coordinate = row.entry(twin).geometry.coordinate(twin)
+            holders = catalogue.pieces.holders(row)[coordinate]
+            slots = catalogue.slots(row, holders)
+            plan.add_range(slots, 0, entry.numel, entry.itemsize, number, 0)
+    return plan
+
+
+def _twins(
+    catalogue: Catalogue, entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]
+) -> list[int]:
+    """The saved ranks whose shards this rank's are; all saved ranks when nothing is sharded."""
+    candidates = set(catalogue.parts)
+    ruled = False
+    for entry in entries:
+        rows = [r for r in catalogue.rows_by_key.get(entry.key, []) if r.geometry is not None]
+        if rows and not isinstance(entry.geometry, KeptGeometry):
+            candidates &= _same_shard(catalogue, entry, rows, rank)
+            ruled = True
+    if not candidates:
+        raise TopologyError(
+            "no saved rank held all the shards that this rank holds",
+            remedy=f"load from this rank's own group directory; or {reshard(catalogue)}",
+            path=catalogue.url,
+            rank=rank,
+        )
+    if not ruled and sorted(group_ranks) != sorted(catalogue.parts):
+        _refuse_unruled(catalogue, entries, rank)
+    return sorted(candidates)
+
+
+def _same_shard(catalogue: Catalogue, entry: Entry, rows: list[Row], rank: int) -> set[int]:
+    """The saved ranks that held exactly this rank's shard of the entry.
+
+    Raises:
+        TopologyError: it is sharded otherwise, or no saved rank here did.
+    """
+    live = entry.geometry
+    pieces = catalogue.pieces
+    here, places = live.coordinate(rank), _places(live, rank)
+    found = []
+    for row in pieces.own_family(live, rows):
+        assert row.geometry is not None
+        if type(row.geometry) is not type(live):
+            continue
+        by_coordinate = pieces.holders(row)
+        likely = [by_coordinate[here]] if here in by_coordinate else []
+        # The mesh may have its dimensions in another order: the places decide.
+        for holders in (likely, by_coordinate.values()):
+            same = [h for h in holders if _places(row.geometry, h[0]) == places]
+            if same:
+                found.append((row, same))
+                break
+    if not found:
+        raise _no_shard(catalogue, entry, rows, rank)
+    for row, _ in found[1:]:
+        if not pieces.one_tensor(row, found[0][0]):
+            raise ambiguous(entry.key, found[0][0], row, catalogue.url, rank)
+    return {r for _, same in found for holders in same for r in holders}
+
+
+def _places(geometry: Geometry, rank: int) -> list[object]:
+    """Where each element of the local array belongs, for comparison."""
+    return [geometry.fqns, *((p.name, p.box, p.start, p.strides) for p in geometry.pieces(rank))]
+
+
+def _no_shard(
+    catalogue: Catalogue, entry: Entry, rows: Sequence[Row], rank: int
+) -> TopologyError | TensorMismatchError:
+    """Why no saved rank has this rank's shard of the entry."""
+    live = entry.geometry
+    for row in rows:
+        saved = row.geometry
+        if saved is None or type(saved) is not type(live):
+            continue
+        if saved.shard_degree() != live.shard_degree():
+            return other_degree(catalogue, rank, saved.shard_degree(), live.shard_degree())
+        before, now = _whole_shape(saved), _whole_shape(live)
+        if before != now:
+            return other_tensor(entry.key, (row.dtype, before), (entry.dtype, now),
+                                catalogue.url, rank)  # fmt: skip
+        if live.coordinate(rank) not in catalogue.pieces.holders(row):
+            return TopologyError(
+                f"{entry.key}: no rank that saved here held the shard of this rank (coordinate "
+                f"{list(live.coordinate(rank))} of its mesh)",
+                remedy="load from this rank's own group directory, or from "
+                f"{catalogue.above}, where all groups are found",
+                path=catalogue.url,
+                rank=rank,
+            )
+    assert rows[0].geometry is not None
+    return TopologyError(
+        f"{entry.key} is sharded otherwise: saved as {_described(rows[0].geometry)}, the target "
+        f"is {_described(live)}",
+        remedy=reshard(catalogue),
+        path=catalogue.url,
+        rank=rank,
+    )
+
+
+def _whole_shape(geometry: Geometry) -> Shape:
+    if isinstance(geometry, FlatGeometry):
+        return (sum(segment.numel for segment in geometry.unit.segments),)
+    return geometry.shape
+
+
+def _described(geometry: Geometry) -> str:
+    if isinstance(geometry, MeshGeometry):
+        dims = zip(geometry.mesh.dim_names, geometry.mesh.shape, geometry.placements, strict=True)
+        return "a DTensor, " + " ".join(f"{name}={size}:{place}" for name, size, place in dims)
+    if isinstance(geometry, FlatGeometry):
+        return f"a 1/{geometry.shard_degree()} of a flat parameter of {list(geometry.fqns)[:4]}"
+    return f"{type(geometry).__name__.removesuffix('Geometry').lower()} of {list(geometry.fqns)}"
+
+
+def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -> None:
+    """Arrays that carry no rule, of ranks that are not those that saved: whose are they?"""
+    for entry in entries:
+        for row in catalogue.rows_by_key.get(entry.key, ()):
+            if row.geometry is None or row.geometry.shard_degree() == 1:
+                continue
+            if row.entry(row.ranks[0]).numel != entry.numel:
+                raise other_degree(catalogue, rank, row.geometry.shard_degree(), 1)
+            raise TopologyError(
+                f"{entry.key} was saved in shards, the target does not say which it holds, and "
+                "other ranks load than saved",
+                remedy="take the target's state inside sm_state_dict_type(model, LOCAL), together "
+                "with the model's",
+                path=catalogue.url,
+                rank=rank,
+            )
+
+
+def _replica_index(entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]) -> int:
+    """The place of this rank among those that hold all the same shards."""
+    ruled = [e.geometry for e in entries if not isinstance(e.geometry, (KeptGeometry, BoxGeometry))]
+    if not ruled:
+        return sorted(group_ranks).index(rank)
+    # Geometries of one mesh give one tuple: each is looked through once.
+    replicas = {id(found): found for g in ruled for found in (g.replicas(rank),)}
+    alike = set.intersection(*map(set, replicas.values()))
+    return sorted(alike).index(rank)
+
+
+def _check_shape(catalogue: Catalogue, entry: Entry, row: Row, rank: int, twin: int) -> None:
+    saved = row.entry(twin)
+    if saved.dtype == entry.dtype and saved.shape == entry.shape:
+        return
+    kept_here, kept_there = isinstance(entry.geometry, KeptGeometry), row.geometry is None
+    if kept_here != kept_there and saved.dtype == entry.dtype:
+        if saved.numel == entry.numel:
+            return  # the same bytes, seen flat by one side
+        degrees = [
+            1 if kept else geometry.shard_degree()
+            for kept, geometry in ((kept_there, saved.geometry), (kept_here, entry.geometry))
+        ]
+        if degrees[0] != degrees[1]:
+            raise other_degree(catalogue, rank, degrees[0], degrees[1])
+    raise other_tensor(entry.key, (saved.dtype, saved.shape), (entry.dtype, entry.shape),
+                       catalogue.url, rank)  # fmt: skip

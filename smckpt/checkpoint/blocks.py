@@ -107,19 +107,22 @@ class BlockReader:
             if not segments:
                 return
             low, high = segments[0].offset, segments[-1].end
+        sums = _BlockSums(low, self._compare) if self._verify else None
         pieces = self._pieces(low, high, segments)
         with not_missing(self.file.path):
-            self.storage.read_into(self.file.record.name, low, pieces)
-        if self._verify:
-            for block, value in _block_sums(low, pieces):
-                self._compare(block, value)
+            self.storage.read_into(self.file.record.name, low, pieces, sums.add if sums else None)
+        if sums is not None:
+            sums.end()
 
     def sums(self, low: int, high: int) -> list[tuple[int, int]]:
         """(number, checksum) of each block in [low, high) as it is now, compared with nothing."""
+        found: list[tuple[int, int]] = []
+        sums = _BlockSums(low, lambda block, value: found.append((block, value)))
         data = self.scratch.take("gaps", high - low)
         with not_missing(self.file.path):
-            self.storage.read_into(self.file.record.name, low, [data])
-        return list(_block_sums(low, [data]))
+            self.storage.read_into(self.file.record.name, low, [data], sums.add)
+        sums.end()
+        return found
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop), their blocks checked."""
@@ -258,17 +261,27 @@ def _request(
     return lambda: reader.fill(low, high, segments)
 
 
-def _block_sums(low: int, pieces: Iterable[memoryview]) -> Iterator[tuple[int, int]]:
-    """(number, checksum) of the blocks that the pieces make from byte `low` on."""
-    block, have, value = low // BLOCK, 0, 0
-    for piece in pieces:
-        at = 0
-        while at < len(piece):
-            take = min(BLOCK - have, len(piece) - at)
-            value = crc64(piece[at : at + take], value)
-            at, have = at + take, have + take
-            if have == BLOCK:
-                yield block, value
-                block, have, value = block + 1, 0, 0
-    if have:
-        yield block, value
+class _BlockSums:
+    """Checksums of the blocks that consecutive stretches make from byte `low` on, each given to
+    `done` with its block's number as soon as it is complete."""
+
+    def __init__(self, low: int, done: Callable[[int, int], None]) -> None:
+        self._block = low // BLOCK
+        self._done = done
+        self._have = 0
+        self._value = 0
+
+    def add(self, stretch: memoryview) -> None:
+        at, size = 0, len(stretch)
+        while at < size:
+            take = min(BLOCK - self._have, size - at)
+            self._value = crc64(stretch[at : at + take], self._value)
+            at, self._have = at + take, self._have + take
+            if self._have == BLOCK:
+                self.end()
+
+    def end(self) -> None:
+        """The last block, shorter than the others."""
+        if self._have:
+            self._done(self._block, self._value)
+            self._block, self._have, self._value = self._block + 1, 0, 0

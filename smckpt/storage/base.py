@@ -7,7 +7,7 @@ its own failures once, at its edge (`smckpt.storage.faults` for file systems).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,8 +90,18 @@ class Storage(Protocol):
             CorruptCheckpointError: the file ends before `offset + length`.
         """
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
         """Fill `buffers`, one after the other, with consecutive bytes from `offset`.
+
+        Args:
+            seen: called with each stretch of them, in order, as soon as it is filled: its bytes
+                are still in the processor's cache.
 
         Raises:
             CheckpointNotFoundError: no such file.

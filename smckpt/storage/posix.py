@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from smckpt.errors import (
     CorruptCheckpointError,
@@ -32,6 +32,7 @@ _OPEN_FILES = 64  # kept open for reading
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _READ_AHEAD = 1 << 20  # bytes: a read this large is asked for ahead of its copying
+_STRETCH = 256 << 10  # bytes: what somebody looks at while it is in the processor's cache
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 # What a file system answers to fsync of a directory when it has no such thing (CIFS, some FUSE).
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -87,22 +88,30 @@ class PosixStorage:
         self.read_into(name, offset, [memoryview(data)])
         return bytes(data)
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
         path = self._path(name)
         wanted = [b if b.format == "B" else b.cast("B") for b in buffers if b.nbytes]
+        reading = _Reading(offset, wanted, seen)
         try:
             try:
-                end = _read_vector(self._descriptor(path), offset, wanted)
+                complete = reading.run(self._descriptor(path))
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
                 self._forget(path)  # NFS: the server restarted; a fresh descriptor may do
-                end = _read_vector(self._descriptor(path), offset, wanted)
+                complete = reading.run(self._descriptor(path))
         except OSError as error:
             raise storage_error(error, path, "read") from error
-        if end < offset + sum(b.nbytes for b in wanted):
+        if not complete:
             raise CorruptCheckpointError(
-                f"{name} ends at byte {end}; {offset + sum(b.nbytes for b in wanted)} were needed",
+                f"{name} ends at byte {reading.offset}; "
+                f"{offset + sum(b.nbytes for b in wanted)} were needed",
                 remedy="the file was cut after it was written: use an older checkpoint",
                 path=path,
             )
@@ -324,28 +333,62 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _read_vector(file: _Descriptor, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers; the offset reached, short of their end only at the end of the file.
+class _Reading:
+    """Buffers being filled from `offset` on; what is left can go on with another descriptor."""
 
-    It holds the descriptor, not its number: that may be closed, or another file's, once evicted.
-    """
-    fd = file.fd
-    pending = list(reversed(buffers))
-    span = sum(buffer.nbytes for buffer in buffers)
-    if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
-        # All of it at once, not in the kernel's read-ahead steps: cold reads as fast as direct.
-        os.posix_fadvise(fd, offset, span, os.POSIX_FADV_WILLNEED)
-    while pending:
-        batch = pending[-1 : -_MAX_VECTOR - 1 : -1]
-        count = os.preadv(fd, batch, offset)
-        if count == 0:
-            return offset
-        offset += count
-        while pending and count >= pending[-1].nbytes:
-            count -= pending.pop().nbytes
-        if count:
-            pending[-1] = pending[-1][count:]
-    return offset
+    def __init__(
+        self,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None,
+    ) -> None:
+        self.offset = offset
+        self._left = list(reversed(buffers))
+        self._span = sum(buffer.nbytes for buffer in buffers)
+        self._seen = seen
+
+    def run(self, file: _Descriptor) -> bool:
+        """Read up to the end of the buffers, or of the file; whether it was that of the buffers.
+
+        It holds the descriptor, not its number: that may be closed, or another file's, once
+        evicted.
+        """
+        fd = file.fd
+        if self._span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
+            # All of it at once, not in the kernel's read-ahead steps: cold reads as fast as direct.
+            os.posix_fadvise(fd, self.offset, self._span, os.POSIX_FADV_WILLNEED)
+        while self._left:
+            batch = self._next(_STRETCH if self._seen is not None else self._span)
+            count = os.preadv(fd, batch, self.offset)
+            if count == 0:
+                return False
+            self._take(batch, count)
+        return True
+
+    def _next(self, limit: int) -> list[memoryview]:
+        """The next buffers, together at most `limit` bytes."""
+        batch: list[memoryview] = []
+        for buffer in self._left[: -_MAX_VECTOR - 1 : -1]:
+            batch.append(buffer[:limit])
+            limit -= batch[-1].nbytes
+            if limit <= 0:
+                break
+        return batch
+
+    def _take(self, batch: Sequence[memoryview], count: int) -> None:
+        """`count` bytes of the batch are filled."""
+        self.offset += count
+        for buffer in batch:
+            taken = min(count, buffer.nbytes)
+            if not taken:
+                return
+            count -= taken
+            if self._seen is not None:
+                self._seen(buffer[:taken])
+            if taken == self._left[-1].nbytes:
+                self._left.pop()
+            else:
+                self._left[-1] = self._left[-1][taken:]
 
 
 def _unlink(path: str) -> None:

@@ -1,0 +1,184 @@
+"""How many requests a second each rank may send to an object store, and the bucket that holds it
+to that.
+
+S3 answers 3,500 writes and 5,500 reads a second for each partitioned prefix
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html), whatever the
+number of clients, and 503 above that. So a job has one budget, which its writers share evenly.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smckpt.errors import UsageError
+
+__all__ = [
+    "MAX_PARTS",
+    "MIN_PART",
+    "PREFIX_LIMITS",
+    "RateLimits",
+    "SaveCost",
+    "TokenBucket",
+    "part_size",
+    "rank_rate",
+    "save_cost",
+]
+
+MIN_PART = 5 << 20  # bytes; S3's own limit, as are 10,000 parts
+MAX_PARTS = 10_000
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """Requests a second that one prefix stands, and by how much we stay below."""
+
+    writes: float = 3500.0
+    reads: float = 5500.0
+    headroom: float = 1.15
+
+    def __post_init__(self) -> None:
+        if min(self.writes, self.reads) <= 0 or self.headroom < 1:
+            raise UsageError(
+                f"rate limits {self}",
+                remedy="writes and reads above 0, headroom 1 or more",
+            )
+
+
+PREFIX_LIMITS = RateLimits()
+
+
+def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
+    """Requests a second of each of `writers` ranks, so that all together stay below the limit of
+    `prefixes` prefixes. NeMo's rule, concurrency × writers × 1.15 ≤ limit, with the rate in the
+    place of the concurrency, since a connection may send more than one request a second."""
+    if min(writers, prefixes) < 1:
+        raise UsageError(f"{writers} writers, {prefixes} prefixes", remedy="pass 1 or more of each")
+    return limit * prefixes / (writers * headroom)
+
+
+def part_size(size: int, wanted: int) -> int:
+    """Bytes of each part of an upload of `size` bytes: `wanted`, or more where 10,000 parts of it
+    would not do."""
+    if wanted < MIN_PART:
+        raise UsageError(
+            f"parts of {wanted} bytes; the store's least is {MIN_PART}",
+            remedy="chunk_size_MB=64 is a good size",
+        )
+    return max(wanted, -(-size // MAX_PARTS))
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What one save of a whole job asks of the store.
+
+    requests: writes, all ranks together. per_rank: of them. rate: requests a second of each rank.
+    seconds: for all requests at that rate, all ranks at once; the bytes may take longer.
+    """
+
+    writers: int
+    prefixes: int
+    nbytes: int
+    requests: int
+    per_rank: int
+    rate: float
+    seconds: float
+
+
+def save_cost(
+    nbytes: int,
+    writers: int,
+    *,
+    part: int = 64 << 20,
+    prefixes: int = 1,
+    groups: int = 1,
+    limits: RateLimits = PREFIX_LIMITS,
+) -> SaveCost:
+    """The requests of one save of `nbytes` that `writers` ranks share evenly.
+
+    Each rank sends its data (one PUT, or parts with a begin and an end), its checksums and its part
+    record; each group its manifest; the job its record and two claims.
+    """
+    each = -(-nbytes // writers)
+    parts = -(-each // part_size(each, part))
+    per_rank = (1 if parts <= 1 else parts + 2) + 2
+    requests = per_rank * writers + groups + 3
+    rate = rank_rate(limits.writes, writers, prefixes, limits.headroom)
+    return SaveCost(writers, prefixes, nbytes, requests, per_rank, rate, per_rank / rate)
+
+
+class TokenBucket:
+    """Lets `rate` requests a second through, with at most `burst` at once. Thread-safe.
+
+    phase: the part of a turn, 0 to 1, by which the first one is later. Thousands of ranks that
+    begin in one instant with one request each would be a burst of thousands: rank r of n passes
+    r / n.
+
+    A 503 halves the rate for everyone who shares the bucket; each full second without one gives a
+    twentieth of the whole rate back, so that a store that splits its partitions is used again.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        burst: float = 1.0,
+        *,
+        phase: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not (math.isfinite(rate) and rate > 0 and burst >= 1 and 0 <= phase <= 1):
+            raise UsageError(
+                f"a bucket of {rate} a second, burst {burst}, phase {phase}",
+                remedy="rate above 0, burst 1 or more, phase from 0 to 1",
+            )
+        self.most = rate
+        self._burst = burst
+        self._clock = clock
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._rate = rate
+        self._tokens = burst - phase
+        self._at = clock()
+        self._slowed = -math.inf
+
+    @property
+    def rate(self) -> float:
+        """Requests a second now."""
+        with self._lock:
+            self._refill()
+            return self._rate
+
+    def take(self) -> float:
+        """Wait for this request's turn. Returns the seconds waited.
+
+        A turn is given out when asked for, and the wait is outside the lock: callers queue fairly.
+        """
+        with self._lock:
+            self._refill()
+            self._tokens -= 1
+            wait = max(0.0, -self._tokens / self._rate)
+        if wait:
+            self._wait(wait)
+        return wait
+
+    def slow_down(self) -> None:
+        """The store said 503: half the rate, at most once a second, whoever reports it."""
+        with self._lock:
+            self._refill()
+            if self._at - self._slowed >= 1.0:
+                self._rate = max(self._rate / 2, self.most / 64)
+                self._tokens = min(self._tokens, 0.0)
+                self._slowed = self._at
+
+    def _refill(self) -> None:
+        now = self._clock()
+        passed = max(0.0, now - self._at)
+        self._tokens = min(self._burst, self._tokens + passed * self._rate)
+        if now - self._slowed >= 1.0:
+            since = max(0.0, now - max(self._at, self._slowed + 1.0))
+            self._rate = min(self.most, self._rate + since * self.most / 20)
+        self._at = now

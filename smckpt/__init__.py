@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         sm_state_dict_type,
     )
     from smckpt.topology import ParallelState
-    from smckpt.translate import export_hf
+    from smckpt.translate import export_hf, verify_hf
 
 __all__ = [
     "FULL",
@@ -90,6 +90,7 @@ __all__ = [
     "save",
     "sm_state_dict_type",
     "verify_checkpoint",
+    "verify_hf",
 ]
 
 # Where each public name lives; the imports under TYPE_CHECKING say the same to type checkers.
@@ -118,7 +119,7 @@ _HOMES = {
         "sm_state_dict_type",
     ),
     "smckpt.topology": ("ParallelState",),
-    "smckpt.translate": ("export_hf",),
+    "smckpt.translate": ("export_hf", "verify_hf"),
 }
 
 

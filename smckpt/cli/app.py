@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict
+from typing import NoReturn
 
 import click
 
@@ -112,11 +113,29 @@ def show(checkpoint: str, tensors: str | None, as_json: bool) -> None:
 
 
 @app.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
+@click.option("--hf", metavar="DIR", help="Check a Hugging Face directory instead.")
+@click.option("--against", metavar="CHECKPOINT", help="With --hf: its weights are this one's.")
+@click.option("--reference", metavar="DIR", help="With --hf: it computes what this one does.")
 @threads
 @as_json
-def verify(checkpoint: str, threads: int, as_json: bool) -> None:
-    """Read every byte of CHECKPOINT against its checksum; exit with 1 if anything is wrong."""
+def verify(
+    checkpoint: str | None,
+    hf: str | None,
+    against: str | None,
+    reference: str | None,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Read every byte of CHECKPOINT against its checksum, or check an exported model with --hf;
+    exit with 1 if anything is wrong."""
+    if (checkpoint is None) == (hf is None):
+        raise click.UsageError("give either CHECKPOINT or --hf DIR")
+    if hf is not None:
+        _verify_hf(hf, against, reference, as_json)
+    if against is not None or reference is not None:
+        raise click.UsageError("--against and --reference go with --hf")
+    assert checkpoint is not None
     from smckpt.checkpoint.verify import verify_checkpoint
 
     with progress_bar("verifying", quiet=as_json) as progress:
@@ -131,6 +150,25 @@ def verify(checkpoint: str, threads: int, as_json: bool) -> None:
             f"{verdict}: {count_text(report.tensors, 'tensor')} in "
             f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"
         )
+    sys.exit(0 if report.ok else 1)
+
+
+def _verify_hf(
+    directory: str, against: str | None, reference: str | None, as_json: bool
+) -> NoReturn:
+    from smckpt.translate import verify_hf
+
+    with progress_bar("comparing", quiet=as_json or against is None) as progress:
+        report = verify_hf(directory, against=against, reference=reference, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        for problem in report.problems:
+            print_line(problem)
+        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
+        compared = f", {report.compared} compared with {against}" if against else ""
+        apart = f", logits within {report.logits:g}" if report.logits is not None else ""
+        print_line(f"{verdict}: {count_text(report.tensors, 'tensor')}{compared}{apart}")
     sys.exit(0 if report.ok else 1)
 
 

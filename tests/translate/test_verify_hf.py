@@ -1,0 +1,114 @@
+"""`verify --hf`: an exported model that would not serve is found out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from smckpt import errors, export_hf, verify_hf
+from tests.support import shards
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = model.state_dict()
+    folder = tmp_path_factory.mktemp("verify") / "ckpt"
+    return shards.write(folder, 2, lambda rank: shards.fsdp2(state, rank, 2))
+
+
+@pytest.fixture
+def exported(model: Any, checkpoint: Path, tmp_path: Path) -> Path:
+    export_hf(checkpoint, tmp_path / "hf", config=model.config, max_shard_size="40KB")
+    return tmp_path / "hf"
+
+
+def alter(folder: Path, change: Any) -> None:
+    """Rewrite the file that holds layer 1's gate with a change."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"]["model.layers.1.mlp.gate_proj.weight"]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_good_export_passes_all_three_questions(exported, checkpoint, model, tmp_path):
+    model.save_pretrained(tmp_path / "reference")
+    report = verify_hf(exported, against=checkpoint, reference=tmp_path / "reference")
+    assert report.problems == ()
+    assert report.compared == report.tensors == len(model.state_dict())
+    assert report.logits == 0.0
+
+
+def test_a_cast_export_equals_the_checkpoint_after_the_cast(checkpoint, model, tmp_path):
+    export_hf(checkpoint, tmp_path / "hf", config=model.config, dtype="bfloat16")
+    assert verify_hf(tmp_path / "hf", against=checkpoint).ok
+
+
+def test_one_changed_bit_is_named(exported, checkpoint):
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.gate_proj.weight"].view(torch.int32)[3, 5] ^= 1
+
+    alter(exported, flip)
+    assert verify_hf(exported).ok  # it loads all the same
+    report = verify_hf(exported, against=checkpoint)
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("model.layers.1.mlp.gate_proj.weight: differs")
+
+
+def test_a_wrong_config_field_shows_in_the_logits_alone(exported, checkpoint, model, tmp_path):
+    model.save_pretrained(tmp_path / "reference")
+    config = json.loads((exported / "config.json").read_text())
+    config["rope_theta"] = 1e6
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    (exported / "config.json").write_text(json.dumps(config))
+    assert verify_hf(exported, against=checkpoint).ok
+    report = verify_hf(exported, reference=tmp_path / "reference")
+    assert [p.split(" by up to")[0] for p in report.problems] == [
+        "logits differ from the reference's"
+    ]
+
+
+def test_a_lost_tensor_is_missing_in_the_index_and_in_transformers(exported):
+    alter(exported, lambda tensors: tensors.pop("model.layers.1.mlp.gate_proj.weight"))
+    with pytest.raises(errors.CorruptCheckpointError, match="which are in no file"):
+        verify_hf(exported)
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.layers.1.mlp.gate_proj.weight"]
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = verify_hf(exported).problems
+    assert "missing_keys: ['model.layers.1.mlp.gate_proj.weight']" in problem
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(errors.UsageError, match=r"neither model.safetensors nor"):
+        verify_hf(tmp_path)
+
+
+def test_the_command_exits_with_1_when_the_model_is_bad(exported, checkpoint):
+    command = [sys.executable, "-m", "smckpt.cli", "verify", "--hf", str(exported)]
+    command += ["--against", str(checkpoint), "--json"]
+    good = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["ok"]
+    alter(exported, lambda t: t["model.layers.1.mlp.gate_proj.weight"].zero_())
+    bad = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 1
+    assert len(json.loads(bad.stdout)["problems"]) == 1

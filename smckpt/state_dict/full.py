@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from smckpt.state_dict.initial import init_parameter_state
+from smckpt.errors import KeysMismatchError
+from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import ModelView
 from smckpt.state_dict.names import canonical
-from smckpt.state_dict.optimizers import bind, fill_groups
+from smckpt.state_dict.optimizers import Binding, bind, fill_groups
 from smckpt.state_dict.private import is_dtensor, is_fsdp1
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
 
@@ -170,37 +171,64 @@ def load_full_optimizer(
     """Put a full optimizer state, held by rank 0, into the live one; rank 0 broadcasts."""
     import torch.distributed as dist
 
-    from smckpt.layout.geometry import Box
-    from smckpt.state_dict.select import geometry_of
-
     whole: dict[str, Any] = dict(given)
     boxed: list[Any] = [_outline(whole)]
     if _initialised():
         dist.broadcast_object_list(boxed, src=0)
     outline = boxed[0]
     binding = bind(optimizer, "SHARDED", view)
-    for index, parameter in enumerate(binding.parameters()):
-        names = binding.names(parameter, index)
-        if any(n in outline["state"] for n in names) and not optimizer.state.get(parameter):
-            init_parameter_state(optimizer, parameter)
+    owners = _rooms(binding, outline["state"])
     live = binding.take()["state"]
     for fqn, slots in outline["state"].items():
         for slot, described in slots.items():
-            tensor = _from_rank0(whole, fqn, slot, described)
-            if fqn not in live or slot not in live[fqn]:
-                continue
-            target = live[fqn][slot]
-            if not isinstance(tensor, torch.Tensor):
-                live[fqn][slot] = tensor
-                continue
-            local, geometry = geometry_of(target, fqn, _rank())
-            for piece in geometry.pieces(_rank()):
-                box: Box = piece.box
-                index_ = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                torch.as_strided(
-                    local, box.sizes, piece.strides, local.storage_offset() + piece.start
-                ).copy_(tensor[index_])
+            value = _from_rank0(whole, fqn, slot, described)
+            if not isinstance(value, torch.Tensor):
+                optimizer.state[owners[fqn]][slot] = value
+            elif fqn in live:  # else this rank holds nothing of the parameter
+                _fill(live[fqn][slot], value, fqn)
     fill_groups(binding, outline["param_groups"])
+
+
+def _rooms(binding: Binding, described: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Make the live slots those that are described, empty; the parameter of each name.
+
+    Raises:
+        KeysMismatchError: the optimizer has no parameter of some name.
+        StateError: there is no telling how a slot is to be made.
+    """
+    owners: dict[str, torch.Tensor] = {}
+    state = binding.optimizer.state
+    for index, parameter in enumerate(binding.parameters()):
+        names = binding.names(parameter, index)
+        owners.update(dict.fromkeys(names, parameter))
+        slots = {slot: how for name in names for slot, how in described.get(name, {}).items()}
+        if not slots:
+            state.pop(parameter, None)
+            continue
+        wanted = {slot: (how[1], how[0]) for slot, how in slots.items() if how[0] != "value"}
+        make_slots(binding.optimizer, parameter, wanted, flat=binding.flat(parameter))
+        for slot, (dtype, _) in wanted.items():
+            state[parameter][slot] = state[parameter][slot].to(dtype)  # as it was saved
+    if unknown := sorted(map(str, described.keys() - owners.keys())):
+        raise KeysMismatchError(
+            f"the optimizer has no parameter {unknown[:12]}, whose state is to be loaded",
+            remedy="load the state of an optimizer over the same parameters",
+        )
+    return owners
+
+
+def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
+    """This rank's part of a whole tensor into the live one."""
+    from smckpt.state_dict.select import geometry_of
+
+    local, geometry = geometry_of(target, fqn, _rank())
+    for piece in geometry.pieces(_rank()):
+        box = tuple(
+            slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
+        )
+        torch.as_strided(
+            local, piece.box.sizes, piece.strides, local.storage_offset() + piece.start
+        ).copy_(value[box])
 
 
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,22 @@
 
 torch's optimizers make their state lazily, in the first step, so a fresh one has nothing into which
 a checkpoint could be read. Stepping with zero gradients is no way out: it decays weights and counts
-a step (pytorch #164929). Their own `_init_group` makes the state and does nothing else.
+a step (pytorch #164929). Their own `_init_group` makes the state and does nothing else; what even
+that leaves to the first step (SGD's momentum), a load makes after the parameter.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from smckpt.errors import StateError
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
 
-__all__ = ["init_optim_state", "init_parameter_state"]
+__all__ = ["init_optim_state", "init_parameter_state", "make_slots"]
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
@@ -29,6 +30,9 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
         optimizer: any `torch.optim.Optimizer`.
         skip_empty_param: leave out parameters without elements on this rank, as a step does under
             FSDP1 with `use_orig_params=True`.
+
+    Raises:
+        StateError: an optimizer, of another house, whose state only a step makes.
     """
     from smckpt.state_dict.context import remember_optimizer
 
@@ -44,58 +48,68 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
 
 
 def init_parameter_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """The state of one parameter that has none."""
+    """The state of one parameter that has none.
+
+    Raises:
+        StateError: the optimizer has no way to make it but a step.
+    """
+    initialise = getattr(optimizer, "_init_group", None)
+    if initialise is None:
+        raise StateError(
+            f"{type(optimizer).__name__} makes its state in step() alone",
+            remedy="leave init_optim_state out: smckpt.load makes the state that was saved",
+        )
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    alone = {**group, "params": [parameter]}
     before = parameter.grad
     try:
         parameter.grad = torch.zeros_like(parameter)
-        initialise = getattr(optimizer, "_init_group", None)
-        if initialise is not None:
-            with torch.no_grad():
-                initialise(alone, *_empty_lists(initialise))
-        else:
-            _by_a_step_of_a_twin(optimizer, alone, parameter)
+        with torch.no_grad():
+            initialise({**group, "params": [parameter]}, *_empty_lists(initialise))
     finally:
         parameter.grad = before
+
+
+def make_slots(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    *,
+    flat: bool,
+) -> bool:
+    """Make room for state tensors that are about to be filled; whether anything was made.
+
+    The optimizer's own way first; what it makes later than that (SGD's momentum), or has no way
+    to make, is made after the parameter.
+
+    Args:
+        wanted: slot → dtype and global shape of what was saved.
+        flat: the parameter is a flat one, or a view into it; shapes are those of its members.
+
+    Raises:
+        StateError: a slot has neither the parameter's shape nor is a scalar.
+    """
+    made = False
+    if not optimizer.state.get(parameter) and hasattr(optimizer, "_init_group"):
+        init_parameter_state(optimizer, parameter)
+        made = bool(optimizer.state.get(parameter))
+    for slot, (dtype, shape) in wanted.items():
+        if isinstance(optimizer.state[parameter].get(slot), torch.Tensor):
+            continue
+        if not tuple(shape):
+            room = torch.zeros((), dtype=dtype)
+        elif flat or tuple(shape) == tuple(parameter.shape):
+            room = torch.zeros_like(parameter.detach(), dtype=dtype)
+        else:
+            raise StateError(
+                f"{type(optimizer).__name__} has no {slot!r} yet, which was saved with the shape "
+                f"{list(shape)} for a parameter of shape {list(parameter.shape)}",
+                remedy="take one step before the load, so that the optimizer makes it",
+            )
+        optimizer.state[parameter][slot] = room
+        made = True
+    return made
 
 
 def _empty_lists(initialise: Any) -> Iterable[list[Any]]:
     """`_init_group(group, params, grads, …)` fills lists: one for each argument but the first."""
     return [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
-
-
-def _by_a_step_of_a_twin(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> None:
-    """For optimizers of other houses: one step with lr 0 on the parameter alone, undone.
-
-    What the step changed in the parameter is put back; counters named "step" go back to zero.
-    """
-    others = [
-        (p, p.grad) for g in optimizer.param_groups for p in g["params"] if p is not parameter
-    ]
-    kept = parameter.detach().clone()
-    rates = [(g, g.get("lr")) for g in optimizer.param_groups]
-    state_before = {id(p): copy.copy(s) for p, s in optimizer.state.items() if p is not parameter}
-    try:
-        for other, _ in others:
-            other.grad = None
-        optimizer.step()
-    finally:
-        for other, gradient in others:
-            other.grad = gradient
-        for its_group, rate in rates:
-            if rate is not None:
-                its_group["lr"] = rate
-        with torch.no_grad():
-            parameter.copy_(kept)
-    for p in list(optimizer.state):
-        if p is not parameter and id(p) not in state_before:
-            del optimizer.state[p]
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if key == "step":
-            optimizer.state[parameter][key] = (
-                torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
-            )
-    del group

@@ -15,7 +15,7 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import FlatGeometry
-from smckpt.state_dict.initial import init_parameter_state
+from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, set_tag
@@ -25,10 +25,14 @@ __all__ = [
     "bind",
     "fill_groups",
     "fill_optimizer",
+    "is_optimizer_dict",
     "optimizer_dicts",
     "prepare_optimizers",
     "take",
 ]
+
+
+Wanted = tuple[torch.dtype, tuple[int, ...]]  # dtype and global shape of a saved slot
 
 
 @dataclass
@@ -50,6 +54,11 @@ class Binding:
     def names(self, parameter: torch.Tensor, index: int) -> tuple[str, ...]:
         found = self.held.get(id(parameter))
         return found.fqns if found else (str(index),)
+
+    def flat(self, parameter: torch.Tensor) -> bool:
+        """Whether it is a flat parameter of FSDP1, or a view into one."""
+        found = self.held.get(id(parameter))
+        return found is not None and isinstance(found.geometry, FlatGeometry)
 
     def record(self) -> dict[str, Any]:
         """What the manifest keeps, so that ids can be read as names later."""
@@ -179,11 +188,19 @@ def _member(
 # -- in a user's dict ---------------------------------------------------------------------------
 
 
+def is_optimizer_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("param_groups"), list)
+        and isinstance(value.get("state"), dict)
+    )
+
+
 def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
     if not isinstance(tree, dict):
         return
-    if isinstance(tree.get("param_groups"), list) and isinstance(tree.get("state"), dict):
+    if is_optimizer_dict(tree):
         yield path, tree, _binding_of(tree)
         return
     for key, value in tree.items():
@@ -235,6 +252,9 @@ def prepare_optimizers(
 
     A parameter whose state was saved and that has none yet gets it; one that had none when the
     state was saved loses it; a state tensor of another dtype is replaced.
+
+    Raises:
+        StateError: there is no telling how a slot is to be made.
     """
     for path, tree, binding in optimizer_dicts(state_dict):
         if binding is None:
@@ -243,10 +263,10 @@ def prepare_optimizers(
         changed = False
         for index, parameter in enumerate(binding.parameters()):
             names = (*binding.names(parameter, index), str(index))
-            wanted: dict[str, str] = {}
+            wanted: dict[str, Wanted] = {}
             for name in names:
                 wanted.update(slots.get(name, {}))
-            changed |= _align(binding.optimizer, parameter, wanted, strict)
+            changed |= _align(binding, parameter, wanted, strict)
         if changed or not tree["state"]:
             fresh = binding.take()
             tree["state"] = fresh["state"]
@@ -261,16 +281,15 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
     for key in [k for k in live["state"] if k not in state]:
         _forget(binding, key)
     for key, slots in state.items():
-        here = live["state"].get(key)
-        if here is None:
-            _start(binding, key)
-            here = binding.take()["state"].get(key)
-        if here is None:
-            raise StateError(
-                f"the optimizer has no parameter {key!r}",
-                remedy="load the state of the optimizer that was saved",
-            )
         owner = _owner(binding, key)
+        wanted = {
+            slot: (value.dtype, tuple(value.shape))
+            for slot, value in slots.items()
+            if isinstance(value, torch.Tensor)
+        }
+        if make_slots(binding.optimizer, owner, wanted, flat=binding.flat(owner)):
+            live = binding.take()
+        here = live["state"].get(key, {})
         for slot, value in slots.items():
             mine = here.get(slot)
             if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
@@ -320,25 +339,23 @@ def _forget(binding: Binding, key: Any) -> None:
     binding.optimizer.state.pop(_owner(binding, key), None)
 
 
-def _start(binding: Binding, key: Any) -> None:
-    init_parameter_state(binding.optimizer, _owner(binding, key))
-
-
-def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, str]]:
-    """Parameter name → {slot: dtype} of the optimizer at `path`."""
+def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wanted]]:
+    """Parameter name → {slot: (dtype, shape)} of the optimizer at `path`."""
     prefix = tuple(map(str, (*path, "state")))
-    out: dict[str, dict[str, str]] = {}
+    out: dict[str, dict[str, Wanted]] = {}
     for tensor in saved.values():
         its = tuple(map(str, tensor.path))
         if len(its) == len(prefix) + 2 and its[: len(prefix)] == prefix:
-            out.setdefault(its[-2], {})[its[-1]] = tensor.dtype
+            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape))
+            out.setdefault(its[-2], {})[its[-1]] = wanted
     return out
 
 
 def _align(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: dict[str, str], strict: bool
+    binding: Binding, parameter: torch.Tensor, wanted: dict[str, Wanted], strict: bool
 ) -> bool:
     """Make the live slots of `parameter` those that were saved; whether anything changed."""
+    optimizer = binding.optimizer
     live = optimizer.state.get(parameter, {})
     if not wanted:
         tensors = any(isinstance(v, torch.Tensor) for v in live.values())
@@ -347,14 +364,13 @@ def _align(
             return True
         return False
     changed = False
-    if not live and _local_numel(parameter):
-        init_parameter_state(optimizer, parameter)
-        live = optimizer.state.get(parameter, {})
-        changed = True
-    for slot, dtype in wanted.items():
+    if live or _local_numel(parameter):
+        changed = make_slots(optimizer, parameter, wanted, flat=binding.flat(parameter))
+        live = optimizer.state[parameter]
+    for slot, (dtype, _) in wanted.items():
         value = live.get(slot)
-        if isinstance(value, torch.Tensor) and str(value.dtype) != f"torch.{dtype}":
-            live[slot] = value.to(getattr(torch, dtype))
+        if isinstance(value, torch.Tensor) and value.dtype != dtype:
+            live[slot] = value.to(dtype)
             changed = True
     return changed
 

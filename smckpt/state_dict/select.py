@@ -20,7 +20,7 @@ from smckpt.layout.geometry import (
     Mesh,
     MeshGeometry,
 )
-from smckpt.state_dict.optimizers import optimizer_dicts
+from smckpt.state_dict.optimizers import is_optimizer_dict, optimizer_dicts
 from smckpt.state_dict.private import dtensor_parts, is_dtensor, placement_of
 from smckpt.state_dict.tags import Tag, tag_of
 
@@ -97,7 +97,7 @@ class Selector:
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether there is a tensor in it."""
+        """Collect what is below; whether there is a tensor, or an optimizer's dict, in it."""
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True
@@ -131,6 +131,9 @@ class Selector:
                     )
                 continue
             found |= self._visit(child, (*path, key), walk)
+        # An optimizer's is never one value, even while it has no state (plain SGD): a load goes
+        # through to the live groups.
+        found = found or is_optimizer_dict(value)
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))

@@ -1,0 +1,165 @@
+"""FSDP2: LOCAL and SHARDED state is what torch gathers, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import smckpt
+from tests.support.collectives import count_collectives
+from tests.support.launch import run_ranks
+from tests.support.nets import Net, groups_of, step
+from tests.support.truth import assembled, differences, flat, snapshot
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW amsgrad": functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2),
+    "SGD momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+}
+TWO = {f"1-D {name}": ("1-D", name) for name in OPTIMIZERS} | {
+    kind: (kind, "AdamW") for kind in ("replicated", "mixed", "offload", "stateless", "apart")
+}
+FOUR = {
+    f"{kind} {optimizer}": (kind, optimizer)
+    for kind in ("HSDP", "FSDP+TP")
+    for optimizer in ("AdamW", "SGD momentum")
+}
+
+
+@functools.cache
+def mesh_of(kind: str) -> Any:
+    if kind == "HSDP":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "FSDP+TP":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    if kind == "replicated":
+        return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+
+
+def build(kind: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Seven and eleven rows divide by nothing; TP wants even rows, so its model is wider."""
+    torch.manual_seed(seed)
+    tensor_parallel = kind == "FSDP+TP"
+    model = Net(8 if tensor_parallel else 6, shared=kind not in ("apart", "FSDP+TP"))
+    mesh = mesh_of(kind)
+    more: dict[str, Any] = {}
+    if tensor_parallel:
+        plan = {
+            "frozen": ColwiseParallel(output_layouts=Replicate()),
+            "blocks.0.down": RowwiseParallel(input_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+        mesh = mesh["shard"]
+    if kind == "mixed":
+        more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if kind == "offload":
+        more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **more)
+    fully_shard(model.frozen, mesh=mesh, **more)
+    fully_shard(model, mesh=mesh, **more)
+    groups = groups_of(model)
+    if kind == "stateless":  # a parameter that is in the optimizer and never gets a gradient
+        model.register_parameter("idle", nn.Parameter(torch.randn(3)))
+        groups[0]["params"].append(model.idle)
+    return model, OPTIMIZERS[optimizer](groups)
+
+
+def taken(model: Any, optimizer: Any, kind: Any) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, kind):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def truth(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Gathered tensor by tensor with torch's own `full_tensor`."""
+    names = {p: name for name, p in model.named_parameters()}
+    state = {names[p]: slots for p, slots in optimizer.state.items()}
+    return flat({"model": model.state_dict(), "optimizer": {"state": state}})
+
+
+def check(case: tuple[str, str], folder: str) -> dict[str, Any]:
+    """All that one configuration must show; a list of differences for each."""
+    model, optimizer = build(*case)
+    out: dict[str, Any] = {}
+    step(model, optimizer, 2)
+    before, expected = snapshot(model, optimizer), truth(model, optimizer)
+    for kind in (smckpt.LOCAL, smckpt.SHARDED):
+        out[kind.value] = differences(assembled(taken(model, optimizer, kind)), expected)
+    with torch.no_grad():  # leaves the modules with unsharded parameters
+        model(torch.zeros(2, 3, dtype=torch.long))
+    out["after a forward alone"] = differences(
+        {k: v for k, v in assembled(taken(model, optimizer, smckpt.LOCAL)).items() if "seen" not in k},
+        {k: v for k, v in expected.items() if "seen" not in k},
+    )
+    before, expected = snapshot(model, optimizer), truth(model, optimizer)
+    with count_collectives() as counted:
+        smckpt.async_save(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder)
+        smckpt.maybe_finalize_async_calls()
+    out["untouched"] = differences(before, snapshot(model, optimizer))
+    step(model, optimizer, 1, seed=5)
+    after = snapshot(model, optimizer)
+    out["moved"] = differences(before, after)
+    for initialised in (True, False):
+        other, fresh = build(*case, seed=3)
+        with count_collectives() as again:
+            if initialised:
+                smckpt.init_optim_state(fresh)
+            smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
+        counted.calls.update(again.calls)
+        out[f"loaded, initialised={initialised}"] = differences(snapshot(other, fresh), before)
+        step(other, fresh, 1, seed=5)
+        out[f"next step, initialised={initialised}"] = differences(snapshot(other, fresh), after)
+    out["collectives"] = dict(counted.calls)
+    return out
+
+
+def check_all(cases: dict[str, tuple[str, str]], folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore", FutureWarning)
+    out = {}
+    for name, case in cases.items():
+        try:
+            out[name] = check(case, f"{folder}/{name}")
+        except Exception:  # told by case; what raises, raises on all ranks
+            out[name] = {"raised": traceback.format_exc(), "moved": True}
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Case → what each rank found. Ranks are started once for all cases of a world size."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in ((2, TWO), (4, FOUR)):
+        folder = tmp_path_factory.mktemp(f"fsdp2-{world}")
+        ranks = run_ranks(check_all, world, cases, str(folder), timeout=240)
+        found.update({case: [rank[case] for rank in ranks] for case in cases})
+    return found
+
+
+@pytest.mark.parametrize("case", [*TWO, *FOUR])
+def test_local_state_is_what_torch_gathers_comes_back_and_trains_on_without_a_collective(
+    results: dict[str, list[dict[str, Any]]], case: str
+) -> None:
+    for rank in results[case]:
+        assert rank.pop("moved"), "the step must have changed something"
+        assert {what: found for what, found in rank.items() if found} == {}

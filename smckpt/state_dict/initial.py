@@ -7,13 +7,12 @@ a step (pytorch #164929). Their own `_init_group` makes the state and does nothi
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from smckpt.errors import UsageError
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
 
 __all__ = ["init_optim_state", "init_parameter_state"]
@@ -26,9 +25,13 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     are. Runs no collective.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any `torch.optim.Optimizer` that makes its state in `_init_group`, as torch's
+            own do, or that needs none.
         skip_empty_param: leave out parameters without elements on this rank, as a step does under
             FSDP1 with `use_orig_params=True`.
+
+    Raises:
+        UsageError: the optimizer makes its state in some other way.
     """
     from smckpt.state_dict.context import remember_optimizer
 
@@ -39,63 +42,50 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
             local = dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter
             if skip_empty_param and local.numel() == 0:
                 continue
-            init_parameter_state(optimizer, parameter)
+            _initialise(optimizer, group, parameter)
     remember_optimizer(optimizer)
 
 
 def init_parameter_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """The state of one parameter that has none."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    alone = {**group, "params": [parameter]}
+    _initialise(optimizer, group, parameter)
+
+
+def _initialise(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return  # one state for all parameters, made of the steps' history: there is none yet
+    initialise = getattr(optimizer, "_init_group", None)
+    if initialise is None:
+        raise UsageError(
+            f"{type(optimizer).__name__} has no _init_group, so its state cannot be made without "
+            "a step",
+            remedy="take one step before the load, or give the class an _init_group(group, …) "
+            "that fills self.state as torch's optimizers do",
+        )
     before = parameter.grad
     try:
         parameter.grad = torch.zeros_like(parameter)
-        initialise = getattr(optimizer, "_init_group", None)
-        if initialise is not None:
-            with torch.no_grad():
-                initialise(alone, *_empty_lists(initialise))
-        else:
-            _by_a_step_of_a_twin(optimizer, alone, parameter)
+        # It fills lists, one for each argument but the first.
+        lists: list[list[Any]] = [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
+        with torch.no_grad():
+            initialise({**group, "params": [parameter]}, *lists)
     finally:
         parameter.grad = before
+    _momentum_of_sgd(optimizer, group, parameter)
+    if parameter in optimizer.state and not optimizer.state[parameter]:
+        del optimizer.state[parameter]  # looked at, not filled
 
 
-def _empty_lists(initialise: Any) -> Iterable[list[Any]]:
-    """`_init_group(group, params, grads, …)` fills lists: one for each argument but the first."""
-    return [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
-
-
-def _by_a_step_of_a_twin(
+def _momentum_of_sgd(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
-    """For optimizers of other houses: one step with lr 0 on the parameter alone, undone.
-
-    What the step changed in the parameter is put back; counters named "step" go back to zero.
-    """
-    others = [
-        (p, p.grad) for g in optimizer.param_groups for p in g["params"] if p is not parameter
-    ]
-    kept = parameter.detach().clone()
-    rates = [(g, g.get("lr")) for g in optimizer.param_groups]
-    state_before = {id(p): copy.copy(s) for p, s in optimizer.state.items() if p is not parameter}
-    try:
-        for other, _ in others:
-            other.grad = None
-        optimizer.step()
-    finally:
-        for other, gradient in others:
-            other.grad = gradient
-        for its_group, rate in rates:
-            if rate is not None:
-                its_group["lr"] = rate
-        with torch.no_grad():
-            parameter.copy_(kept)
-    for p in list(optimizer.state):
-        if p is not parameter and id(p) not in state_before:
-            del optimizer.state[p]
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if key == "step":
-            optimizer.state[parameter][key] = (
-                torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(0)
-            )
-    del group
+    """SGD begins with the first gradient itself as momentum. So does a buffer of negative zeros:
+    μ · −0.0 + g is g to the bit, where 0.0 + −0.0 would lose the sign. With dampening the first
+    gradient counts in full only without a buffer; a load makes that one (`momentum_buffer`)."""
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(
+            parameter, -0.0, requires_grad=False
+        )

@@ -33,8 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "SGD": functools.partial(torch.optim.SGD, lr=1e-2),
     "SGD momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
-}
+}  # Adafactor is not here: in torch 2.13 its own step raises on sharded DTensors
 TWO = {f"1-D {name}": ("1-D", name) for name in OPTIMIZERS} | {
     kind: (kind, "AdamW") for kind in ("replicated", "mixed", "offload", "stateless", "apart")
 }
@@ -108,10 +107,9 @@ def check(case: tuple[str, str], folder: str) -> dict[str, Any]:
         out[kind.value] = differences(assembled(taken(model, optimizer, kind)), expected)
     with torch.no_grad():  # leaves the modules with unsharded parameters
         model(torch.zeros(2, 3, dtype=torch.long))
-    out["after a forward alone"] = differences(
-        {k: v for k, v in assembled(taken(model, optimizer, smckpt.LOCAL)).items() if "seen" not in k},
-        {k: v for k, v in expected.items() if "seen" not in k},
-    )
+    again = assembled(taken(model, optimizer, smckpt.LOCAL))
+    forward = differences(again, expected)  # its buffers count the forwards
+    out["after a forward alone"] = [what for what in forward if ".seen" not in what]
     before, expected = snapshot(model, optimizer), truth(model, optimizer)
     with count_collectives() as counted:
         smckpt.async_save(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder)
@@ -122,11 +120,11 @@ def check(case: tuple[str, str], folder: str) -> dict[str, Any]:
     out["moved"] = differences(before, after)
     for initialised in (True, False):
         other, fresh = build(*case, seed=3)
-        with count_collectives() as again:
+        with count_collectives() as more:
             if initialised:
                 smckpt.init_optim_state(fresh)
             smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
-        counted.calls.update(again.calls)
+        counted.calls.update(more.calls)
         out[f"loaded, initialised={initialised}"] = differences(snapshot(other, fresh), before)
         step(other, fresh, 1, seed=5)
         out[f"next step, initialised={initialised}"] = differences(snapshot(other, fresh), after)

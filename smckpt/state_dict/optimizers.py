@@ -18,13 +18,14 @@ from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import init_parameter_state
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
-from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, set_tag
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
 
 __all__ = [
     "Binding",
     "bind",
     "fill_groups",
     "fill_optimizer",
+    "is_optimizer_dict",
     "optimizer_dicts",
     "prepare_optimizers",
     "take",
@@ -143,8 +144,10 @@ def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, kind: str, a
         return {k: _tagged(v, parameter, held, kind, (*after, k)) for k, v in value.items()}
     if not isinstance(value, torch.Tensor) or held is None:
         return value
-    geometry = held.geometry if _same_extent(value, parameter) else None
-    set_tag(value, Tag(kind, held.fqns, geometry, after))
+    geometry = held.geometry
+    if geometry is not None and not _same_extent(value, parameter):
+        geometry = None
+    renew_tag(value, kind, held.fqns, geometry, after)
     return value
 
 
@@ -179,11 +182,19 @@ def _member(
 # -- in a user's dict ---------------------------------------------------------------------------
 
 
+def is_optimizer_dict(tree: Any) -> bool:
+    return (
+        isinstance(tree, dict)
+        and isinstance(tree.get("param_groups"), list)
+        and isinstance(tree.get("state"), dict)
+    )
+
+
 def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
     if not isinstance(tree, dict):
         return
-    if isinstance(tree.get("param_groups"), list) and isinstance(tree.get("state"), dict):
+    if is_optimizer_dict(tree):
         yield path, tree, _binding_of(tree)
         return
     for key, value in tree.items():

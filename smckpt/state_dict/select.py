@@ -20,7 +20,7 @@ from smckpt.layout.geometry import (
     Mesh,
     MeshGeometry,
 )
-from smckpt.state_dict.optimizers import optimizer_dicts
+from smckpt.state_dict.optimizers import is_optimizer_dict, optimizer_dicts
 from smckpt.state_dict.private import dtensor_parts, is_dtensor, placement_of
 from smckpt.state_dict.tags import Tag, tag_of
 
@@ -97,7 +97,8 @@ class Selector:
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether there is a tensor in it."""
+        """Collect what is below; whether it must stay apart: it has a tensor, or is an optimizer's
+        state dict, whose groups are given back to the live optimizer."""
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True
@@ -122,7 +123,9 @@ class Selector:
             if type(key) not in (str, int):
                 # A value with such a key can be stored whole, as long as no tensor is in it.
                 key_path: Path = (*path, repr(key))
-                if self._visit(child, key_path, walk):
+                count = len(walk.tensors)
+                self._visit(child, key_path, walk)
+                if len(walk.tensors) != count:
                     raise StateError(
                         f"the key {key!r} at {dotted(path) or 'the top'} is a "
                         f"{type(key).__name__}, with tensors below it",
@@ -131,6 +134,7 @@ class Selector:
                     )
                 continue
             found |= self._visit(child, (*path, key), walk)
+        found = found or is_optimizer_dict(value)
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))
@@ -231,7 +235,7 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         parts = [s.tensor.detach().reshape(-1) for s in shards]
         empty = torch.empty(0, dtype=tensor.dtype)
         return (torch.cat(parts) if parts else empty), boxes
-    return tensor.detach(), None
+    return (tensor.detach() if tensor.requires_grad else tensor), None
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:

@@ -9,15 +9,15 @@ that leaves to the first step (SGD's momentum), a load makes after the parameter
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from smckpt.errors import StateError
+from smckpt.errors import StateError, UsageError
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
 
-__all__ = ["init_optim_state", "init_parameter_state", "make_slots"]
+__all__ = ["init_optim_state", "make_slots"]
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
@@ -27,12 +27,13 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     are. Runs no collective.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any `torch.optim.Optimizer` that makes its state in `_init_group`, as torch's
+            own do, or that needs none.
         skip_empty_param: leave out parameters without elements on this rank, as a step does under
             FSDP1 with `use_orig_params=True`.
 
     Raises:
-        StateError: an optimizer, of another house, whose state only a step makes.
+        UsageError: the optimizer makes its state in some other way.
     """
     from smckpt.state_dict.context import remember_optimizer
 
@@ -43,30 +44,35 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
             local = dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter
             if skip_empty_param and local.numel() == 0:
                 continue
-            init_parameter_state(optimizer, parameter)
+            _initialise(optimizer, group, parameter)
     remember_optimizer(optimizer)
 
 
-def init_parameter_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """The state of one parameter that has none.
-
-    Raises:
-        StateError: the optimizer has no way to make it but a step.
-    """
+def _initialise(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return  # one state for all parameters, made of the steps' history: there is none yet
     initialise = getattr(optimizer, "_init_group", None)
     if initialise is None:
-        raise StateError(
-            f"{type(optimizer).__name__} makes its state in step() alone",
-            remedy="leave init_optim_state out: smckpt.load makes the state that was saved",
+        raise UsageError(
+            f"{type(optimizer).__name__} has no _init_group, so its state cannot be made without "
+            "a step",
+            remedy="leave it out: smckpt.load makes the state that was saved; or give the class an "
+            "_init_group(group, …) that fills self.state as torch's optimizers do",
         )
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     before = parameter.grad
     try:
         parameter.grad = torch.zeros_like(parameter)
+        # It fills lists, one for each argument but the first.
+        lists: list[list[Any]] = [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
         with torch.no_grad():
-            initialise({**group, "params": [parameter]}, *_empty_lists(initialise))
+            initialise({**group, "params": [parameter]}, *lists)
     finally:
         parameter.grad = before
+    _momentum_of_sgd(optimizer, group, parameter)
+    if parameter in optimizer.state and not optimizer.state[parameter]:
+        del optimizer.state[parameter]  # looked at, not filled
 
 
 def make_slots(
@@ -90,7 +96,8 @@ def make_slots(
     """
     made = False
     if not optimizer.state.get(parameter) and hasattr(optimizer, "_init_group"):
-        init_parameter_state(optimizer, parameter)
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        _initialise(optimizer, group, parameter)
         made = bool(optimizer.state.get(parameter))
     for slot, (dtype, shape) in wanted.items():
         if isinstance(optimizer.state[parameter].get(slot), torch.Tensor):
@@ -110,6 +117,13 @@ def make_slots(
     return made
 
 
-def _empty_lists(initialise: Any) -> Iterable[list[Any]]:
-    """`_init_group(group, params, grads, …)` fills lists: one for each argument but the first."""
-    return [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
+def _momentum_of_sgd(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> None:
+    """SGD begins with the first gradient itself as momentum. So does a buffer of negative zeros:
+    μ · −0.0 + g is g to the bit, where 0.0 + −0.0 would lose the sign. With dampening the first
+    gradient counts in full only without a buffer; a load makes that one (`momentum_buffer`)."""
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(
+            parameter, -0.0, requires_grad=False
+        )

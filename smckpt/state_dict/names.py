@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 __all__ = ["canonical"]
@@ -11,6 +12,7 @@ _WRAPPERS = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def canonical(name: str, *, ddp: bool = False) -> str:
     """`name` without the components that FSDP1, torch.compile and activation checkpointing add;
     with `ddp`, without DistributedDataParallel's leading "module." too."""

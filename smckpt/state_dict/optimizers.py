@@ -18,7 +18,7 @@ from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
-from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, set_tag
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
 
 __all__ = [
     "Binding",
@@ -152,8 +152,10 @@ def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, kind: str, a
         return {k: _tagged(v, parameter, held, kind, (*after, k)) for k, v in value.items()}
     if not isinstance(value, torch.Tensor) or held is None:
         return value
-    geometry = held.geometry if _same_extent(value, parameter) else None
-    set_tag(value, Tag(kind, held.fqns, geometry, after))
+    geometry = held.geometry
+    if geometry is not None and not _same_extent(value, parameter):
+        geometry = None
+    renew_tag(value, kind, held.fqns, geometry, after)
     return value
 
 

@@ -6,6 +6,7 @@ AttributeError in the middle of a save.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +46,18 @@ def _missing(strategy: str, name: str) -> StateError:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)
+    return kind not in _PLAIN and issubclass(kind, _dtensor_class())
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)  # most tensors: asked thousands of times in a take
+
+
+@functools.cache
+def _dtensor_class() -> type:
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor)
+    return DTensor
 
 
 def dtensor_parts(tensor: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:

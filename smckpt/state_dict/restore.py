@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ def restore(
             if binding is not None:
                 fill_groups(binding, groups)
             continue
+        if last == "params" and _is_in_groups(path, live.values()):
+            continue  # the target's own names: the checkpoint's may be of the other form
         if not _put(state_dict, path, value) and strict:
             raise StateError(
                 f"the saved value {key} has no place in the target",
@@ -54,7 +56,14 @@ def restore(
         if binding is None:
             log.info("%s: no live optimizer found; call its load_state_dict", dotted(path))
             continue
+        # A tensor in the groups (a rate) makes each of their values an entry of its own.
+        if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):
+            fill_groups(binding, tree["param_groups"])
         _write_through(binding, tree)
+
+
+def _is_in_groups(path: Path, live: Iterable[tuple[Path, Any, Any]]) -> bool:
+    return any(path[:-2] == (*its, "param_groups") for its, _, _ in live)
 
 
 def _write_through(binding: Any, tree: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ class Selector:
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether there is a tensor, or an optimizer's dict, in it."""
+        """Collect what is below; whether it must stay apart: it has a tensor, or is an optimizer's
+        state dict, whose groups are given back to the live optimizer."""
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True
@@ -122,7 +123,9 @@ class Selector:
             if type(key) not in (str, int):
                 # A value with such a key can be stored whole, as long as no tensor is in it.
                 key_path: Path = (*path, repr(key))
-                if self._visit(child, key_path, walk):
+                count = len(walk.tensors)
+                self._visit(child, key_path, walk)
+                if len(walk.tensors) != count:
                     raise StateError(
                         f"the key {key!r} at {dotted(path) or 'the top'} is a "
                         f"{type(key).__name__}, with tensors below it",
@@ -234,7 +237,7 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         parts = [s.tensor.detach().reshape(-1) for s in shards]
         empty = torch.empty(0, dtype=tensor.dtype)
         return (torch.cat(parts) if parts else empty), boxes
-    return tensor.detach(), None
+    return (tensor.detach() if tensor.requires_grad else tensor), None
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
 
-__all__ = ["OptimizerStateDict", "ParamGroups", "Tag", "set_tag", "tag_of"]
+__all__ = ["OptimizerStateDict", "ParamGroups", "Tag", "renew_tag", "set_tag", "tag_of"]
 
 _ATTRIBUTE = "_smckpt_tag"
 
@@ -34,6 +34,21 @@ class Tag:
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
+
+
+def renew_tag(
+    tensor: torch.Tensor, kind: str, fqns: tuple[str, ...], geometry: Geometry | None, after: Path
+) -> None:
+    """`set_tag`, where the tensor mostly has that very tag from an earlier take."""
+    tag: Tag | None = getattr(tensor, _ATTRIBUTE, None)
+    if (
+        tag is None
+        or tag.kind != kind
+        or tag.geometry is not geometry
+        or tag.fqns != fqns
+        or tag.after != after
+    ):
+        setattr(tensor, _ATTRIBUTE, Tag(kind, fqns, geometry, after))
 
 
 def tag_of(tensor: torch.Tensor) -> Tag | None:

@@ -1,12 +1,11 @@
-"""FSDP2, tensor parallelism, DDP and plain modules: what ranks hold is the truth, bit for bit, and
-comes back without a collective, whatever the optimizer."""
+"""FSDP2: LOCAL and SHARDED state is what torch gathers, and comes back bit for bit."""
 
 from __future__ import annotations
 
 import functools
 import traceback
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,107 +19,70 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 import smckpt
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, groups_of, step
-from tests.support.truth import assembled, differences, snapshot
+from tests.support.truth import assembled, differences, flat, snapshot
 
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=False),
-    "AdamW foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
-    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
-    "Adam amsgrad": lambda groups: torch.optim.Adam(groups, lr=1e-2, amsgrad=True),
-    "SGD": lambda groups: torch.optim.SGD(_without_betas(groups), lr=1e-2),
-    "SGD momentum": lambda groups: torch.optim.SGD(_without_betas(groups), lr=1e-2, momentum=0.9),
-    "Adafactor": lambda groups: torch.optim.Adafactor(_without_betas(groups), lr=1e-2),
-    "RMSprop": lambda groups: torch.optim.RMSprop(_without_betas(groups), lr=1e-3, centered=True),
-}
-
-# Case → (how it is parallel, optimizer).
-TWO = {
-    "FSDP2": ("fsdp2", "AdamW"),
-    "FSDP2 mixed precision": ("mixed", "AdamW"),
-    "FSDP2 one unit": ("one unit", "AdamW"),
-    "TP": ("tp", "AdamW"),
-    "DDP": ("ddp", "AdamW"),
-    "plain": ("plain", "AdamW"),
-    **{
-        f"FSDP2, {name}": ("fsdp2", name)
-        for name in OPTIMIZERS
-        if name not in ("AdamW", "Adafactor")  # torch's Adafactor does not run on DTensors
-    },
-    "DDP, SGD momentum": ("ddp", "SGD momentum"),
-    "DDP, Adafactor": ("ddp", "Adafactor"),
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW amsgrad": functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2),
+    "SGD momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+}  # Adafactor is not here: in torch 2.13 its own step raises on sharded DTensors
+TWO = {f"1-D {name}": ("1-D", name) for name in OPTIMIZERS} | {
+    kind: (kind, "AdamW") for kind in ("replicated", "mixed", "offload", "stateless", "apart")
 }
 FOUR = {
-    "HSDP": ("hsdp", "AdamW"),
-    "FSDP2 + TP": ("fsdp2 + tp", "AdamW"),
-    "HSDP, SGD momentum": ("hsdp", "SGD momentum"),
+    f"{kind} {optimizer}": (kind, optimizer)
+    for kind in ("HSDP", "FSDP+TP")
+    for optimizer in ("AdamW", "SGD momentum")
 }
-EIGHT = {"HSDP + TP": ("hsdp + tp", "AdamW")}
-
-
-def _without_betas(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "betas"} for group in groups]
 
 
 @functools.cache
-def mesh(*dims: tuple[str, int]) -> Any:
-    names, shape = zip(*dims, strict=True)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def mesh_of(kind: str) -> Any:
+    if kind == "HSDP":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "FSDP+TP":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    if kind == "replicated":
+        return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
 
 
-def parallel(model: Net, how: str) -> nn.Module:
-    if how == "plain":
-        return model
-    if how == "ddp":
-        return DistributedDataParallel(model)
-    if how == "tp":
-        return with_tp(model, mesh(("tp", 2)))
-    if how == "hsdp + tp":
-        grid = mesh(("replicate", 2), ("shard", 2), ("tp", 2))
-        return sharded(with_tp(model, grid["tp"]), grid["replicate", "shard"])
-    if how == "fsdp2 + tp":
-        grid = mesh(("shard", 2), ("tp", 2))
-        return sharded(with_tp(model, grid["tp"]), grid["shard"])
-    if how == "hsdp":
-        return sharded(model, mesh(("replicate", 2), ("shard", 2)))
-    more: dict[str, Any] = {}
-    if how == "mixed":
-        more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    if how == "one unit":
-        fully_shard(model, mesh=mesh(("shard", 2)), reshard_after_forward=False)
-        return model
-    if how == "offload":
-        more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    return sharded(model, mesh(("shard", 2)), **more)
-
-
-def with_tp(model: Net, grid: Any) -> Net:
-    """Columns of 7 and rows of 7 over two ranks: uneven."""
-    for block in model.blocks:
-        plan = {
-            "up": ColwiseParallel(output_layouts=Replicate()),
-            "down": RowwiseParallel(input_layouts=Replicate()),
-        }
-        parallelize_module(block, grid, plan)
-    return model
-
-
-def sharded(model: Net, grid: Any, **more: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, mesh=grid, **more)
-    fully_shard(model, mesh=grid, **more)
-    return model
-
-
-def build(how: str, optimizer: str, seed: int = 0) -> tuple[Any, Any]:
+def build(kind: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Seven and eleven rows divide by nothing; TP wants even rows, so its model is wider."""
     torch.manual_seed(seed)
-    model = parallel(Net(), how)
-    return model, OPTIMIZERS[optimizer](groups_of(model))
+    tensor_parallel = kind == "FSDP+TP"
+    model = Net(8 if tensor_parallel else 6, shared=kind not in ("apart", "FSDP+TP"))
+    mesh = mesh_of(kind)
+    more: dict[str, Any] = {}
+    if tensor_parallel:
+        plan = {
+            "frozen": ColwiseParallel(output_layouts=Replicate()),
+            "blocks.0.down": RowwiseParallel(input_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+        mesh = mesh["shard"]
+    if kind == "mixed":
+        more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if kind == "offload":
+        more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **more)
+    fully_shard(model.frozen, mesh=mesh, **more)
+    fully_shard(model, mesh=mesh, **more)
+    groups = groups_of(model)
+    if kind == "stateless":  # a parameter that is in the optimizer and never gets a gradient
+        model.register_parameter("idle", nn.Parameter(torch.randn(3)))
+        groups[0]["params"].append(model.idle)
+    return model, OPTIMIZERS[optimizer](groups)
 
 
 def taken(model: Any, optimizer: Any, kind: Any) -> dict[str, Any]:
@@ -128,22 +90,11 @@ def taken(model: Any, optimizer: Any, kind: Any) -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().clone()
-
-
-def truth(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Every parameter, buffer and state tensor under its name, gathered by torch's DTensor."""
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    lead = "module." if bare is not model else ""
-    out = {f"model.{lead}{n}": whole(v) for n, v in bare.state_dict().items()}
-    names = {p: f"{lead}{n}" for n, p in bare.named_parameters()}
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            if isinstance(value, torch.Tensor):
-                out[f"optimizer.state.{names[parameter]}.{slot}"] = whole(value)
-    return out
+def truth(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Gathered tensor by tensor with torch's own `full_tensor`."""
+    names = {p: name for name, p in model.named_parameters()}
+    state = {names[p]: slots for p, slots in optimizer.state.items()}
+    return flat({"model": model.state_dict(), "optimizer": {"state": state}})
 
 
 def check(case: tuple[str, str], folder: str) -> dict[str, Any]:
@@ -151,37 +102,34 @@ def check(case: tuple[str, str], folder: str) -> dict[str, Any]:
     model, optimizer = build(*case)
     out: dict[str, Any] = {}
     step(model, optimizer, 2)
-    before = snapshot(model, optimizer)
-    expected = truth(model, optimizer)
-    with count_collectives() as counted:
-        local = taken(model, optimizer, smckpt.LOCAL)
-        smckpt.async_save(local, checkpoint_id=folder)
-        smckpt.maybe_finalize_async_calls()
-    out["collectives"] = counted.total
+    before, expected = snapshot(model, optimizer), truth(model, optimizer)
     for kind in (smckpt.LOCAL, smckpt.SHARDED):
-        ours = assembled(taken(model, optimizer, kind))
-        out[kind.value] = differences(bare_names(ours), bare_names(expected))
+        out[kind.value] = differences(assembled(taken(model, optimizer, kind)), expected)
+    with torch.no_grad():  # leaves the modules with unsharded parameters
+        model(torch.zeros(2, 3, dtype=torch.long))
+    again = assembled(taken(model, optimizer, smckpt.LOCAL))
+    forward = differences(again, expected)  # its buffers count the forwards
+    out["after a forward alone"] = [what for what in forward if ".seen" not in what]
+    before, expected = snapshot(model, optimizer), truth(model, optimizer)
+    with count_collectives() as counted:
+        smckpt.async_save(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder)
+        smckpt.maybe_finalize_async_calls()
     out["untouched"] = differences(before, snapshot(model, optimizer))
-    step(model, optimizer, 1, seed=7)
-    optimizer.param_groups[0].update(lr=9.0, initial_lr=9.0)
-    out["moved"] = differences(before, snapshot(model, optimizer))
-    with count_collectives() as counted:
-        smckpt.load(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder)
-    out["collectives"] += counted.total
-    out["loaded"] = differences(before, snapshot(model, optimizer))
-    other, fresh = build(*case, seed=3)
-    with count_collectives() as counted:
-        smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
-    out["collectives"] += counted.total
-    out["loaded into a fresh one"] = differences(before, snapshot(other, fresh))
     step(model, optimizer, 1, seed=5)
-    step(other, fresh, 1, seed=5)
-    out["trains on the same"] = differences(truth(other, fresh), truth(model, optimizer))
+    after = snapshot(model, optimizer)
+    out["moved"] = differences(before, after)
+    for initialised in (True, False):
+        other, fresh = build(*case, seed=3)
+        with count_collectives() as more:
+            if initialised:
+                smckpt.init_optim_state(fresh)
+            smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
+        counted.calls.update(more.calls)
+        out[f"loaded, initialised={initialised}"] = differences(snapshot(other, fresh), before)
+        step(other, fresh, 1, seed=5)
+        out[f"next step, initialised={initialised}"] = differences(snapshot(other, fresh), after)
+    out["collectives"] = dict(counted.calls)
     return out
-
-
-def bare_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.replace("module.", ""): value for name, value in tensors.items()}
 
 
 def check_all(cases: dict[str, tuple[str, str]], folder: str) -> dict[str, Any]:
@@ -191,7 +139,7 @@ def check_all(cases: dict[str, tuple[str, str]], folder: str) -> dict[str, Any]:
         try:
             out[name] = check(case, f"{folder}/{name}")
         except Exception:  # told by case; what raises, raises on all ranks
-            out[name] = {"raised": traceback.format_exc(), "moved": True, "collectives": 0}
+            out[name] = {"raised": traceback.format_exc(), "moved": True}
     return out
 
 
@@ -199,51 +147,17 @@ def check_all(cases: dict[str, tuple[str, str]], folder: str) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Case → what each rank found. Ranks are started once for all cases of a world size."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for world, cases in ((2, TWO), (4, FOUR), (8, EIGHT)):
-        folder: Path = tmp_path_factory.mktemp(f"fsdp2-{world}")
+    for world, cases in ((2, TWO), (4, FOUR)):
+        folder = tmp_path_factory.mktemp(f"fsdp2-{world}")
         ranks = run_ranks(check_all, world, cases, str(folder), timeout=240)
         found.update({case: [rank[case] for rank in ranks] for case in cases})
     return found
 
 
-@pytest.mark.parametrize("case", [*TWO, *FOUR, *EIGHT])
-def test_state_is_the_truth_and_comes_back_without_a_collective(
+@pytest.mark.parametrize("case", [*TWO, *FOUR])
+def test_local_state_is_what_torch_gathers_comes_back_and_trains_on_without_a_collective(
     results: dict[str, list[dict[str, Any]]], case: str
 ) -> None:
     for rank in results[case]:
         assert rank.pop("moved"), "the step must have changed something"
-        assert rank.pop("collectives") == 0
         assert {what: found for what, found in rank.items() if found} == {}
-
-
-def neutral(_: str) -> dict[str, Any]:
-    """What `init_optim_state` changes, by optimizer and kind of model; nothing, and it is enough
-    for a step to be what it would have been."""
-    out = {}
-    for how in ("plain", "fsdp2", "ddp"):
-        for name in OPTIMIZERS:
-            if (how, name) == ("fsdp2", "Adafactor"):
-                continue  # torch's does not run on DTensors
-            model, optimizer = build(how, name)
-            other, untouched = build(how, name)
-            before, random = snapshot(model, optimizer), torch.get_rng_state()
-            smckpt.init_optim_state(optimizer)
-            after = snapshot(model, optimizer)
-            made = {key for key in after if key.startswith("state ")}
-            wrong = differences(before, {k: v for k, v in after.items() if k not in made})
-            wrong += [] if torch.equal(random, torch.get_rng_state()) else ["the RNG moved"]
-            lazy = name.startswith("SGD")  # whose momentum is the first gradient
-            wrong += [] if made or lazy else ["no state was made"]
-            again = snapshot(model, optimizer)
-            smckpt.init_optim_state(optimizer)
-            wrong += differences(again, snapshot(model, optimizer))
-            step(model, optimizer, 1)
-            step(other, untouched, 1)
-            wrong += differences(snapshot(other, untouched), snapshot(model, optimizer))
-            out[f"{how}, {name}"] = wrong
-    return out
-
-
-def test_init_optim_state_makes_state_and_changes_nothing_else(tmp_path: Path) -> None:
-    for rank in run_ranks(neutral, 2, str(tmp_path), timeout=240):
-        assert {case: wrong for case, wrong in rank.items() if wrong} == {}

@@ -1,0 +1,112 @@
+"""DDP, plain modules and a world of one; what comes back without `load_state_dict`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import smckpt
+from tests.state_dict.test_initial import OPTIMIZERS, build
+from tests.support.collectives import count_collectives
+from tests.support.launch import run_ranks
+from tests.support.nets import Net, groups_of, step
+from tests.support.truth import differences, snapshot
+
+
+def taken(model: Any, optimizer: Any, kind: Any = smckpt.LOCAL, **more: Any) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, kind):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
+def disturbed(name: str) -> tuple[Net, torch.optim.Optimizer]:
+    """The same kind of model and optimizer, with other numbers everywhere."""
+    model, optimizer = build(name)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+    for group in optimizer.param_groups:
+        group.update({key: 0.77 for key in ("weight_decay", "initial_lr") if key in group})
+    model.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED], ids=lambda k: k.value)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_world_of_one_resumes_every_optimizer_bit_for_bit(
+    tmp_path: Path, name: str, kind: Any
+) -> None:
+    model, optimizer = build(name)
+    step(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    with count_collectives() as counted:
+        smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path / "c")
+        other, fresh = disturbed(name)
+        assert differences(before, snapshot(other, fresh))
+        smckpt.load(taken(other, fresh, kind), checkpoint_id=tmp_path / "c")
+    assert counted.total == 0
+    assert differences(snapshot(other, fresh), before) == []
+    step(model, optimizer, 1, seed=5)
+    step(other, fresh, 1, seed=5)
+    assert differences(snapshot(other, fresh), snapshot(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("how", ["in the context", "outside", "not at all"])
+def test_what_is_no_tensor_comes_back_whether_or_not_load_state_dict_is_called(
+    tmp_path: Path, how: str
+) -> None:
+    model, optimizer = build("Adam")
+    step(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    saved = taken(model, optimizer, step=7, scale=0.5, names=["a", None])
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    other, fresh = disturbed("Adam")
+    target = taken(other, fresh, step=0, scale=0.0, names=[])
+    smckpt.load(target, checkpoint_id=tmp_path / "c")
+    if how == "in the context":
+        with smckpt.sm_state_dict_type(other, smckpt.LOCAL):
+            other.load_state_dict(target["model"])
+            fresh.load_state_dict(target["optimizer"])
+    elif how == "outside":
+        other.load_state_dict(target["model"])
+        fresh.load_state_dict(target["optimizer"])
+    assert (target["step"], target["scale"], target["names"]) == (7, 0.5, ["a", None])
+    assert differences(snapshot(other, fresh), before) == []
+
+
+def ddp(seed: int, optimizer: str) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Net())
+    kinds = {"AdamW": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor}
+    groups = groups_of(model)
+    if optimizer == "Adafactor":
+        groups[1].pop("betas")
+    return model, kinds[optimizer](groups, lr=1e-2)
+
+
+def ddp_comes_back(folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    out: dict[str, Any] = {}
+    for name in ("AdamW", "Adafactor"):
+        model, optimizer = ddp(0, name)
+        step(model, optimizer, 2)
+        before = snapshot(model, optimizer)
+        with count_collectives() as counted:
+            smckpt.save(taken(model, optimizer), checkpoint_id=f"{folder}/{name}")
+        other, fresh = ddp(3, name)
+        with count_collectives() as again:
+            smckpt.load(taken(other, fresh), checkpoint_id=f"{folder}/{name}")
+        out[f"{name} loaded"] = differences(snapshot(other, fresh), before)
+        out[f"{name} collectives"] = counted.total + again.total
+        step(model, optimizer, 1, seed=5)
+        step(other, fresh, 1, seed=5)
+        out[f"{name} next"] = differences(snapshot(other, fresh), snapshot(model, optimizer))
+    return {what: found for what, found in out.items() if found}
+
+
+def test_ddp_comes_back_bit_for_bit_without_a_collective(tmp_path: Path) -> None:
+    assert run_ranks(ddp_comes_back, 2, str(tmp_path)) == [{}, {}]

@@ -362,12 +362,12 @@ def _align(
         init_parameter_state(optimizer, parameter)
         live = optimizer.state.get(parameter, {})
         changed = True
-    if "momentum_buffer" in wanted and "momentum_buffer" not in live:
-        if isinstance(optimizer, torch.optim.SGD) and _local_numel(parameter):
-            # With dampening SGD has none before its first step (see `initial`).
-            live = optimizer.state[parameter]
-            live["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-            changed = True
+    momentum = "momentum_buffer" in wanted and "momentum_buffer" not in live
+    if momentum and isinstance(optimizer, torch.optim.SGD) and _local_numel(parameter):
+        # With dampening SGD has none before its first step (see `initial`).
+        live = optimizer.state[parameter]
+        live["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        changed = True
     for slot, dtype in wanted.items():
         value = live.get(slot)
         if isinstance(value, torch.Tensor) and str(value.dtype) != f"torch.{dtype}":

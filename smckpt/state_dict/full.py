@@ -62,6 +62,9 @@ def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
         StateDictType,
     )
 
+    # Where the shards are on the CPU already, torch's offloading reads memory that it has freed.
+    unit: Any = next(m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    to_cpu = to_cpu and unit.compute_device.type != "cpu"
     config = FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         raw: dict[str, Any] = type(model).state_dict(model)
@@ -103,9 +106,34 @@ def _fsdp1_full_state(
         FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
         FullOptimStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu),
     )
+    out: dict[str, Any] = {}
     with kind, _stock_optimizers():
-        gathered = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    return {canonical(fqn): slots for fqn, slots in gathered.get("state", {}).items()}
+        stock = optimizer.state_dict()
+        # Slot by slot: with use_orig_params=True torch gathers all slots of a unit into one
+        # buffer and hands out views of it, so that each would have the bits of the last.
+        for wanted in _slots_of_all_ranks(stock["state"]):
+            state = {
+                key: {slot: value for slot, value in slots.items() if slot == wanted}
+                for key, slots in stock["state"].items()
+            }
+            gathered = FullyShardedDataParallel.optim_state_dict(
+                model, optimizer, {**stock, "state": state}
+            )
+            for fqn, slots in gathered.get("state", {}).items():
+                its = out.setdefault(canonical(fqn), {})
+                for slot, value in slots.items():
+                    its[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+    return out
+
+
+def _slots_of_all_ranks(state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
+    """In one order on all ranks; a rank without elements of a parameter has no slots of it."""
+    import torch.distributed as dist
+
+    mine = sorted({slot for slots in state.values() for slot in slots})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return sorted({slot for slots in everyone for slot in slots})
 
 
 class _stock_optimizers:

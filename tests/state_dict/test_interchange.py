@@ -1,0 +1,120 @@
+"""SHARDED takes any checkpoint: FSDP1, FSDP2, DDP and one process, whichever wrote it."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import smckpt
+from tests.support.launch import run_ranks
+from tests.support.nets import Block, Frozen, Net, groups_of, step
+from tests.support.truth import assembled, differences
+
+WRITERS = ["fsdp1", "fsdp1 original", "fsdp2", "ddp"]
+READERS = [*WRITERS, "plain"]
+FORMS = ["LOCAL", "SHARDED"]
+
+
+def build(kind: str, seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model: Any = Net()
+    if kind.startswith("fsdp1"):
+        model = FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
+            use_orig_params=kind.endswith("original"),
+            device_id=torch.device("cpu"),
+        )
+    elif kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    groups = groups_of(model)
+    if kind == "fsdp1":  # whose flat parameters cannot be grouped as the others' are
+        groups = [{"params": [p for group in groups for p in group["params"]]}]
+    return model, torch.optim.AdamW(groups, lr=1e-2 if seed == 0 else 9.0)
+
+
+def taken(model: Any, optimizer: Any, kind: Any, **more: Any) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, kind):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    return assembled(taken(model, optimizer, smckpt.SHARDED))
+
+
+def save_all(folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    warnings.simplefilter("ignore")
+    out = {}
+    for kind in WRITERS:
+        model, optimizer = build(kind, 0)
+        step(model, optimizer, 2)
+        out[kind] = whole(model, optimizer)
+        for form in FORMS:
+            state = taken(model, optimizer, smckpt.SMStateDictType[form], step=7)
+            smckpt.save(state, checkpoint_id=f"{folder}/{kind}/{form}")
+    return out
+
+
+def read(folder: str, reader: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """What differs, by writer and form."""
+    out: dict[str, Any] = {}
+    for writer in WRITERS:
+        if (writer == "fsdp1") != (reader == "fsdp1"):
+            continue  # other groups; the tensors' way is that of "fsdp1 original"
+        for form in FORMS:
+            try:
+                model, optimizer = build(reader, 3)
+                target = taken(model, optimizer, smckpt.SHARDED, step=0)
+                smckpt.load(target, checkpoint_id=f"{folder}/{writer}/{form}")
+                found = differences(whole(model, optimizer), expected[writer])
+                if target["step"] != 7 or optimizer.param_groups[0]["lr"] != 1e-2:
+                    found.append(f"step {target['step']}, {optimizer.param_groups[0]['lr']}")
+            except Exception:
+                found = [traceback.format_exc()]
+            if found:
+                out[f"{reader} from {writer} {form}"] = found
+    return out
+
+
+def read_all(folder: str, expected: dict[str, Any]) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    out = {}
+    for reader in WRITERS:
+        out.update(read(folder, reader, expected))
+    return out
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("interchange")
+    return folder, run_ranks(save_all, 2, str(folder), timeout=200)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_kind_reads_what_every_kind_wrote_at_any_world_size(
+    saved: tuple[Path, dict[str, Any]], world: int
+) -> None:
+    folder, expected = saved
+    for found in run_ranks(read_all, world, str(folder), expected, timeout=200):
+        assert found == {}
+
+
+def test_one_process_without_a_group_reads_them_too(saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, expected = saved
+    assert read(str(folder), "plain", expected) == {}

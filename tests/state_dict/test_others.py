@@ -1,0 +1,113 @@
+"""State dicts that others made, adapters alone, and FULL."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import smckpt
+from tests.state_dict.test_interchange import build, taken, whole
+from tests.support.launch import run_ranks
+from tests.support.nets import Net, step
+from tests.support.truth import differences, flat, snapshot
+
+
+def torchs_own(kind: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    if kind.startswith("fsdp1"):
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return {
+                "model": model.state_dict(),
+                "optimizer": FSDP.optim_state_dict(model, optimizer),
+            }
+    tensors, state = get_state_dict(model, optimizer)
+    return {"model": tensors, "optimizer": state}
+
+
+def others(folder: str) -> dict[str, Any]:
+    """Saved as torch gives it, loaded as we give it; loaded as torch gives it, too."""
+    warnings.simplefilter("ignore")
+    out: dict[str, Any] = {}
+    for kind in ("fsdp1 original", "fsdp2", "ddp"):
+        model, optimizer = build(kind, 0)
+        step(model, optimizer, 2)
+        expected = whole(model, optimizer)
+        smckpt.save(torchs_own(kind, model, optimizer), checkpoint_id=f"{folder}/{kind}")
+        other, fresh = build(kind, 3)
+        target = taken(other, fresh, smckpt.SHARDED)
+        smckpt.load(target, checkpoint_id=f"{folder}/{kind}", check_keys_matched=False)
+        out[f"{kind} into ours"] = differences(whole(other, fresh), expected)
+        other, fresh = build(kind, 4)
+        target = {"model": torchs_own(kind, other, fresh)["model"]}
+        smckpt.load(target, checkpoint_id=f"{folder}/{kind}", check_keys_matched=False)
+        if kind.startswith("fsdp1"):  # whose own state dict is no live one
+            with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+                other.load_state_dict(target["model"])
+        ours = {n: t for n, t in whole(other, fresh).items() if n.startswith("model")}
+        theirs = {n: t for n, t in expected.items() if n.startswith("model")}
+        out[f"{kind} model into torch's"] = differences(ours, theirs)
+    return {what: found for what, found in out.items() if found}
+
+
+def test_what_torch_returns_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert run_ranks(others, 2, str(tmp_path)) == [{}, {}]
+
+
+def full(folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    out: dict[str, Any] = {}
+    for kind in ("fsdp1 original", "fsdp2", "ddp"):
+        model, optimizer = build(kind, 0)
+        step(model, optimizer, 2)
+        expected = whole(model, optimizer)
+        config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+        with smckpt.sm_state_dict_type(model, smckpt.FULL, config):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if dist.get_rank():
+            out[f"{kind} on rank 1"] = [*state["model"], *state["optimizer"]["state"]]
+            continue
+        out[kind] = differences(flat(state), expected)
+        out[f"{kind} elsewhere"] = [n for n, t in flat(state).items() if t.device.type != "cpu"]
+    return {what: found for what, found in out.items() if found}
+
+
+def test_full_gathers_model_and_optimizer_to_rank_0_on_the_cpu(tmp_path: Path) -> None:
+    assert run_ranks(full, 2, str(tmp_path)) == [{}, {}]
+
+
+@pytest.mark.parametrize("only", ["trainable", None])
+def test_adapters_alone_or_all_are_saved_and_resumed(tmp_path: Path, only: str | None) -> None:
+    peft = pytest.importorskip("peft")
+
+    def build_adapted(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(0 if only else seed)
+        base = Net()
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["up", "down"])
+        model = peft.get_peft_model(base, config)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def state(model: Any, optimizer: Any) -> dict[str, Any]:
+        with smckpt.sm_state_dict_type(model, smckpt.LOCAL, only=only):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = build_adapted(0)
+    for _ in range(2):
+        model.base_model.model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = state(model, optimizer)
+    assert all("lora_" in name for name in saved["model"]) == bool(only)
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    other, fresh = build_adapted(3)
+    smckpt.load(state(other, fresh), checkpoint_id=tmp_path / "c")
+    after, before = snapshot(other, fresh), snapshot(model, optimizer)
+    left = [what for what in differences(after, before) if only is None or ".seen" not in what]
+    assert left == []

@@ -22,7 +22,7 @@ def single(directory: Path, step: int | None, session: str = "a" * 12) -> Path:
     return directory
 
 
-def test_nothing_is_found_in_an_empty_or_missing_root_s_child(tmp_path: Path) -> None:
+def test_nothing_is_found_in_an_empty_root(tmp_path: Path) -> None:
     assert latest(str(tmp_path)) is None
 
 
@@ -61,7 +61,9 @@ def test_a_group_s_directory_that_is_the_root_is_found_by_itself(tmp_path: Path)
     assert found.groups in ((".",), ("",))
 
 
-def test_unfinished_half_written_and_foreign_directories_are_passed_over(tmp_path: Path) -> None:
+def test_unfinished_half_written_and_foreign_directories_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     good = single(tmp_path / "step_1", 1)
     Step(tmp_path / "step_2", GROUPS, state_of(MESH)).save(commit=False)  # manifests, no record
     Group(tmp_path / "step_3", (0,)).write(0)  # parts, no manifest
@@ -76,6 +78,7 @@ def test_unfinished_half_written_and_foreign_directories_are_passed_over(tmp_pat
     found = {f.path for f in find_checkpoints(str(tmp_path)) if "loop" not in f.path}
     assert found == {str(good)}
     assert latest(str(tmp_path)).step == 1
+    assert "step_2" not in caplog.text  # a step cut short is no damage
 
 
 def test_a_damaged_commit_is_passed_over_with_a_warning(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.geometry import Box, Mesh
-from tests.support import synthetic
+from smckpt.layout.image import compile_layout
+from tests.support import saves, synthetic
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, boxes, flip, kept, on_mesh
 
@@ -117,3 +121,29 @@ def test_a_rank_that_never_saved_its_shard_is_a_hole(tmp_path: Path) -> None:
 
 def test_one_group_of_a_step_is_not_blamed_for_what_the_others_hold(step: Path) -> None:
     assert verify_checkpoint(str(step / "part0")).ok
+
+
+def test_elements_that_are_stored_twice_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that each wrote all, where their group should have shared it."""
+
+    def alone(entries: Any, *, rank: int, group_ranks: Any) -> Any:
+        shared = compile_layout(entries, rank=rank, group_ranks=group_ranks)
+        own = compile_layout(entries, rank=rank, group_ranks=(rank,))
+        return replace(own, classes=shared.classes)
+
+    monkeypatch.setattr(saves, "compile_layout", alone)
+    rule = on_mesh("b", (7,), hybrid((0, 1), 2), "R R")
+    synthetic.save(tmp_path / "c", (0, 1), synthetic.state([rule], synthetic.whole(SHAPES)))
+    report = verify_checkpoint(str(tmp_path / "c"))
+    assert any("twice" in problem.what or "overlap" in problem.what for problem in report.problems)
+
+
+def test_a_file_that_holds_more_than_the_manifest_knows_is_told(tmp_path: Path) -> None:
+    rules = [kept("known"), kept("extra")]
+    made = synthetic.state(rules, synthetic.whole({"known": (), "extra": ()}), lambda r, k: b"abcd")
+    known = encode_rows([e for e in made(0)[0] if e.key == "model.known"])
+    synthetic.save(tmp_path / "c", (0,), made, layout=lambda rank: known)
+    (problem,) = verify_checkpoint(str(tmp_path / "c")).problems
+    assert "'model.extra'" in problem.what and "data-" in problem.path

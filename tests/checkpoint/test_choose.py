@@ -9,9 +9,9 @@ import pytest
 
 from smckpt.checkpoint.choose import Commit, choose_commit
 from smckpt.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    CheckpointError,
     UsageError,
 )
 from smckpt.storage import open_storage
@@ -74,9 +74,7 @@ def test_an_older_commit_is_had_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["record", "manifest"])
-def test_a_damaged_newest_commit_is_told_and_no_older_one_taken(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_damaged_newest_commit_is_told_and_no_older_one_taken(tmp_path: Path, where: str) -> None:
     step = steps(tmp_path)
     step.save()
     step.save()

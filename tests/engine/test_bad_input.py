@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
+from smckpt.checkpoint.format import open_json, seal_json
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
 
@@ -21,7 +22,7 @@ Said = dict[str, tuple[str, str, str, float]]
 
 
 def state(value: float = 0.0, numel: int = 8) -> dict[str, Any]:
-    return {"a": torch.full((numel,), value), "step": int(value)}
+    return {"a": torch.full((numel,), float(value)), "step": int(value)}
 
 
 def told(call: Callable[[], Any]) -> tuple[str, str]:
@@ -99,9 +100,8 @@ def bad_loads(folder: str) -> Said:
         smckpt.save(state(1), checkpoint_id=f"{folder}/{name}")
     if rank == 0:
         for manifest in Path(folder, "newer").glob("manifest-*"):
-            text = manifest.read_text()
-            manifest.write_text(text.replace('"format":[1,', '"format":[9,', 1))
-            assert manifest.read_text() != text
+            body = open_json(manifest.read_bytes(), str(manifest))
+            manifest.write_bytes(seal_json({**body, "format": [9, 0]}))
         for manifest in Path(folder, "half").glob("manifest-*"):
             manifest.unlink()
         for data in Path(folder, "damaged").glob("data-*"):
@@ -122,7 +122,9 @@ def bad_loads(folder: str) -> Said:
         kind, text = told(lambda t=target, w=where: smckpt.load(t, checkpoint_id=f"{folder}/{w}"))
         touched = float(target["a"].sum()) if "a" in target else 0.0
         said[name] = kind, text, str(target["step"]), touched
-    kind, text = told(lambda: smckpt.load(state(), checkpoint_id=None if rank else f"{folder}/good"))
+    kind, text = told(
+        lambda: smckpt.load(state(), checkpoint_id=None if rank else f"{folder}/good")
+    )
     said["no id"] = kind, text, "0", 0.0
     return said
 

@@ -86,9 +86,26 @@ def async_save(
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
         from smckpt.engine.dcp import foreign_save
 
-        _refuse_with_foreign(step=step, groups=groups, on_commit=on_commit, options=options)
+        _refuse_with_foreign(
+            "DCP writer or planner",
+            step=step,
+            metadata=metadata,
+            groups=groups,
+            parallel_state=parallel_state,
+            on_commit=on_commit,
+            allow_objects=allow_objects,
+            options=options,
+            coordinator_rank=_other_than_lowest(group, coordinator_rank),
+        )
         return foreign_save(
-            _RUNTIME, group, state_dict, checkpoint_id, storage_writer, planner, process_group
+            _RUNTIME,
+            group,
+            state_dict,
+            checkpoint_id,
+            storage_writer,
+            planner,
+            process_group,
+            queue=queue or "default",
         )
     request = SaveRequest(
         directory=directory,
@@ -206,6 +223,13 @@ def load(
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
         from smckpt.engine.dcp import foreign_load
 
+        _refuse_with_foreign(
+            "DCP reader or planner",
+            check_keys_matched=None if check_keys_matched else False,
+            preverify=preverify or None,
+            groups=groups,
+            parallel_state=parallel_state,
+        )
         return foreign_load(state_dict, checkpoint_id, storage_reader, planner, process_group)
     request = LoadRequest(
         directory=directory,
@@ -263,10 +287,17 @@ def _coordinator(group: Group, coordinator_rank: int | None) -> int:
     return chosen
 
 
-def _refuse_with_foreign(**given: Any) -> None:
+def _other_than_lowest(group: Group, coordinator_rank: int | None) -> int | None:
+    """A coordinator that DCP would not take: its own is the lowest rank."""
+    chosen = _coordinator(group, coordinator_rank)
+    return None if chosen == group.ranks[0] else chosen
+
+
+def _refuse_with_foreign(with_what: str, **given: Any) -> None:
     for name, value in given.items():
-        if value is not None:
+        if value is not None and value not in ((), {}, []):
             raise UsageError(
-                f"{name}= is not honoured together with a DCP writer or planner",
-                remedy="leave it out, or use DistributedFileSystemWriter without a planner",
+                f"{name}= is not honoured together with a {with_what}",
+                remedy="leave it out, or use DistributedFileSystemWriter and "
+                "DistributedFileSystemReader without a planner",
             )

@@ -516,8 +516,47 @@ def test_a_second_save_by_dcp_waits_for_the_first(tmp_path: Path) -> None:
 
 
 def test_arguments_that_dcp_does_not_know_are_refused(tmp_path: Path) -> None:
-    for name, value in {"step": 3, "groups": [[0]], "on_commit": print}.items():
+    asked = {
+        "step": 3,
+        "groups": [[0]],
+        "on_commit": print,
+        "metadata": {"note": 1},
+        "parallel_state": smckpt.ParallelState(1, rank=0),
+        "allow_objects": [Path],
+        "options": smckpt.SaveOptions(),
+    }
+    for name, value in asked.items():
         with pytest.raises(errors.UsageError, match=name):
             smckpt.async_save(
                 {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), **{name: value}
             )
+    asked = {"check_keys_matched": False, "preverify": True, "groups": [[0]]}
+    for name, value in asked.items():
+        with pytest.raises(errors.UsageError, match=name):
+            smckpt.load(
+                {"w": torch.ones(2)}, storage_reader=dcp.FileSystemReader(tmp_path), **{name: value}
+            )
+
+
+def test_queues_of_saves_by_dcp_are_independent(tmp_path: Path) -> None:
+    first = smckpt.async_save(
+        {"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "1"), queue="slow"
+    )
+    smckpt.save(
+        {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "2"), queue="fast"
+    )
+    assert not first.done()
+    assert smckpt.maybe_finalize_async_calls(queue="slow") == [first.number]
+
+
+def test_an_id_and_a_reader_or_writer_for_another_place_are_refused(tmp_path: Path) -> None:
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    state = {"w": torch.ones(2)}
+    for writer in (smckpt.DistributedFileSystemWriter(there), dcp.FileSystemWriter(there)):
+        with pytest.raises(errors.UsageError, match="storage_writer is for") as caught:
+            smckpt.save(state, checkpoint_id=here, storage_writer=writer)
+        assert here in str(caught.value) and there in str(caught.value) and caught.value.remedy
+    for reader in (smckpt.DistributedFileSystemReader(there), dcp.FileSystemReader(there)):
+        with pytest.raises(errors.UsageError, match="storage_reader is for"):
+            smckpt.load(state, checkpoint_id=here, storage_reader=reader)
+    assert not list(tmp_path.rglob("data-*"))

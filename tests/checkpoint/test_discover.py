@@ -1,0 +1,104 @@
+"""Finding checkpoints: the newest complete step, whatever else lies beside it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from smckpt.checkpoint.discover import Found, find_checkpoints, latest
+from smckpt.errors import StorageError
+from tests.support import synthetic
+from tests.support.saves import Group, hybrid, state_of
+from tests.support.synthetic import Step, flip
+
+MESH = hybrid((0, 1, 2, 3), 2)
+GROUPS = {"part0": (0, 2), "part1": (1, 3)}
+
+
+def single(directory: Path, step: int | None, session: str = "a" * 12) -> Path:
+    synthetic.save(directory, (0,), state_of(hybrid((0,), 1)), session=session, step=step)
+    return directory
+
+
+def test_nothing_is_found_in_an_empty_root(tmp_path: Path) -> None:
+    assert latest(str(tmp_path)) is None
+
+
+def test_the_highest_step_is_the_latest_whatever_was_written_last(tmp_path: Path) -> None:
+    single(tmp_path / "step_30", 30)
+    single(tmp_path / "step_4", 4)
+    assert [found.step for found in find_checkpoints(str(tmp_path))] == [4, 30]
+    assert latest(str(tmp_path)).path == str(tmp_path / "step_30")
+
+
+def test_where_one_has_no_step_the_time_of_the_commit_decides(tmp_path: Path) -> None:
+    single(tmp_path / "b", 30)
+    single(tmp_path / "a", None)
+    assert latest(str(tmp_path)).path == str(tmp_path / "a")
+
+
+def test_of_one_place_the_newest_commit_is_found(tmp_path: Path) -> None:
+    group = synthetic.save(tmp_path / "c", (0,), state_of(hybrid((0,), 1)))
+    again = group.save()
+    (found,) = find_checkpoints(str(tmp_path))
+    assert (found.identity, found.number) == (again["manifest"], 1)
+
+
+def test_a_step_of_several_groups_is_one_with_all_its_bytes(tmp_path: Path) -> None:
+    Step(tmp_path / "s", GROUPS, state_of(MESH)).save()
+    (found,) = find_checkpoints(str(tmp_path))
+    assert found.path == str(tmp_path / "s") and found.groups == ("part0", "part1")
+    data = (tmp_path / "s").rglob("data-*.safetensors")
+    assert found.nbytes == sum(path.stat().st_size for path in data)
+    assert Found.from_json(found.to_json()) == found
+
+
+def test_a_group_s_directory_that_is_the_root_is_found_by_itself(tmp_path: Path) -> None:
+    Step(tmp_path / "s", GROUPS, state_of(MESH)).save()
+    (found,) = find_checkpoints(str(tmp_path / "s" / "part1"))
+    assert found.groups in ((".",), ("",))
+
+
+def test_unfinished_half_written_and_foreign_directories_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = single(tmp_path / "step_1", 1)
+    Step(tmp_path / "step_2", GROUPS, state_of(MESH)).save(commit=False)  # manifests, no record
+    Group(tmp_path / "step_3", (0,)).write(0)  # parts, no manifest
+    (tmp_path / "step_4").mkdir()
+    foreign = tmp_path / "step_5"
+    foreign.mkdir()
+    for name in (".metadata", "manifest-1.json", "manifest.json", "record-000001.json", "__0_0"):
+        (foreign / name).write_text("{}")
+    (tmp_path / "manifest-000009-00000009-aaaaaaaaaaaa.json.tmp").write_text("{")
+    (tmp_path / "step_6").write_text("a file")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = {f.path for f in find_checkpoints(str(tmp_path)) if "loop" not in f.path}
+    assert found == {str(good)}
+    assert latest(str(tmp_path)).step == 1
+    assert "step_2" not in caplog.text  # a step cut short is no damage
+
+
+def test_a_damaged_commit_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    single(tmp_path / "step_1", 1)
+    manifest = next(single(tmp_path / "step_2", 2).glob("manifest-*"))
+    flip(manifest, manifest.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        assert latest(str(tmp_path)).step == 1
+    assert str(manifest) in caplog.text
+
+
+def test_a_root_that_cannot_be_read_is_no_empty_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        latest(str(tmp_path / "file"))
+
+
+def test_only_so_many_levels_below_the_root_are_looked_at(tmp_path: Path) -> None:
+    single(tmp_path / "a" / "b", 1)
+    assert len(find_checkpoints(str(tmp_path), depth=2)) == 1
+    assert find_checkpoints(str(tmp_path), depth=1) == []

@@ -1,0 +1,149 @@
+"""Verifying: every flipped bit, missing file and element that is stored never or twice is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.errors import CheckpointNotFoundError
+from smckpt.layout.geometry import Box, Mesh
+from smckpt.layout.image import compile_layout
+from tests.support import saves, synthetic
+from tests.support.saves import hybrid
+from tests.support.synthetic import Step, boxes, flip, kept, on_mesh
+
+SHAPES = {"w": (10, 6), "b": (7,)}
+MESH = hybrid((0, 1, 2, 3), 2)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A step of two replication groups."""
+    rules = [on_mesh("w", (10, 6), MESH, "R S0"), on_mesh("b", (7,), MESH, "R R")]
+    made = synthetic.state([*rules, kept("step")], {**synthetic.whole({**SHAPES, "step": ()})})
+    Step(tmp_path / "step", {"part0": (0, 2), "part1": (1, 3)}, made).save()
+    return tmp_path / "step"
+
+
+def files_of(root: Path) -> Iterator[Path]:
+    """All files that a load may read: the claims of epochs are not among them."""
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not path.name.startswith("epoch-"):
+            yield path
+
+
+def test_a_whole_checkpoint_has_no_problems_and_is_counted(step: Path) -> None:
+    told: list[tuple[int, int]] = []
+    report = verify_checkpoint(str(step), progress=lambda done, total: told.append((done, total)))
+    data = list(step.rglob("data-*.safetensors"))
+    assert report.ok and report.problems == ()
+    assert report.files == len(data) == 4
+    assert report.nbytes == sum(path.stat().st_size for path in data)
+    assert told[-1] == (report.nbytes, report.nbytes)
+
+
+def test_a_flipped_bit_anywhere_in_any_file_is_found_and_its_file_named(step: Path) -> None:
+    files = list(files_of(step))
+    kinds = {path.name.split("-")[0] + path.suffix for path in files}
+    assert kinds == {"data.safetensors", "data.crc", "part.json", "manifest.json", "record.json"}
+    for path in files:
+        size = path.stat().st_size
+        # The first bytes (a header's length), the last, and places all over.
+        for offset in sorted({0, 7, 8, size - 1, *range(0, size, max(1, size // 12))}):
+            if offset >= size:
+                continue
+            flip(path, offset)
+            report = verify_checkpoint(str(step), threads=1)
+            assert not report.ok, f"bit at {offset} of {path.name}"
+            named = {problem.path for problem in report.problems}
+            assert any(path.name in name for name in named), (path.name, offset, report.problems)
+            flip(path, offset)
+    assert verify_checkpoint(str(step)).ok
+
+
+def test_a_missing_file_is_found_and_named(step: Path) -> None:
+    for path in files_of(step):
+        if path.name.startswith("record-"):
+            continue  # without it there is no checkpoint, see below
+        saved = path.read_bytes()
+        path.unlink()
+        report = verify_checkpoint(str(step), threads=1)
+        assert not report.ok, path.name
+        named = " ".join(problem.path for problem in report.problems)
+        assert path.name in named, (path.name, report.problems)
+        path.write_bytes(saved)
+    assert verify_checkpoint(str(step)).ok
+
+
+def test_without_its_record_there_is_nothing_to_verify(step: Path) -> None:
+    next(step.glob("record-*")).unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        verify_checkpoint(str(step))
+
+
+def test_a_file_that_was_cut_or_has_grown_is_told_with_both_sizes(step: Path) -> None:
+    path = next(step.rglob("data-*.safetensors"))
+    whole = path.read_bytes()
+    for changed in (whole[:-1], whole + b"\0", b""):
+        path.write_bytes(changed)
+        what = [p.what for p in verify_checkpoint(str(step)).problems if p.path == str(path)]
+        assert f"has {len(changed)} bytes, {len(whole)} were written" in what
+
+
+def test_damage_in_several_files_is_all_listed(step: Path) -> None:
+    damaged = sorted(step.rglob("data-*.safetensors"))
+    for path in damaged:
+        flip(path, path.stat().st_size - 1)
+    report = verify_checkpoint(str(step))
+    assert {p.path for p in report.problems} >= {str(path) for path in damaged}
+
+
+def test_an_element_that_no_shard_holds_is_counted_and_located(tmp_path: Path) -> None:
+    held = {0: [Box((0, 0), (4, 6))], 1: [Box((5, 0), (5, 6))]}  # row 4 is nobody's
+    rule = boxes("w", (10, 6), held)
+    synthetic.save(tmp_path / "c", (0, 1), synthetic.state([rule], synthetic.whole(SHAPES)))
+    (problem,) = verify_checkpoint(str(tmp_path / "c")).problems
+    assert "6 elements of 'model.w'" in problem.what and "[4, 0]" in problem.what
+
+
+def test_a_rank_that_never_saved_its_shard_is_a_hole(tmp_path: Path) -> None:
+    rule = on_mesh("w", (10, 6), Mesh(("shard",), (2,), (0, 1)), "S0")
+    synthetic.save(tmp_path / "c", (0,), synthetic.state([rule], synthetic.whole(SHAPES)))
+    (problem,) = verify_checkpoint(str(tmp_path / "c")).problems
+    assert "30 elements" in problem.what
+
+
+def test_one_group_of_a_step_is_not_blamed_for_what_the_others_hold(step: Path) -> None:
+    assert verify_checkpoint(str(step / "part0")).ok
+
+
+def test_elements_that_are_stored_twice_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that each wrote all, where their group should have shared it."""
+
+    def alone(entries: Any, *, rank: int, group_ranks: Any) -> Any:
+        shared = compile_layout(entries, rank=rank, group_ranks=group_ranks)
+        own = compile_layout(entries, rank=rank, group_ranks=(rank,))
+        return replace(own, classes=shared.classes)
+
+    monkeypatch.setattr(saves, "compile_layout", alone)
+    rule = on_mesh("b", (7,), hybrid((0, 1), 2), "R R")
+    synthetic.save(tmp_path / "c", (0, 1), synthetic.state([rule], synthetic.whole(SHAPES)))
+    report = verify_checkpoint(str(tmp_path / "c"))
+    assert any("twice" in problem.what or "overlap" in problem.what for problem in report.problems)
+
+
+def test_a_file_that_holds_more_than_the_manifest_knows_is_told(tmp_path: Path) -> None:
+    rules = [kept("known"), kept("extra")]
+    made = synthetic.state(rules, synthetic.whole({"known": (), "extra": ()}), lambda r, k: b"abcd")
+    known = encode_rows([e for e in made(0)[0] if e.key == "model.known"])
+    synthetic.save(tmp_path / "c", (0,), made, layout=lambda rank: known)
+    (problem,) = verify_checkpoint(str(tmp_path / "c")).problems
+    assert "'model.extra'" in problem.what and "data-" in problem.path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from smckpt.layout.geometry import (
     Segment,
 )
 from smckpt.state_dict.names import canonical
-from smckpt.state_dict.private import fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
+from smckpt.state_dict.private import detached, fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
 from smckpt.state_dict.tags import Tag, set_tag
 
 __all__ = ["Held", "ModelView", "view_of"]
@@ -63,6 +65,16 @@ def view_of(model: nn.Module) -> ModelView:
     return PlainView(model)
 
 
+def _raw_state_dict(model: nn.Module) -> dict[str, Any]:
+    """By the class's own method, not detached by torch where it can be told so: see `detached`."""
+    method: Any = type(model).state_dict
+    try:
+        inspect.signature(method).bind(model, keep_vars=True)
+    except TypeError:  # a class's own, with arguments of its own
+        return dict(method(model))
+    return dict(method(model, keep_vars=True))
+
+
 def _is_ddp(model: nn.Module) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +90,7 @@ class PlainView(ModelView):
         self._mesh = _ddp_mesh(model) if self._ddp else None
 
     def tensors(self, kind: str) -> dict[str, Any]:
-        raw = type(self.model).state_dict(self.model)
+        raw = _raw_state_dict(self.model)
         ignored = self._ignored_by_ddp()
         parameters = (
             {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -94,6 +106,7 @@ class PlainView(ModelView):
                     remedy="rename the module that ends in a wrapper's name",
                 )
             if isinstance(value, torch.Tensor):
+                value = detached(value)
                 geometry = None
                 if name in parameters and name not in ignored:
                     geometry = self._replicated(fqn, value)
@@ -146,6 +159,23 @@ class _Unit:
     original: bool  # use_orig_params
     aliases: tuple[tuple[str, FlatUnit, int, int, int], ...]  # of shared parameters
 
+    # The same objects at every take: a selector then sees at once that nothing changed.
+    @cached_property
+    def whole(self) -> FlatGeometry:
+        return FlatGeometry(self.unit, self.mesh)
+
+    @cached_property
+    def parts(self) -> tuple[FlatGeometry, ...]:
+        """Of each member."""
+        return tuple(FlatGeometry(self.unit, self.mesh, segment) for _, segment, *_ in self.members)
+
+    @cached_property
+    def others(self) -> tuple[FlatGeometry, ...]:
+        """Of each alias."""
+        return tuple(
+            FlatGeometry(record, self.mesh, segment) for _, record, segment, *_ in self.aliases
+        )
+
 
 class Fsdp1View(ModelView):
     """FSDP1: the flat parameters' local shards themselves; torch's hooks run collectives."""
@@ -160,21 +190,21 @@ class Fsdp1View(ModelView):
             if unit.original:
                 originals = zip(handle.flat_param._params, unit.members, strict=True)
                 owners.update((id(p), fqn) for p, (fqn, *_) in originals)
+            shard = shard.detach()
             managed.update(fqn for fqn, *_ in unit.members)
-            for fqn, record, segment, offset, numel in unit.aliases:
+            for (fqn, _, _, offset, numel), rule in zip(unit.aliases, unit.others, strict=True):
                 managed.add(fqn)
-                value = shard.detach()[offset : offset + numel]
-                set_tag(value, Tag(kind, (fqn,), FlatGeometry(record, unit.mesh, segment)))
+                value = shard.narrow(0, offset, numel)
+                set_tag(value, Tag(kind, (fqn,), rule))
                 out[fqn] = value
             if kind == "LOCAL" and not unit.original:
                 fqns = tuple(fqn for fqn, *_ in unit.members)
-                value = shard.detach()
-                set_tag(value, Tag(kind, fqns, FlatGeometry(unit.unit, unit.mesh)))
-                out[unit.key] = value
+                set_tag(shard, Tag(kind, fqns, unit.whole))
+                out[unit.key] = shard
                 continue
-            for fqn, segment, offset, numel in unit.members:
-                value = shard.detach()[offset : offset + numel]
-                set_tag(value, Tag(kind, (fqn,), FlatGeometry(unit.unit, unit.mesh, segment)))
+            for (fqn, _, offset, numel), rule in zip(unit.members, unit.parts, strict=True):
+                value = shard.narrow(0, offset, numel)
+                set_tag(value, Tag(kind, (fqn,), rule))
                 out[fqn] = value
         self._unmanaged(kind, managed, owners, out)
         return out
@@ -217,12 +247,12 @@ class Fsdp1View(ModelView):
             unit = _unit_of(name, module, handle)
             fqns = tuple(fqn for fqn, *_ in unit.members)
             managed.update(fqns)
-            out[id(handle.flat_param)] = Held(fqns, FlatGeometry(unit.unit, unit.mesh))
+            out[id(handle.flat_param)] = Held(fqns, unit.whole)
             if unit.original:
-                members = zip(unit.members, handle.flat_param._params, strict=True)
-                for (fqn, segment, *_), parameter in members:
-                    geometry = FlatGeometry(unit.unit, unit.mesh, segment)
-                    out[id(parameter)] = Held((fqn,), geometry)
+                for fqn, rule, parameter in zip(
+                    fqns, unit.parts, handle.flat_param._params, strict=True
+                ):
+                    out[id(parameter)] = Held((fqn,), rule)
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in out and canonical(name) not in managed:
                 out[id(parameter)] = Held((canonical(name),), None)

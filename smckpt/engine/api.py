@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 # The one object of the process: SMP's functions take no handle, so queues must live somewhere.
+LOAD_THREADS, LOAD_TIMEOUT = 4, 1800.0
+
 _RUNTIME = Runtime()
 
 
@@ -181,8 +183,8 @@ def load(
     planner: Any = None,
     check_keys_matched: bool = True,
     preverify: bool = False,
-    threads: int = 4,
-    timeout: float = 1800.0,
+    threads: int = LOAD_THREADS,
+    timeout: float = LOAD_TIMEOUT,
     groups: Sequence[Sequence[int]] | None = None,
     parallel_state: Any = None,
 ) -> MutableMapping[str, Any] | None:
@@ -227,6 +229,8 @@ def load(
             "DCP reader or planner",
             check_keys_matched=None if check_keys_matched else False,
             preverify=preverify or None,
+            threads=None if threads == LOAD_THREADS else threads,
+            timeout=None if timeout == LOAD_TIMEOUT else timeout,
             groups=groups,
             parallel_state=parallel_state,
         )

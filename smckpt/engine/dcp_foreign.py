@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from smckpt.engine.dcp_reader import DistributedFileSystemReader
 from smckpt.engine.groups import Group
 from smckpt.engine.job import SaveHandle, Timings
-from smckpt.errors import CheckpointError, SaveFailedError, StateError
+from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
 
 __all__ = ["ForeignQueue", "load_with_dcp"]
 
@@ -190,6 +191,7 @@ def load_with_dcp(
 
     Raises:
         CheckpointError: DCP's load failed; with the cause and the rank where it happened.
+        UsageError: it failed, and what stands there is a checkpoint of ours.
     """
     try:
         dcp_load(
@@ -202,7 +204,14 @@ def load_with_dcp(
     except CheckpointException as error:
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
             raise failure from error
-        raise told(error, group, _place(checkpoint_id, reader), CheckpointError) from error
+        where = _place(checkpoint_id, reader)
+        if _is_ours(where, reader):
+            raise UsageError(
+                f"a {type(reader).__name__} cannot read a checkpoint of smckpt",
+                remedy="leave storage_reader out, or pass a DistributedFileSystemReader",
+                path=where,
+            ) from error
+        raise told(error, group, where, CheckpointError) from error
     return state_dict
 
 
@@ -251,6 +260,13 @@ def _place(checkpoint_id: Any, storage: Any) -> str:
     """Where a reader or writer works, as far as it says."""
     said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
     return str(next((one for one in said if one), ""))
+
+
+def _is_ours(where: str, reader: StorageReader) -> bool:
+    """Whether a reader of others stands before a checkpoint of ours."""
+    return not isinstance(reader, DistributedFileSystemReader) and (
+        bool(where) and DistributedFileSystemReader.validate_checkpoint_id(where)
+    )
 
 
 class _Refusal(SavePlanner):

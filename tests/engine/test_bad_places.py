@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
+from tests.support import child, refuse
 from tests.support.launch import run_ranks
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -56,6 +57,31 @@ def test_a_read_only_file_system_fails_the_save_with_the_path(small_disk: Path) 
     with pytest.raises(errors.SaveFailedError, match="read-only"):
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=small_disk / "c")
     assert value_at(small_disk / "c", 10) == 1
+
+
+@pytest.mark.skipif(not refuse.available(), reason="no seccomp filter for this platform")
+def test_a_mount_that_cannot_create_exclusively_commits_nothing_and_says_so(tmp_path: Path) -> None:
+    out = child.run(
+        """
+        import errno, sys
+        import torch, smckpt
+        from tests.support import refuse
+        place = sys.argv[1]
+        refuse.refuse({"link": errno.EPERM, "linkat": errno.EPERM, "renameat2": errno.EINVAL})
+        smckpt.save({"a": torch.ones(10)}, checkpoint_id=place)  # under a guard file
+        refuse.refuse({"rename": errno.ENOSYS})
+        try:
+            smckpt.save({"a": torch.zeros(10)}, checkpoint_id=place, queue="with a new worker")
+        except smckpt.SaveFailedError as error:
+            print(type(error.__cause__).__name__, error)
+        """,
+        str(tmp_path),
+        timeout=100,
+    )
+    assert out.startswith("StorageError")
+    assert "cannot create exclusively" in out and "save to another file system" in out
+    assert len(list(tmp_path.glob("manifest-*"))) == 1
+    assert value_at(tmp_path, 10) == 1
 
 
 def one_host_sees_another_directory(folder: str) -> str:

@@ -415,6 +415,19 @@ def test_a_load_planner_is_honoured(tmp_path: Path) -> None:
     assert (target["w"].tolist(), target["new"].tolist()) == ([0.0, 1.0, 2.0], [5.0, 5.0])
 
 
+def test_a_stock_reader_alone_reads_what_dcp_saved_and_is_refused_on_what_we_saved(
+    tmp_path: Path,
+) -> None:
+    dcp.save({"w": torch.arange(3.0), "more": {"n": [1, 2]}}, checkpoint_id=tmp_path / "dcp")
+    target = {"w": torch.zeros(3), "more": {"n": [0, 0]}}
+    smckpt.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
+    assert (target["w"].tolist(), target["more"]["n"]) == ([0.0, 1.0, 2.0], [1, 2])
+    smckpt.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ours")
+    with pytest.raises(errors.UsageError, match=r"FileSystemReader .* leave storage_reader out"):
+        smckpt.load({"w": target["w"]}, storage_reader=dcp.FileSystemReader(tmp_path / "ours"))
+    assert target["w"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_missing_checkpoint_is_our_error_with_a_planner_too(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         smckpt.load({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=DefaultLoadPlanner())
@@ -530,7 +543,13 @@ def test_arguments_that_dcp_does_not_know_are_refused(tmp_path: Path) -> None:
             smckpt.async_save(
                 {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), **{name: value}
             )
-    asked = {"check_keys_matched": False, "preverify": True, "groups": [[0]]}
+    asked = {
+        "check_keys_matched": False,
+        "preverify": True,
+        "groups": [[0]],
+        "threads": 8,
+        "timeout": 3.0,
+    }
     for name, value in asked.items():
         with pytest.raises(errors.UsageError, match=name):
             smckpt.load(

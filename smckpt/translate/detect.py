@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable
 
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.translate.dims import Dims
-from smckpt.translate.hub import FAMILIES
 from smckpt.translate.layouts import get_layout, layouts_of
 from smckpt.translate.pieces import dropped, places_of
 from smckpt.translate.table import Layout
@@ -53,7 +52,11 @@ def choose_layout(
             missing, unexpected = unmatched(names, candidate, dims, ep)
         except KeysMismatchError:  # it has no rows for such a model
             continue
-        if not missing and not unexpected:
+        if (
+            not missing
+            and not unexpected
+            and not any(_alike(candidate, other, dims, ep) for other in fits)
+        ):
             fits.append(candidate)
         nearest.append((len(missing) + len(unexpected), name, missing, unexpected))
     if len(fits) == 1:
@@ -86,8 +89,9 @@ def unmatched(
     return sorted(wanted - set(names)), unexpected
 
 
-def known_family(family: str) -> bool:
-    return family in FAMILIES
+def _alike(a: Layout, b: Layout, dims: Dims, ep: int) -> bool:
+    """Whether two layouts say the same of this model: they may differ in experts only."""
+    return set(places_of(a, dims, ep)) == set(places_of(b, dims, ep))
 
 
 def _some(names: list[str]) -> str:

@@ -56,7 +56,7 @@ class ExportReport:
 
     directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
     left_out: names not written because they are tied to one that is. notes: what a reader should
-    know ("no config was given …").
+    know ("no config was given …"). layout: the tensor-parallel layout that it was translated from.
     """
 
     directory: str
@@ -66,6 +66,7 @@ class ExportReport:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    layout: str | None = None
 
 
 def export_hf(
@@ -128,44 +129,51 @@ def export_hf(
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
     settings = read_config(config)
     tokens = _tokenizer(tokenizer, settings)
-    source, targets, left_out, notes = _contents(
-        checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep
-    )
-    files = arrange(targets, limit)
+    found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+    files = arrange(found.targets, limit)
     output = Output(os.fspath(out_dir), files)
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
-        cleanup.callback(source.close)
+        cleanup.callback(found.source.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
-        write_chunks(source, output, files, workers, progress)
-        _write_companions(output, settings, tokens, targets)
+        write_chunks(found.source, output, files, workers, progress)
+        _write_companions(output, settings, tokens, found.targets)
         output.publish(_index(files) if len(files) > 1 else None)
         on_failure.pop_all()
-    for note in notes:
+    for note in found.notes:
         log.warning("%s: %s", output.url, note)
     return ExportReport(
         directory=output.url,
         files=tuple(file.name for file in files),
-        tensors=len(targets),
+        tensors=len(found.targets),
         nbytes=sum(file.data_bytes for file in files),
-        left_out=left_out,
-        notes=notes,
+        left_out=found.left_out,
+        notes=found.notes,
         seconds=time.perf_counter() - began,
+        layout=found.layout,
     )
 
 
 # -- what is exported ----------------------------------------------------------------------------
 
-_Contents = tuple[Source | TranslatedSource, Sequence[Target], tuple[str, ...], tuple[str, ...]]
+
+@dataclass(frozen=True)
+class _Contents:
+    """What is read, the targets made of it, names left out, notes, the layout if translated."""
+
+    source: Source | TranslatedSource
+    targets: Sequence[Target]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    layout: str | None = None
 
 
 def _contents(
     checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None, *,
     layout: str | Layout | None, tp: int | None, ep: int | None,
 ) -> _Contents:  # fmt: skip
-    """What is read, the targets made of it, names left out, notes."""
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
         store: Store = open_files(checkpoint, tp or 1, ep or 1)
@@ -185,7 +193,7 @@ def _contents(
     source = Source(catalogue)
     left_out = _tied(source, tensors, settings)
     targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
-    return source, targets, left_out, _notes(tensors, settings)
+    return _Contents(source, targets, left_out, _notes(tensors, settings))
 
 
 def _translated(
@@ -194,7 +202,7 @@ def _translated(
 ) -> _Contents:  # fmt: skip
     made = to_hub(store, settings, layout, tp, ep)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
-    return made.source, targets, made.left_out, (f"translated from the layout {made.layout}",)
+    return _Contents(made.source, targets, made.left_out, (), made.layout)
 
 
 def _refuse_prefix(prefix: str | None) -> None:

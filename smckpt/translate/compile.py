@@ -56,8 +56,10 @@ def compile_blocks(source: Side, target: Side) -> dict[Key, list[Block]]:
                 block = _meet(other, piece)
                 if block is not None:
                     blocks[piece.key].append(block)
-    _prove_targets(target, blocks)
     _prove_sources(source, blocks)
+    for key, other in target.copies:
+        blocks[other] = blocks[key]
+    _prove_targets(target, blocks)
     return blocks
 
 
@@ -89,7 +91,7 @@ def _prove_targets(target: Side, blocks: dict[Key, list[Block]]) -> None:
     wrong = []
     for key, shape in target.shapes.items():
         boxes = [_target_box(block, len(shape)) for block in blocks[key]]
-        bad = painter.not_once(shape, boxes, target.padding.get(key, 0))
+        bad = painter.not_once(shape, boxes, target.padding.get(target.original(key), 0))
         if bad:
             wrong.append(f"{key.name} {shape}: {bad}")
     if wrong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.translate.dims import Dims
@@ -15,14 +15,19 @@ __all__ = ["choose_layout", "looks_transformed", "unmatched"]
 
 # Parts of names that no model of transformers has.
 _TRANSFORMED = re.compile(
-    r"layernorm_qkv\.|layernorm_mlp\.|\.linear_(qkv|fc1|fc2|proj)\.|\._extra_state|\.seq_layers\."
-    r"|(^|\.)layers\.\d+\.attention\.w[qkvo]\.|\.experts\.gate_up_proj$"
+    r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
+    r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
+    r"|(^|\.)layers\.\d+\.attention\.w[qkvo]\."
 )
+# Experts as transformers 5 packs them in memory: for these families not on disk.
+_PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
+_ONE_BY_ONE = ("mixtral", "qwen3_moe")
 
 
-def looks_transformed(names: Iterable[str]) -> bool:
-    """Whether some names are of a tensor-parallel layout, and not Hugging Face's."""
-    return any(_TRANSFORMED.search(name) for name in names)
+def looks_transformed(names: Collection[str], family: str | None) -> bool:
+    """Whether some names are of a tensor-parallel layout, and not Hugging Face's on disk."""
+    own = _PACKED if family in _ONE_BY_ONE else None
+    return any(_TRANSFORMED.search(n) or (own and own.search(n)) for n in names)
 
 
 def choose_layout(

@@ -180,7 +180,8 @@ def _contents(
         return _translated(store, settings, dtype, layout, tp or 1, ep or 1)
     catalogue = open_catalogue(os.fspath(checkpoint))
     tensors = model_tensors(catalogue, prefix)
-    if layout is not None or looks_transformed(tensors):
+    family = settings.values["model_type"] if settings is not None else None
+    if layout is not None or looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, tp, ep)
         store = CheckpointStore(catalogue, tensors, *degrees)
         return _translated(store, settings, dtype, layout, *degrees)

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.detect import choose_layout
+from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.hub import FAMILIES
+from smckpt.translate.names import find_ties
 from smckpt.translate.pieces import Held, Key, Side, places_of
 from smckpt.translate.stores import Store
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
 
-__all__ = ["Translation", "model_dims", "prove", "side_of_store", "to_hub"]
+__all__ = ["Translation", "from_hub", "model_dims", "to_hub"]
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,40 @@ def hub_side(dims: Dims) -> Side:
     return side
 
 
-def prove(source: Side, target: Side) -> dict[Key, list[Block]]:
-    """The proof alone, on shapes."""
-    return compile_blocks(source, target)
+def side_of_ranks(layout: Layout, dims: Dims, tp: int, ep: int, multiple: int) -> Side:
+    """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
+    side = Side(layout, dims, tp, ep)
+    step = multiple * tp
+    vocabulary = -(-dims.sizes["V"] // step) * step
+    for place in places_of(layout, dims, ep):
+        degree = 1 if place.row.tp is None else tp
+        shape = side.local_shape(place, vocabulary, degree, ep)
+        shards = {(t, e): shape for e in range(ep) for t in range(tp)}
+        side.add(place, Held(place.name, "", shards))
+    return side
+
+
+def from_hub(
+    store: Store, dims: Dims, layout: Layout, tp: int, ep: int, multiple: int
+) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
+    """The tensors of each (tp, ep) rank in a layout, made of Hugging Face's."""
+    hub = FAMILIES[dims.family]
+    missing, unexpected = unmatched(store.held, hub, dims, 1)
+    if missing or unexpected:
+        raise KeysMismatchError(
+            f"the files are no whole {dims.family} model: missing {missing[:8]}, unexpected "
+            f"{unexpected[:8]}",
+            remedy="pass a directory with all weights and the config that belongs to them",
+            path=store.url,
+        )
+    source = side_of_store(store, hub, dims, 1, 1)
+    target = side_of_ranks(layout, dims, tp, ep, multiple)
+    blocks = compile_blocks(source, target)
+    dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
+    out: dict[tuple[int, int], list[Translated]] = {}
+    for key in target.shapes:
+        out.setdefault((key.tp, key.ep), []).append(_target(key, target, blocks[key], dtypes))
+    return TranslatedSource(store), out
 
 
 def _keys(held: Held) -> list[Key]:
@@ -127,6 +159,8 @@ def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
 
 def _target(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]) -> Translated:
     found = {dtypes[block.source] for block in blocks}
+    if not found and side.padding.get(side.original(key)):  # a rank's rows are all padding
+        found = {max(dtypes.values(), key=list(dtypes.values()).count)}
     if len(found) != 1:
         raise TensorMismatchError(
             f"{key.name} would be made of parts of different dtypes: {sorted(found)}",
@@ -134,14 +168,14 @@ def _target(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
         )
     (dtype,) = found
     shape: Any = side.shapes[key]
-    return Translated(key.name, dtype, shape, dtype, tuple(blocks), side.padding.get(key, 0))
+    return Translated(
+        key.name, dtype, shape, dtype, tuple(blocks), side.padding.get(side.original(key), 0)
+    )
 
 
 def _without_tied(
     targets: list[Translated], source: TranslatedSource
 ) -> tuple[list[Translated], tuple[str, ...]]:
-    from smckpt.translate.names import find_ties
-
     by_name = {target.name: target for target in targets}
     ties = find_ties(by_name)
     for tie in ties:

@@ -92,6 +92,7 @@ class Side:
     pieces: dict[RoleKey, list[Piece]] = field(default_factory=dict)
     copies: list[tuple[Key, Key]] = field(default_factory=list)
     padding: dict[Key, int] = field(default_factory=dict)
+    _original: dict[Key, Key] = field(default_factory=dict)
 
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
@@ -114,6 +115,11 @@ class Side:
                     self._add_pieces(place, key, (tp, tps if cut else 1), (ep, eps), ours)
                 elif held.whole is None:
                     self.copies.append((Key(held.name, *first), key))
+                    self._original[key] = Key(held.name, *first)
+
+    def original(self, key: Key) -> Key:
+        """The tensor that `key` is a copy of, or `key` itself."""
+        return self._original.get(key, key)
 
     def local_shape(self, place: Place, vocabulary: int, tp: int, ep: int) -> Shape:
         """Of the tensor of one rank; `vocabulary` rows, padding included, in all ranks together."""

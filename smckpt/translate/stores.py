@@ -21,7 +21,7 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import Shape
 from smckpt.translate.pieces import Held, Key
 
-__all__ = ["FileStore", "Part", "Store", "bits", "open_files"]
+__all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -145,6 +145,31 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
                 path=str(path),
             )
     return FileStore(os.fspath(paths[0]), arrays, dtypes)
+
+
+def open_directory(directory: Path) -> FileStore:
+    """The weights of a Hugging Face directory: one safetensors file, or those of its index.
+
+    Raises:
+        UsageError: there are none.
+        CorruptCheckpointError: a file of the index is missing or damaged.
+    """
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    arrays: dict[Key, Array] = {}
+    dtypes: dict[str, str] = {}
+    for name in names:
+        if not (directory / name).is_file():
+            raise UsageError(
+                f"{name} is not there",
+                remedy="pass a directory with model.safetensors, or an index and all its files",
+                path=str(directory),
+            )
+        for tensor, (dtype, array) in _open_safetensors(directory / name).items():
+            arrays[Key(tensor, 0, 0)], dtypes[tensor] = array, dtype
+    return FileStore(str(directory), arrays, dtypes)
 
 
 def _open_file(path: Path) -> dict[str, tuple[str, Array]]:

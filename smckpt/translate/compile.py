@@ -57,8 +57,8 @@ def compile_blocks(source: Side, target: Side) -> dict[Key, list[Block]]:
                 if block is not None:
                     blocks[piece.key].append(block)
     _prove_sources(source, blocks)
-    for key, other in target.copies:
-        blocks[other] = blocks[key]
+    for first, copy in target.copies:
+        blocks[copy] = blocks[first]
     _prove_targets(target, blocks)
     return blocks
 

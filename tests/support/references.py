@@ -21,7 +21,8 @@ def config(family: str, **more: Any) -> Any:
 
     common: dict[str, Any] = {
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "vocab_size": V, "rope_theta": 5e5,
+        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "vocab_size": V,
+        "rope_theta": 5e5,
         "max_position_embeddings": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     sparse = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         sm_state_dict_type,
     )
     from smckpt.topology import ParallelState
-    from smckpt.translate import export_hf, verify_hf
+    from smckpt.translate import export_hf, import_hf, register_layout, verify_hf
 
 __all__ = [
     "FULL",
@@ -83,10 +83,12 @@ __all__ = [
     "export_hf",
     "find_checkpoints",
     "get_global_ranks",
+    "import_hf",
     "init_optim_state",
     "latest_checkpoint",
     "load",
     "maybe_finalize_async_calls",
+    "register_layout",
     "save",
     "sm_state_dict_type",
     "verify_checkpoint",
@@ -119,7 +121,7 @@ _HOMES = {
         "sm_state_dict_type",
     ),
     "smckpt.topology": ("ParallelState",),
-    "smckpt.translate": ("export_hf", "verify_hf"),
+    "smckpt.translate": ("export_hf", "import_hf", "register_layout", "verify_hf"),
 }
 
 

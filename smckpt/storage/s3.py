@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -228,7 +229,7 @@ class S3Storage:
 
         return self.run("read", self.path(name), request)
 
-    def _get(self, name: str, offset: int, buffers: list[memoryview]) -> None:
+    def _get(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         key = self.key(name)
         length = sum(len(b) for b in buffers)
 
@@ -256,20 +257,14 @@ class S3Storage:
             )
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        token: dict[str, str] = {}
+        more: dict[str, str] = {}
         while True:
-            more = dict(token)
-            page: dict[str, Any] = self.run(
-                "list",
-                self.url,
-                lambda client, more=more: client.list_objects_v2(
-                    **self.common, Prefix=self._prefix + prefix, Delimiter="/", **more
-                ),
-            )
+            fields = {"Prefix": self._prefix + prefix, "Delimiter": "/", **more, **self.common}
+            page = self.run("list", self.url, partial(_list, fields))
             yield page
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _readers(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -277,3 +272,8 @@ class S3Storage:
                 pool = ThreadPoolExecutor(self.config.max_read_concurrency, "smckpt-s3")
                 self._pool = (os.getpid(), pool)
             return self._pool[1]
+
+
+def _list(fields: dict[str, Any], client: Any) -> dict[str, Any]:
+    page: dict[str, Any] = client.list_objects_v2(**fields)
+    return page

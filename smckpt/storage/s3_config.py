@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.storage.urls import is_s3_url
 
-__all__ = ["S3Config", "current_s3", "using_s3"]
+__all__ = ["S3Config", "chosen_s3", "current_s3", "s3_options", "using_s3"]
 
 MIN_PART_MB, MAX_PART_MB = 5, 5120  # what S3 takes
 _VARIABLE = "SMCKPT_S3_"
@@ -134,6 +135,11 @@ def _parsed(name: str, text: str, default: Any) -> Any:
 _CURRENT: ContextVar[S3Config | None] = ContextVar("smckpt_s3", default=None)
 
 
+def chosen_s3() -> S3Config | None:
+    """The options that `using_s3` put in force; None if those of the environment hold."""
+    return _CURRENT.get()
+
+
 def current_s3() -> S3Config:
     """The options in force here."""
     return _CURRENT.get() or S3Config.from_environment()
@@ -150,3 +156,60 @@ def using_s3(config: S3Config | None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def s3_options(
+    url: str, region: str | None = None, config: S3Config | Mapping[str, Any] | Any = None
+) -> S3Config | None:
+    """What the keywords `s3_region=` and `s3client_config=` say, over the environment; None where
+    `url` is not in S3.
+
+    Args:
+        config: an `S3Config`, which replaces the environment's; a mapping of some of its fields; or
+            an `S3ClientConfig` of s3torchconnector.
+
+    Raises:
+        UsageError: they are given for another store, contradict each other, or have a field that
+            is not honoured.
+    """
+    if not is_s3_url(url):
+        if url and (region is not None or config is not None):
+            raise UsageError(
+                "s3_region= and s3client_config= are not honoured outside S3",
+                remedy="leave them out, or save to s3://bucket/prefix",
+                path=url,
+            )
+        return None
+    if isinstance(config, S3Config):
+        chosen = config
+    else:
+        fields = config if isinstance(config, Mapping) else _of_connector(config)
+        chosen = S3Config.from_mapping(fields, S3Config.from_environment())
+    if region is None:
+        return chosen
+    if isinstance(config, S3Config) and config.region not in (None, region):
+        raise UsageError(
+            f"s3_region={region!r}, but s3client_config says {config.region!r}",
+            remedy="give one of the two",
+            path=url,
+        )
+    return dataclasses.replace(chosen, region=region)
+
+
+def _of_connector(config: Any) -> dict[str, Any]:
+    """The fields of an S3ClientConfig that have a meaning here."""
+    if config is None:
+        return {}
+    if not hasattr(config, "part_size"):
+        raise UsageError(
+            f"s3client_config is a {type(config).__name__}",
+            remedy="pass a smckpt.S3Config, a mapping of its fields, or an S3ClientConfig",
+        )
+    if getattr(config, "unsigned", False):
+        raise UsageError("unsigned=True is not honoured", remedy="use credentials that may write")
+    fields: dict[str, Any] = {"chunk_size_MB": max(MIN_PART_MB, int(config.part_size) >> 20)}
+    if getattr(config, "profile", None):
+        fields["profile"] = config.profile
+    if getattr(config, "max_attempts", None):
+        fields["retries"] = int(config.max_attempts) - 1
+    return fields

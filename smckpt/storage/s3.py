@@ -200,7 +200,7 @@ class S3Storage:
         except Exception as error:
             if code_of(error) not in ("404", "NoSuchKey", "NotFound"):
                 raise
-            client.head_bucket(Bucket=self.bucket)  # a bucket that is missing is another matter
+            self._refuse_missing_bucket(client)
             return None
         return answer
 
@@ -208,6 +208,17 @@ class S3Storage:
         self.run("delete", path, lambda c: c.delete_object(**self.common, Key=key))
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _refuse_missing_bucket(self, client: Any) -> None:
+        """HEAD has no body to say that the bucket is what is missing."""
+        try:
+            client.head_bucket(Bucket=self.bucket)
+        except Exception as error:
+            if status_of(error) == 404:
+                missing = {"Error": {"Code": "NoSuchBucket"}}
+                raise type(error)(missing, "HeadBucket") from error  # type: ignore[call-arg]
+            if status_of(error) != 403:  # who may not look at the bucket is not told
+                raise
 
     def _holds_these(self, client: Any, key: str, data: memoryview) -> bool:
         head = self.head(client, key)

@@ -84,7 +84,14 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, (bc.ProxyConnectionError, bc.SSLError)):
         return False
     return isinstance(
-        error, (bc.HTTPClientError, bc.ResponseStreamingError, bc.IncompleteReadError, ShortBody)
+        error,
+        (
+            bc.HTTPClientError,
+            bc.ConnectionError,
+            bc.ResponseStreamingError,
+            bc.IncompleteReadError,
+            ShortBody,
+        ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
 
 

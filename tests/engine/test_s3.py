@@ -150,3 +150,43 @@ def _until_uploading(where: str, parts: int) -> None:
             if len(answer.get("Parts", ())) >= parts:
                 return
     raise AssertionError("no upload was seen under way")
+
+
+def exported(root: str) -> None:
+    model = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}}
+    smckpt.save(model, checkpoint_id=f"{root}/run", step=7)
+
+
+def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_path: Path) -> None:
+    import json
+
+    from click.testing import CliRunner
+    from safetensors.torch import load_file
+
+    from smckpt.cli.app import app
+
+    run_ranks(exported, 1, s3_root)
+    [listed] = json.loads(CliRunner().invoke(app, ["ls", "--json", s3_root]).output)
+    assert (listed["path"], listed["step"]) == (f"{s3_root}/run/", 7)
+    shown = CliRunner().invoke(app, ["show", f"{s3_root}/run"])
+    assert shown.exit_code == 0
+    assert "weight" in shown.output
+    verified = CliRunner().invoke(app, ["verify", f"{s3_root}/run"])
+    assert (verified.exit_code, verified.output[:3]) == (0, "ok:")
+    smckpt.export_hf(f"{s3_root}/run", str(tmp_path / "out"))
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    assert load_file(file)["weight"].flatten().tolist() == list(range(12))
+
+
+def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path: Path) -> None:
+    from smckpt.storage.s3_config import s3_options
+
+    with pytest.raises(smckpt.UsageError, match="not honoured outside S3"):
+        s3_options(str(tmp_path), region="eu-west-1")
+    with pytest.raises(smckpt.UsageError, match="colour"):
+        s3_options("s3://b/k", config={"colour": 1})
+    with pytest.raises(smckpt.UsageError, match="give one of the two"):
+        s3_options("s3://b/k", region="a", config=smckpt.S3Config(region="b"))
+    assert s3_options("s3://b/k", region="a", config={"retries": 1}) == smckpt.S3Config(
+        region="a", retries=1
+    )

@@ -136,10 +136,13 @@ def test_a_table_that_says_something_twice_or_not_at_all_fails_its_proof(tmp_pat
         import_hf(folder, tmp_path / "r", less)
 
 
-def test_a_failed_import_leaves_nothing_that_loads(tmp_path, hub, monkeypatch):
+def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
     folder, _ = hub["llama"]
 
     def fail(done: int, total: int) -> None:
+        assert not list((tmp_path / "r").glob("*.safetensors"))
+        if done < total:
+            return
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):

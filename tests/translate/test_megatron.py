@@ -1,4 +1,4 @@
-"""Megatron-core itself computes with what import_hf wrote, and its own state exports to the original.
+"""Megatron-core computes with what import_hf wrote, and its own state exports to the original.
 
 Needs megatron-core 0.16: in this environment, or in one whose interpreter SMCKPT_MEGATRON_PYTHON
 names.
@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from smckpt.translate import export_hf, import_hf
 from tests.support import megatron_run
 from tests.support import references as ref
-from tests.support.launch import free_port
 
 PYTHON = os.environ.get("SMCKPT_MEGATRON_PYTHON", sys.executable)
 pytestmark = pytest.mark.skipif(
@@ -56,8 +55,8 @@ def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp
 def run_megatron(folder: Path, t: int) -> None:
     done = subprocess.run(
         [
-            PYTHON, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1",
-            "--master-port", str(free_port()), "--nproc-per-node", str(t),
+            PYTHON, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node", str(t),
             str(Path(megatron_run.__file__)), str(folder / "in"), str(folder / "config.json"),
             str(folder),
         ],

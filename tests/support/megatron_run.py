@@ -1,7 +1,5 @@
 """One rank of a Megatron-core GPTModel (local spec, CPU, gloo): loads what `import_hf` wrote,
-strictly; writes its logits, and its own state dict.
-
-Run by torchrun with RANKS_DIR CONFIG_JSON OUT_DIR.
+strictly; writes its logits and its state dict. Run by torchrun with RANKS_DIR CONFIG_JSON OUT_DIR.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smckpt import errors
 from smckpt.translate import Layout, Row, export_hf, get_layout, import_hf, register_layout
+from tests.support import child
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
@@ -136,12 +137,74 @@ def test_a_table_that_says_something_twice_or_not_at_all_fails_its_proof(tmp_pat
         import_hf(folder, tmp_path / "r", less)
 
 
-def test_a_failed_import_leaves_nothing_that_loads(tmp_path, hub, monkeypatch):
+def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
     folder, _ = hub["llama"]
 
     def fail(done: int, total: int) -> None:
+        assert not list((tmp_path / "r").glob("*.safetensors"))
+        if done < total:
+            return
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         import_hf(folder, tmp_path / "r", "te_split", tp=2, progress=fail)
     assert list((tmp_path / "r").glob("*")) == []
+
+
+def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
+    folder, state = hub["qwen2"]
+    code = """
+    import sys
+    from smckpt.cli.app import app
+    folder, ranks, hf = sys.argv[1:]
+    app(["import", folder, ranks, "--layout", "te_split", "--tp", "2", "--json"],
+        standalone_mode=False)
+    files = [f"{ranks}/tp0{r}-ep00.safetensors" for r in (0, 1)]
+    app(["export", *files, hf, "--tp", "2", "--config", folder, "--json"], standalone_mode=False)
+    print("torch" in sys.modules)
+    """
+    told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"))
+    assert told.endswith("False")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], state[n]) for n in state)
+
+
+def test_memory_stays_small_whatever_the_size_of_a_tensor(tmp_path):
+    """Anonymous memory: pages of mapped files are the system's to drop."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=16384, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=65536, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "hf")
+    state = {
+        "model.embed_tokens.weight": torch.ones(65536, 1024), "model.norm.weight": torch.ones(1024),
+        "lm_head.weight": torch.ones(65536, 1024),
+    }  # fmt: skip
+    shapes = {
+        "input_layernorm": (1024,), "post_attention_layernorm": (1024,),
+        "self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (512, 1024),
+        "self_attn.v_proj": (512, 1024), "self_attn.o_proj": (1024, 1024),
+        "mlp.gate_proj": (16384, 1024), "mlp.up_proj": (16384, 1024),
+        "mlp.down_proj": (1024, 16384),
+    }  # fmt: skip
+    state |= {f"model.layers.0.{n}.weight": torch.ones(s) for n, s in shapes.items()}
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    code = """
+    import re, sys
+    from pathlib import Path
+    from smckpt.translate import import_hf
+    peak = [0]
+    def look(done, total):
+        text = Path("/proc/self/status").read_text()
+        peak[0] = max(peak[0], int(re.search(r"RssAnon:\\s+(\\d+)", text)[1]) +
+                      int(re.search(r"RssShmem:\\s+(\\d+)", text)[1]))
+    look(0, 0)
+    before = peak[0]
+    import_hf(sys.argv[1], sys.argv[2], "mcore_te", tp=2, threads=2, progress=look)
+    print(peak[0] - before)
+    """
+    kibibytes = int(child.run(code, str(tmp_path / "hf"), str(tmp_path / "r"), timeout=200))
+    assert kibibytes < 80 << 10

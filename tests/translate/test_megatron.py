@@ -55,7 +55,8 @@ def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp
 def run_megatron(folder: Path, t: int) -> None:
     done = subprocess.run(
         [
-            PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(t),
+            PYTHON, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node", str(t),
             str(Path(megatron_run.__file__)), str(folder / "in"), str(folder / "config.json"),
             str(folder),
         ],

@@ -216,7 +216,7 @@ class S3Storage:
         except Exception as error:
             if status_of(error) == 404:
                 missing = {"Error": {"Code": "NoSuchBucket"}}
-                raise type(error)(missing, "HeadBucket") from error  # type: ignore[call-arg]
+                raise type(error)(missing, "HeadBucket") from error
             if status_of(error) != 403:  # who may not look at the bucket is not told
                 raise
 

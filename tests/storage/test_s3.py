@@ -21,6 +21,7 @@ from smckpt.errors import (
 from smckpt.storage import FileInfo, Storage, open_storage
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_read import fill
 from smckpt.storage.s3_write import Body, part_size
 from tests.support import child
 from tests.support.s3 import BUCKET, Server
@@ -260,6 +261,25 @@ def test_keys_are_kept_byte_for_byte(s3_root: str) -> None:
         events.unregister("before-send.s3", note)
     assert all("//opt/ml/" in url and "%20%C3%BC%2B%2541/a%20b" in url for url in asked[:-1])
     assert asked[-1].endswith("//opt/./ml/../x/a")
+
+
+class PublicOnly:
+    """A body of which nothing but the public methods can be used."""
+
+    def __init__(self, body: Any) -> None:
+        self.readinto, self.read, self.close = body.readinto, body.read, body.close
+
+
+def test_a_body_is_read_without_its_private_parts_too(s3_root: str) -> None:
+    store, data = s3(s3_root), os.urandom(MIB)
+    store.put("data", data)
+    for _ in range(2):  # the connection is fit for another request
+        answer = store.run(
+            "get", s3_root, lambda c: c.get_object(Bucket=BUCKET, Key=store.key("data"))
+        )
+        target = memoryview(bytearray(MIB))
+        fill(PublicOnly(answer["Body"]), [target[:10], target[10:]])
+        assert target == data
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -107,13 +107,13 @@ class ForeignQueue:
             committed, self._committed = self._committed, []
         return committed
 
-    def close(self, timeout: float) -> None:
-        """Wait for the save in flight."""
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """Wait for the save in flight; the saves that nobody was told of, as `SaveQueue.close`."""
+        if os.getpid() != self._pid:
+            return []
         flying = self._flying
-        if os.getpid() == self._pid and flying is not None and not flying._done.wait(timeout):
-            log.error(
-                "save %d by DCP is not finished after %.0f s: given up", flying.number, timeout
-            )
+        late = flying is not None and not flying._done.wait(timeout)
+        return self.failed + ([flying.given_up(timeout)] if flying is not None and late else [])
 
     @property
     def failed(self) -> list[SaveHandle]:

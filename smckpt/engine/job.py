@@ -118,6 +118,15 @@ class SaveHandle:
         failed.__cause__ = cause
         return failed
 
+    def given_up(self, waited: float) -> SaveHandle:
+        """This save as one that failed, for a process that ends and waits no longer."""
+        lost = SaveHandle(self.number, self.checkpoint_id, self.step)
+        lost.error = SaveFailedError(
+            f"it was not finished {waited:.0f} s after the end of the program",
+            remedy="raise SMCKPT_EXIT_TIMEOUT, or call maybe_finalize_async_calls at the end",
+        )
+        return lost
+
 
 @dataclass
 class SaveJob:

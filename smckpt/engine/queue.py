@@ -119,22 +119,32 @@ class SaveQueue:
             committed, self._committed = self._committed, []
         return committed
 
-    def close(self, timeout: float) -> None:
-        """Drain the save in flight, then stop the thread, the worker and free the arena."""
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """Drain the save in flight for at most `timeout` seconds, then stop the thread and the
+        worker and free the arena.
+
+        Returns:
+            The saves that nobody was told of: those that failed, and that which was given up.
+        """
         if os.getpid() != self._pid:  # a forked child owns nothing of this
-            return
+            return []
+        deadline = time.monotonic() + timeout
         flying = self._flying
-        if flying is not None and not flying._done.wait(timeout):
-            log.error("save %d is not finished after %.0f s: given up", flying.number, timeout)
+        late = flying is not None and not flying._done.wait(timeout)
+        failed = self.failed
+        if flying is not None and late:
+            failed.append(flying.given_up(timeout))
+            self._worker.close(timeout=0)  # first: then the thread tells the peers, and is free
         if self._thread is not None:
             self._inbox.put(None)
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=1 if late else 5)
             self._thread = None
-            self.membership.leave(min(timeout, LEAVE_SECONDS))
+            self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
         self._worker.close(timeout=5)
         if self._arena is not None and (flying is None or flying.done()):
             self._arena.close()
             self._arena = None
+        return failed
 
     @property
     def failed(self) -> list[SaveHandle]:

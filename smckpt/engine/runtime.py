@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from smckpt.engine.groups import Group
 from smckpt.engine.job import SaveHandle
@@ -18,18 +19,17 @@ from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
 
 __all__ = ["Runtime"]
 
+EXIT_SECONDS = 600.0  # how long a normal exit waits for saves, unless SMCKPT_EXIT_TIMEOUT says
+
 log = logging.getLogger("smckpt")
 
 
 class Finalizable(Protocol):
     """What a queue of saves is to those who wait for it."""
 
-    @property
-    def failed(self) -> list[SaveHandle]: ...
-
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]: ...
 
-    def close(self, timeout: float) -> None: ...
+    def close(self, timeout: float) -> list[SaveHandle]: ...
 
 
 class Runtime:
@@ -85,18 +85,26 @@ class Runtime:
                 if (ranks is None or its_ranks == ranks) and (name is None or its_name == name)
             ]
 
-    def close(self, timeout: float) -> list[Any]:
-        """Drain and end all queues; the saves that failed and that nobody was told of."""
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """Drain and end all queues within `timeout` seconds, and a few to end what hangs.
+
+        Returns:
+            The saves that nobody was told of: those that failed or were given up.
+        """
+        deadline = time.monotonic() + timeout
+
+        def left() -> float:
+            return max(deadline - time.monotonic(), 0)
+
         with self._lock:
             queues = [queue for _, queue in self._all()]
             loaders = list(self._loaders.values())
             self._queues, self._adopted, self._loaders = {}, {}, {}
         failed = []
         for queue in queues:
-            queue.close(timeout)
-            failed += queue.failed
+            failed += queue.close(left())
         for loader in loaders:
-            loader.membership.leave(min(timeout, LEAVE_SECONDS))
+            loader.membership.leave(min(left(), LEAVE_SECONDS))
         return failed
 
     def _forget_if_forked(self) -> None:
@@ -119,13 +127,27 @@ class Runtime:
         """
         if os.getpid() != self._pid:
             return
-        limit = float(os.environ.get("SMCKPT_EXIT_TIMEOUT", "600"))
-        failed = self.close(limit)
+        failed = self.close(_exit_timeout())
         if not failed:
             return
         for handle in failed:
             print(f"smckpt: {handle.failure()}", file=sys.stderr)
-        print("smckpt: a save failed and nobody was told; exit status 1", file=sys.stderr)
+        print(
+            "smckpt: a save was not committed and nobody was told; exit status 1", file=sys.stderr
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _exit_timeout() -> float:
+    """An exit cannot raise, so what is no number is said and passed over."""
+    text = os.environ.get("SMCKPT_EXIT_TIMEOUT", "")
+    try:
+        limit = float(text) if text else EXIT_SECONDS
+        if limit >= 0:
+            return limit
+    except ValueError:
+        pass
+    log.error("SMCKPT_EXIT_TIMEOUT=%r is not a number of seconds: %.0f", text, EXIT_SECONDS)
+    return EXIT_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smckpt.checkpoint.crc import crc64, hex64
@@ -162,11 +162,13 @@ def test_what_a_cut_short_creation_leaves_is_recognised():
 
 
 @given(st.dictionaries(st.text(), json_values))
+@example({"format": None})
 def test_a_sealed_file_is_plain_json_and_reads_back(body):
-    sealed = seal_json({"format": [1, 0], **body})
+    body = {**body, "format": [1, 0]}  # a body may be anything that says its format
+    sealed = seal_json(body)
     outer = json.loads(sealed)
     assert set(outer) == {"crc64", "body"}
-    assert outer["body"] == open_json(sealed, "x") == {"format": [1, 0], **body}
+    assert outer["body"] == open_json(sealed, "x") == body
 
 
 def test_long_tables_have_a_row_per_line():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -323,13 +324,14 @@ def test_a_dead_worker_fails_one_save_and_the_next_gets_a_new_one(tmp_path: Path
     assert target["a"][0] == 5
 
 
-def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        env={**os.environ, **environment},
     )
 
 
@@ -359,6 +361,37 @@ def test_a_failure_that_nobody_was_told_of_makes_the_exit_status_non_zero(tmp_pa
     )
     assert done.returncode == 1
     assert "was not committed" in done.stderr
+
+
+def test_an_exit_waits_no_longer_than_its_limit_and_names_what_was_not_committed(
+    tmp_path: Path,
+) -> None:
+    done = run_script(
+        """
+        import os, signal, sys, time, torch, smckpt
+        from smckpt.engine import api
+        for queue in ("one", "two"):
+            where = f"{sys.argv[1]}/{queue}"
+            smckpt.save({"a": torch.ones(4)}, checkpoint_id=where, queue=queue)
+            [its] = api._RUNTIME.queues(None, queue)
+            os.kill(its._worker.pid, signal.SIGSTOP)  # it cannot finish any more
+            print(its._worker.pid)
+            smckpt.async_save({"a": torch.zeros(4)}, checkpoint_id=where, queue=queue)
+        print(time.monotonic(), flush=True)
+        """,
+        str(tmp_path),
+        SMCKPT_EXIT_TIMEOUT="2",
+    )
+    *workers, began = done.stdout.split()
+    assert time.monotonic() - float(began) < 10  # the limit is that of both queues
+    assert done.returncode == 1
+    for queue in ("one", "two"):
+        assert f"save 1 to {tmp_path}/{queue} was not committed" in done.stderr
+        target = {"a": torch.zeros(4)}
+        smckpt.load(target, checkpoint_id=tmp_path / queue)
+        assert target["a"].tolist() == [1.0] * 4
+    assert "SMCKPT_EXIT_TIMEOUT" in done.stderr
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
 def test_a_killed_trainer_leaves_no_process_and_the_old_checkpoint(tmp_path: Path) -> None:

@@ -270,25 +270,72 @@ def test_a_peer_that_never_comes_is_named_within_the_limit(tmp_path: Path) -> No
     assert "rank 1" in run_ranks(a_peer_dies, 2, str(tmp_path))[0]
 
 
-def worker_dies(folder: str) -> list[str]:
+def the_worker_of_this_rank() -> int:
     from smckpt.engine import api
 
-    said = []
+    [queue] = api._RUNTIME.queues(None, "default")
+    return queue._worker.pid
+
+
+def a_worker_hangs(folder: str) -> tuple[str, float]:
+    said = "committed"
     smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
     if dist.get_rank() == 1:
-        [queue] = api._RUNTIME.queues(None, "default")
-        os.kill(queue._worker.pid, signal.SIGSTOP)
+        os.kill(the_worker_of_this_rank(), signal.SIGSTOP)
+    began = time.monotonic()
     try:
-        smckpt.save(
-            {"a": torch.ones(10)},
-            checkpoint_id=f"{folder}/c",
-            options=smckpt.SaveOptions(timeout=3),
-        )
+        options = smckpt.SaveOptions(timeout=3)
+        smckpt.save({"a": torch.zeros(10)}, checkpoint_id=f"{folder}/c", options=options)
     except errors.SaveFailedError as error:
-        said.append(str(error))
-    if dist.get_rank() == 1:
-        os.kill(queue._worker.pid, signal.SIGCONT)
-    return said
+        said = str(error)
+    took = time.monotonic() - began
+    dist.barrier()
+    smckpt.save({"a": torch.full((10,), 2.0)}, checkpoint_id=f"{folder}/c")  # by a new worker
+    return said, took
+
+
+def test_a_worker_that_hangs_fails_the_save_on_both_ranks_within_the_limit(tmp_path: Path) -> None:
+    for said, took in run_ranks(a_worker_hangs, 2, str(tmp_path)):
+        assert "rank 1" in said
+        assert took < 20
+    assert value_in(tmp_path / "c") == 2
+
+
+def killed_in_mid_save(folder: str) -> tuple[str, float]:
+    """Rank 1 is killed when its worker has begun a file: of 64 MiB, which it does not finish."""
+    os.environ["SMCKPT_EXIT_TIMEOUT"] = "1"  # rank 0 waits no longer for rank 1's good-bye
+    rank, where = dist.get_rank(), Path(folder, "c")
+    smckpt.save({"a": torch.ones(10)}, checkpoint_id=where)
+    before = set(where.iterdir())
+    began = time.monotonic()
+    smckpt.async_save(
+        {"a": torch.zeros(16 << 20)}, checkpoint_id=where, options=smckpt.SaveOptions(timeout=5)
+    )
+    if rank == 1:
+        worker = the_worker_of_this_rank()
+        while not set(where.glob("data-*-r00001-*")) - before:
+            pass  # the window is short: a wait might miss it
+        os.kill(worker, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        smckpt.maybe_finalize_async_calls()
+    except errors.SaveFailedError as error:
+        return str(error), time.monotonic() - began
+    return "committed", 0
+
+
+def test_a_rank_killed_in_mid_save_is_named_and_the_old_checkpoint_loads(tmp_path: Path) -> None:
+    zero, _ = run_ranks(killed_in_mid_save, 2, str(tmp_path), killed=(1,))
+    said, took = zero
+    assert "rank 1" in said
+    assert took < 20
+    assert value_in(tmp_path / "c") == 1
+
+
+def value_in(place: Path) -> float:
+    target = {"a": torch.zeros(10)}
+    smckpt.load(target, checkpoint_id=place)
+    return float(target["a"][0])
 
 
 # -- alone, and collective-free -----------------------------------------------------------------

@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -33,9 +34,14 @@ PRELOADED = [
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    killed: tuple[int, ...] = (),
 ) -> list[Any]:
-    """What `function(*args)` gives on each of `world_size` ranks.
+    """What `function(*args)` gives on each of `world_size` ranks; None for those of `killed`,
+    which have to end by SIGKILL.
 
     `function` stands at the top of its module. A rank that raises, dies or outlasts `timeout`
     seconds fails the test with its traceback and output; only our own children are killed.
@@ -60,7 +66,10 @@ def run_ranks(
             child.start()
             children.append(child)
         _wait(children, timeout)
-        return [_result(Path(folder), rank, child) for rank, child in enumerate(children)]
+        return [
+            _result(Path(folder), rank, child, rank in killed)
+            for rank, child in enumerate(children)
+        ]
 
 
 def _wait(children: list[Any], timeout: float) -> None:
@@ -73,13 +82,15 @@ def _wait(children: list[Any], timeout: float) -> None:
             child.join()
 
 
-def _result(folder: Path, rank: int, child: Any) -> Any:
+def _result(folder: Path, rank: int, child: Any, killed: bool) -> Any:
     answer = folder / f"{rank}.out"
     log = "".join(
         f"\n--- output of {path.stem} ---\n{path.read_text(errors='replace')[-4000:]}"
         for path in sorted(folder.glob("*.log"))
     )
-    if not answer.exists():
+    if killed and child.exitcode == -signal.SIGKILL and not answer.exists():
+        return None
+    if killed or not answer.exists():
         raise AssertionError(f"rank {rank} gave no result (exit status {child.exitcode}){log}")
     ok, value = pickle.loads(answer.read_bytes())
     if not ok:

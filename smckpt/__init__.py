@@ -50,8 +50,10 @@ if TYPE_CHECKING:
         init_optim_state,
         sm_state_dict_type,
     )
+    from smckpt.storage.s3_config import S3Config
+    from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
-    from smckpt.translate import export_hf, verify_hf
+    from smckpt.translate import export_hf, import_hf, register_layout, verify_hf
 
 __all__ = [
     "FULL",
@@ -67,6 +69,7 @@ __all__ = [
     "MemoryBudgetError",
     "ParallelState",
     "PeerError",
+    "S3Config",
     "SMStateDictType",
     "SaveFailedError",
     "SaveHandle",
@@ -80,13 +83,18 @@ __all__ = [
     "WorkerError",
     "__version__",
     "async_save",
+    "build_s3_url",
     "export_hf",
     "find_checkpoints",
     "get_global_ranks",
+    "import_hf",
     "init_optim_state",
+    "is_s3_url",
     "latest_checkpoint",
     "load",
     "maybe_finalize_async_calls",
+    "parse_s3_url",
+    "register_layout",
     "save",
     "sm_state_dict_type",
     "verify_checkpoint",
@@ -118,8 +126,10 @@ _HOMES = {
         "init_optim_state",
         "sm_state_dict_type",
     ),
+    "smckpt.storage.s3_config": ("S3Config",),
+    "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
-    "smckpt.translate": ("export_hf", "verify_hf"),
+    "smckpt.translate": ("export_hf", "import_hf", "register_layout", "verify_hf"),
 }
 
 

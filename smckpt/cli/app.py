@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -173,8 +173,11 @@ def _verify_hf(
 
 
 @app.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", nargs=-1, required=True)
 @click.argument("out")
+@click.option("--layout", help="The tensor-parallel layout; left out: found from the names.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, where not recorded.")
+@click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree, where not recorded.")
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
     "--dtype",
@@ -187,8 +190,11 @@ def _verify_hf(
 @click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
 @as_json
 def export(
-    checkpoint: str,
+    checkpoint: tuple[str, ...],
     out: str,
+    layout: str | None,
+    tp: int | None,
+    ep: int | None,
     config: str | None,
     dtype: str | None,
     max_shard_size: str,
@@ -197,13 +203,21 @@ def export(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files."""
+    """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
+
+    Or the model in the files of all ranks, tensor-parallel ranks innermost.
+    """
     from smckpt.translate import export_hf
+
+    files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
 
     with progress_bar("exporting", quiet=as_json) as progress:
         report = export_hf(
-            checkpoint,
+            checkpoint if files else checkpoint[0],
             out,
+            layout=layout,
+            tp=tp,
+            ep=ep,
             config=config,
             dtype=dtype,
             max_shard_size=max_shard_size,
@@ -218,4 +232,33 @@ def export(
     print_line(
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)} in "
         f"{count_text(len(report.files), 'file')}, {report.seconds:.1f} s: {report.directory}"
+    )
+
+
+@app.command("import")
+@click.argument("directory")
+@click.argument("out")
+@click.option("--layout", required=True, help="The tensor-parallel layout to write.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--config", help="The model's config.json; left out: the one in DIRECTORY.")
+@click.option(
+    "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
+    help="Of each rank's rows of the vocabulary.",
+)  # fmt: skip
+@threads
+@click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
+@as_json
+def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
+    """Write the Hugging Face model in DIRECTORY as the files of tensor-parallel ranks."""
+    from smckpt.translate import import_hf
+
+    with progress_bar("importing", quiet=as_json) as progress:
+        report = import_hf(directory, out, progress=progress, **options)
+    if as_json:
+        print_json(asdict(report))
+        return
+    print_line(
+        f"{report.layout}: {count_text(len(report.files), 'file')}, "
+        f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
     )

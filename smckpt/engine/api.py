@@ -12,6 +12,7 @@ from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.engine.load import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
+from smckpt.storage.s3_config import s3_options, using_s3
 from smckpt.storage.urls import normal_url
 
 __all__ = [
@@ -48,6 +49,8 @@ def async_save(
     on_commit: Callable[[SaveHandle], None] | None = None,
     allow_objects: Sequence[type] = (),
     options: SaveOptions | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
 ) -> Any:
     """Copy the state into memory and return; write and commit it in the background.
 
@@ -72,6 +75,8 @@ def async_save(
         on_commit: called once, on the coordinator, in the background, after the commit.
         allow_objects: types that may be stored with `torch.save` although they are no plain data.
         options: see `SaveOptions`.
+        s3_region, s3client_config: for s3:// ids: the bucket's region, and an `S3Config` (or a
+            mapping of some of its fields). Left out: from SMCKPT_S3_* and the AWS settings.
 
     Returns:
         A `SaveHandle`; None for a process that is no member.
@@ -98,6 +103,8 @@ def async_save(
             allow_objects=allow_objects,
             options=options,
             coordinator_rank=_other_than_lowest(group, coordinator_rank),
+            s3_region=s3_region,
+            s3client_config=s3client_config,
         )
         return foreign_save(
             _RUNTIME,
@@ -120,6 +127,7 @@ def async_save(
         on_commit=on_commit,
         allow_objects=tuple(allow_objects),
         options=options or SaveOptions(),
+        s3=s3_options(directory, s3_region, s3client_config),
     )
     return _RUNTIME.queue(group, queue or "default").submit(state_dict, request)
 
@@ -187,6 +195,8 @@ def load(
     timeout: float = LOAD_TIMEOUT,
     groups: Sequence[Sequence[int]] | None = None,
     parallel_state: Any = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
 ) -> MutableMapping[str, Any] | None:
     """Fill `state_dict` from the newest commit at `checkpoint_id`.
 
@@ -207,7 +217,7 @@ def load(
             untouched.
         threads: readers per rank.
         timeout: seconds for each meeting of the ranks.
-        groups, parallel_state: as for `async_save`.
+        groups, parallel_state, s3_region, s3client_config: as for `async_save`.
 
     Returns:
         `state_dict`, or None for a process that is no member of `process_group`.
@@ -233,23 +243,32 @@ def load(
             timeout=None if timeout == LOAD_TIMEOUT else timeout,
             groups=groups,
             parallel_state=parallel_state,
+            s3_region=s3_region,
+            s3client_config=s3client_config,
         )
         return foreign_load(state_dict, checkpoint_id, storage_reader, planner, process_group)
+    s3 = s3_options(directory, s3_region, s3client_config)
     request = LoadRequest(
         directory=directory,
         strict=check_keys_matched,
         preverify=preverify,
-        threads=threads,
+        threads=threads if s3 is None else max(threads, s3.max_read_concurrency),
         timeout=timeout,
         groups=groups,
         parallel_state=parallel_state,
     )
-    _RUNTIME.loader(group).load(state_dict, request)
+    with using_s3(s3):
+        _RUNTIME.loader(group).load(state_dict, request)
     return state_dict
 
 
 def latest_checkpoint(
-    root: str | os.PathLike[str], *, process_group: Any = None, timeout: float = 1800.0
+    root: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
 ) -> Found | None:
     """The newest complete step under `root`, or None.
 
@@ -259,7 +278,9 @@ def latest_checkpoint(
     group = group_of(process_group)
     if group is None:
         return None
-    return _RUNTIME.loader(group).find(normal_url(os.fspath(root)), latest, timeout)
+    directory = normal_url(os.fspath(root))
+    with using_s3(s3_options(directory, s3_region, s3client_config)):
+        return _RUNTIME.loader(group).find(directory, latest, timeout)
 
 
 def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:

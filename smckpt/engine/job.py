@@ -11,6 +11,7 @@ from typing import Any
 from smckpt.engine.groups import Partition
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES, Layout
+from smckpt.storage.s3_config import S3Config
 
 __all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveRequest", "Timings"]
 
@@ -57,6 +58,7 @@ class SaveRequest:
     on_commit: Callable[[SaveHandle], None] | None
     allow_objects: tuple[type, ...]
     options: SaveOptions
+    s3: S3Config | None = None
 
 
 @dataclass(frozen=True)

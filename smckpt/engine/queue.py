@@ -34,6 +34,7 @@ from smckpt.errors import (
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
 from smckpt.state_dict.select import Selection, Selector
+from smckpt.storage.s3_config import using_s3
 
 __all__ = ["SaveQueue"]
 
@@ -273,12 +274,13 @@ class SaveQueue:
         committer = Committer(self.membership, self._worker)
         while (job := self._inbox.get()) is not None:
             try:
-                if job.layout is not None and self._arena is not None:
-                    self._attach()
-                verdict = committer.run(job, self._arena_id)
-                self._announce(job)
-                self._done(job, None)
-                self._sweep(job, verdict)
+                with using_s3(job.request.s3):
+                    if job.layout is not None and self._arena is not None:
+                        self._attach()
+                    verdict = committer.run(job, self._arena_id)
+                    self._announce(job)
+                    self._done(job, None)
+                    self._sweep(job, verdict)
             except Exception as error:  # the thread must outlive any failure, and report it
                 self._done(job, _as_checkpoint_error(error, self.group.rank))
 

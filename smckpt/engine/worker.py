@@ -24,6 +24,7 @@ from typing import Any
 
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import CheckpointError, WorkerError
+from smckpt.storage.s3_config import S3Config, using_s3
 
 __all__ = ["main"]
 
@@ -79,14 +80,17 @@ class _Server:
                 request, fds = self._channel.receive()
                 if request["command"] == "exit":
                     return
-                self._channel.send(self._answer(request["command"], request["payload"], fds))
+                self._channel.send(self._answer(request, fds))
                 _bound_stderr()
         except PeerGone:
             return
 
-    def _answer(self, command: str, payload: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        command = request["command"]
         try:
-            return {"result": self._run(command, payload, fds)}
+            s3 = S3Config.from_mapping(request["s3"]) if "s3" in request else None
+            with using_s3(s3):
+                return {"result": self._run(command, request["payload"], fds)}
         except CheckpointError as error:
             return {"error": error.to_json()}
         except Exception as error:  # the trainer must hear of any failure, whatever it is

@@ -25,6 +25,7 @@ import smckpt
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import WorkerError, error_from_json
 from smckpt.staging.arena import Arena
+from smckpt.storage.s3_config import chosen_s3
 
 __all__ = ["Worker"]
 
@@ -232,6 +233,8 @@ class Worker:
         assert process is not None
         with self._watching(command):
             message = {"command": command, "payload": payload}
+            if (s3 := chosen_s3()) is not None:
+                message["s3"] = s3.to_json()
             process.channel.send(message, fds, deadline=deadline)
             return process.channel.receive(deadline=deadline)[0]
 

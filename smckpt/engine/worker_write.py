@@ -39,13 +39,17 @@ class _File:
     def write(self, start: int, stop: int) -> None:
         for at in range(start, stop, BLOCK):
             self.crcs[at // BLOCK] = crc64(self.data[at : min(at + BLOCK, stop)])
-        self.writer.write_at(start, self.data[start:stop])
+        known = self._crc(start, stop) if self.writer.piece else None
+        self.writer.write_at(start, self.data[start:stop], known)
 
     def crc(self) -> int:
         """Of the whole file, from those of its blocks."""
-        total, size = 0, self.data.nbytes
-        for index, block in enumerate(self.crcs):
-            total = combine(total, block, min(BLOCK, size - index * BLOCK))
+        return self._crc(0, self.data.nbytes)
+
+    def _crc(self, start: int, stop: int) -> int:
+        total = 0
+        for at in range(start, stop, BLOCK):
+            total = combine(total, self.crcs[at // BLOCK], min(BLOCK, stop - at))
         return total
 
 
@@ -91,7 +95,7 @@ def write_part(
             for number, file in enumerate(files)
             if arena is not None
         ]
-        _write_all(under_way, threads)
+        _write_all(under_way, max(threads, storage.write_threads))
         records = [_finish(storage, file, undo) for file in under_way]
         name = part_name(attempt, rank)
         body = seal_json({**part, "files": records})
@@ -136,7 +140,7 @@ def _write_all(files: list[_File], threads: int) -> None:
             except BaseException as error:
                 failures.append(error)
 
-    count = min(threads, sum(-(-file.data.nbytes // _CHUNK) for file in files))
+    count = min(threads, sum(1 for _ in _chunks(files)))
     pool = [threading.Thread(target=work) for _ in range(count - 1)]
     for thread in pool:
         thread.start()
@@ -149,8 +153,9 @@ def _write_all(files: list[_File], threads: int) -> None:
 
 def _chunks(files: list[_File]) -> Iterator[tuple[_File, int, int]]:
     for file in files:
-        for start in range(0, file.data.nbytes, _CHUNK):
-            yield file, start, min(start + _CHUNK, file.data.nbytes)
+        chunk = file.writer.piece or _CHUNK
+        for start in range(0, file.data.nbytes, chunk):
+            yield file, start, min(start + chunk, file.data.nbytes)
 
 
 def _finish(storage: Storage, file: _File, undo: list[Callable[[], None]]) -> dict[str, Any]:

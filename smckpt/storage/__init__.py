@@ -13,7 +13,7 @@ __all__ = ["FileInfo", "FileWriter", "Storage", "open_storage"]
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The store at `url`: a path, or file://….
+    """The store at `url`: a path, file://…, or s3://bucket/prefix with the options in force.
 
     Raises:
         UsageError: an empty path, or a scheme that is not built (yet).
@@ -22,12 +22,19 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     scheme = scheme_of(text)
     if scheme in ("", "file"):
         return PosixStorage(local_path(text))
-    if scheme in ("s3", "msc"):
+    if scheme == "s3":
+        from smckpt.storage.s3 import S3Storage
+        from smckpt.storage.s3_config import current_s3
+
+        return S3Storage(text, current_s3())
+    if scheme == "msc":
         raise UsageError(
-            f"{scheme}:// is not built yet",
-            remedy="save to a file system (FSx, NFS, a local disk)",
+            "msc:// is not built yet",
+            remedy="save to a file system (FSx, NFS, a local disk) or to s3://",
             path=text,
         )
     raise UsageError(
-        f"no store is known for {scheme}://", remedy="pass a directory or file://…", path=text
+        f"no store is known for {scheme}://",
+        remedy="pass a directory, file://… or s3://…",
+        path=text,
     )

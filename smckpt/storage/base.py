@@ -27,8 +27,16 @@ class FileInfo:
 class FileWriter(Protocol):
     """One new file, written piecewise by any number of threads."""
 
-    def write_at(self, offset: int, data: memoryview) -> None:
+    @property
+    def piece(self) -> int:
+        """Bytes of a write that suits the store best; 0 leaves it to the caller."""
+
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
         """Write `data`, all of it, at byte `offset`; each byte of the file exactly once.
+
+        Args:
+            crc64: of `data`, CRC-64/NVME, where the caller has it; a store that sends it along
+                need not compute it again.
 
         Fast when `offset` and the memory are multiples of 4,096; only the file's last piece may
         then have an odd length.
@@ -55,11 +63,16 @@ class Storage(Protocol):
     def url(self) -> str:
         """What errors show and `open_storage` accepts: an absolute path, or `scheme://…`."""
 
+    @property
+    def write_threads(self) -> int:
+        """Writes that should be under way at once; 0 leaves it to the caller."""
+
     def create_file(self, name: str, size: int) -> FileWriter:
         """Begin a new file of `size` bytes.
 
         Raises:
-            StorageError: the name exists, or the store refused.
+            StorageError: the name exists (an object store says so when the object is complete), or
+                the store refused.
         """
 
     def put(self, name: str, data: bytes) -> None:

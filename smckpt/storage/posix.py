@@ -46,6 +46,10 @@ class PosixStorage:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
+    @property
+    def write_threads(self) -> int:
+        return 0
+
     def create_file(self, name: str, size: int) -> PosixWriter:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
@@ -249,7 +253,11 @@ class PosixWriter:
         """Whether O_DIRECT works here, as far as is known."""
         return self._direct is not None
 
-    def write_at(self, offset: int, data: memoryview) -> None:
+    @property
+    def piece(self) -> int:
+        return 0
+
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
         if offset < 0 or offset + data.nbytes > self._size:
             raise UsageError(
                 f"bytes {offset} to {offset + data.nbytes} of a file of {self._size}",

@@ -16,12 +16,15 @@ from urllib.parse import unquote
 from smckpt.errors import UsageError
 
 __all__ = [
+    "build_s3_url",
     "common_parent",
     "is_local",
+    "is_s3_url",
     "join_url",
     "local_path",
     "normal_url",
     "parent_url",
+    "parse_s3_url",
     "relative_url",
     "scheme_of",
 ]
@@ -38,6 +41,37 @@ def scheme_of(url: str) -> str:
 def is_local(url: str) -> bool:
     """Whether `url` is on a file system."""
     return scheme_of(url) in ("", "file")
+
+
+def is_s3_url(url: str | os.PathLike[str]) -> bool:
+    """Whether `url` begins with s3://."""
+    return scheme_of(os.fspath(url)) == "s3"
+
+
+def parse_s3_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Bucket and key of an s3:// URL; the key byte for byte, "" for a whole bucket.
+
+    Raises:
+        UsageError: it is no s3:// URL, or names no bucket.
+    """
+    text = os.fspath(url)
+    bucket, _, key = text.partition("://")[2].partition("/")
+    if not is_s3_url(text) or not bucket:
+        raise UsageError(
+            "this is no URL of an object in S3", remedy="write s3://bucket/prefix", path=text
+        )
+    return bucket, key
+
+
+def build_s3_url(bucket: str, key: str = "") -> str:
+    """The inverse of `parse_s3_url`.
+
+    Raises:
+        UsageError: `bucket` is empty or holds a slash.
+    """
+    if not bucket or "/" in bucket:
+        raise UsageError(f"{bucket!r} is no name of a bucket", remedy="pass the bucket's name")
+    return f"s3://{bucket}/{key}"
 
 
 def local_path(url: str) -> str:

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.cast import CASTABLE
+from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -30,11 +31,16 @@ from smckpt.translate.config import (
     read_config,
     tokenizer_files,
 )
+from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output
+from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
 from smckpt.translate.source import Source
+from smckpt.translate.stores import Store, open_files
 from smckpt.translate.stream import CHUNK, write_chunks
+from smckpt.translate.table import Layout
 from smckpt.translate.targets import OutputFile, Same, Target, arrange
+from smckpt.translate.translated import TranslatedSource
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -50,7 +56,7 @@ class ExportReport:
 
     directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
     left_out: names not written because they are tied to one that is. notes: what a reader should
-    know ("no config was given …").
+    know ("no config was given …"). layout: the tensor-parallel layout that it was translated from.
     """
 
     directory: str
@@ -60,12 +66,16 @@ class ExportReport:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    layout: str | None = None
 
 
 def export_hf(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out_dir: str | os.PathLike[str],
     *,
+    layout: str | Layout | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
     config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
@@ -77,14 +87,21 @@ def export_hf(
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
-    For models whose tensors have Hugging Face's names already. Needs no model, no process group
-    and no torch; memory stays at two chunks of 16 MiB a thread. Every byte is verified as it is
-    read. The directory loads when all of it is durable, and not before.
+    Models whose tensors have Hugging Face's names keep them; those of a tensor-parallel layout
+    are translated (docs/layouts.md), after a proof on shapes that each element has one place.
+    Needs no model, no process group and no torch; memory stays at two chunks of 16 MiB a thread.
+    Every byte of a checkpoint is verified as it is read. The directory loads when all of it is
+    durable, and not before.
 
     Args:
         checkpoint: a committed checkpoint: a group's directory that is whole by itself, or the
-            directory above the groups'.
+            directory above the groups'. Or the files of all ranks (safetensors, or `torch.save` of
+            a state dict), tensor-parallel ranks innermost, then expert-parallel ones.
         out_dir: the directory to write; made when missing.
+        layout: the tensor-parallel layout: a name, or a `Layout`. Found from the names when left
+            out; names that fit several are refused.
+        tp, ep: tensor- and expert-parallel degrees; by default those recorded in the checkpoint,
+            else 1.
         config: the model's config: a directory or file, a dict, or `model.config`. Written with
             the keys of transformers 4 and 5, and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
@@ -112,51 +129,106 @@ def export_hf(
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
     settings = read_config(config)
     tokens = _tokenizer(tokenizer, settings)
-    catalogue = open_catalogue(os.fspath(checkpoint))
-    tensors = model_tensors(catalogue, prefix)
-    source = Source(catalogue)
-    left_out = _tied(source, tensors, settings)
-    notes = _notes(tensors, settings)
-    targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
-    files = arrange(targets, limit)
+    found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+    files = arrange(found.targets, limit)
     output = Output(os.fspath(out_dir), files)
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
-        cleanup.callback(source.close)
+        cleanup.callback(found.source.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
-        write_chunks(source, output, files, workers, progress)
-        _write_companions(output, settings, tokens, targets)
+        write_chunks(found.source, output, files, workers, progress)
+        _write_companions(output, settings, tokens, found.targets)
         output.publish(_index(files) if len(files) > 1 else None)
         on_failure.pop_all()
-    for note in notes:
+    for note in found.notes:
         log.warning("%s: %s", output.url, note)
     return ExportReport(
         directory=output.url,
         files=tuple(file.name for file in files),
-        tensors=len(targets),
+        tensors=len(found.targets),
         nbytes=sum(file.data_bytes for file in files),
-        left_out=left_out,
-        notes=notes,
+        left_out=found.left_out,
+        notes=found.notes,
         seconds=time.perf_counter() - began,
+        layout=found.layout,
     )
 
 
 # -- what is exported ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What is read, the targets made of it, names left out, notes, the layout if translated."""
+
+    source: Source | TranslatedSource
+    targets: Sequence[Target]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    layout: str | None = None
+
+
+def _contents(
+    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None, *,
+    layout: str | Layout | None, tp: int | None, ep: int | None,
+) -> _Contents:  # fmt: skip
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        _refuse_prefix(prefix)
+        store: Store = open_files(checkpoint, tp or 1, ep or 1)
+        return _translated(store, settings, dtype, layout, tp or 1, ep or 1)
+    catalogue = open_catalogue(os.fspath(checkpoint))
+    tensors = model_tensors(catalogue, prefix)
+    family = settings.values["model_type"] if settings is not None else None
+    if layout is not None or looks_transformed(tensors, family):
+        degrees = degrees_of(catalogue, tp, ep)
+        store = CheckpointStore(catalogue, tensors, *degrees)
+        return _translated(store, settings, dtype, layout, *degrees)
+    if tp is not None or ep is not None:
+        raise UsageError(
+            "tp= and ep= are given, but the names are Hugging Face's own",
+            remedy="leave them out, or pass layout=",
+            path=catalogue.url,
+        )
+    source = Source(catalogue)
+    left_out = _tied(source, tensors, settings)
+    targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
+    return _Contents(source, targets, left_out, _notes(tensors, settings))
+
+
+def _translated(
+    store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
+    tp: int, ep: int,
+) -> _Contents:  # fmt: skip
+    made = to_hub(store, settings, layout, tp, ep)
+    targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
+    return _Contents(made.source, targets, made.left_out, (), made.layout)
+
+
+def _refuse_prefix(prefix: str | None) -> None:
+    if prefix is not None:
+        raise UsageError(
+            "prefix= is for checkpoints, not for files of ranks",
+            remedy="save the model's state dict alone, or under the key model",
+        )
+
+
 def _target(name: str, tensor: LogicalTensor, dtype: str | None) -> Same:
-    own = tensor.dtype
-    wanted = own
-    if dtype is not None and _is_float(own):
-        if own not in CASTABLE:
-            raise UsageError(
-                f"{name} has dtype {own}, which is not cast",
-                remedy=f"export with dtype=None; casts are between {', '.join(CASTABLE)}",
-            )
-        wanted = dtype
-    return Same(name, wanted, tuple(tensor.shape), tensor.name, own)
+    wanted = _wanted(name, tensor.dtype, dtype)
+    return Same(name, wanted, tuple(tensor.shape), tensor.name, tensor.dtype)
+
+
+def _wanted(name: str, own: str, dtype: str | None) -> str:
+    """The dtype to write a tensor in."""
+    if dtype is None or not _is_float(own):
+        return own
+    if own not in CASTABLE:
+        raise UsageError(
+            f"{name} has dtype {own}, which is not cast",
+            remedy=f"export with dtype=None; casts are between {', '.join(CASTABLE)}",
+        )
+    return dtype
 
 
 def _tied(

@@ -33,9 +33,14 @@ _WEIGHTS = re.compile(
 
 
 class Output:
-    """The directory `url`, on its way from empty (or overwritten) to a whole model."""
+    """The directory `url`, on its way from empty (or overwritten) to a whole model.
 
-    def __init__(self, url: str, files: Sequence[OutputFile]) -> None:
+    Args:
+        alone: each file can be loaded by itself, so each has another name until all are whole.
+    """
+
+    def __init__(self, url: str, files: Sequence[OutputFile], *, alone: bool = False) -> None:
+        self._hidden = is_local(url) and (alone or len(files) == 1)
         self.storage: Storage = open_storage(url)
         self.url = self.storage.url
         self._files = tuple(files)
@@ -94,17 +99,17 @@ class Output:
         self._made.append(name)
 
     def publish(self, index: bytes | None) -> None:
-        """Make it loadable: the index, or the name of the single file."""
+        """Make it loadable: the index, or the names of files that load alone."""
         if index is not None:
             self.storage.put(INDEX, index)
             return
-        (file,) = self._files
-        stored = self._stored(file)
-        if stored != file.name:
-            directory = local_path(self.url)
+        if not self._hidden:
+            return
+        directory = local_path(self.url)
+        for file in self._files:
             path = os.path.join(directory, file.name)
             try:
-                os.rename(os.path.join(directory, stored), path)
+                os.rename(os.path.join(directory, self._stored(file)), path)
                 _sync(directory)
             except OSError as error:
                 raise storage_error(error, path, "name the finished file") from error
@@ -124,9 +129,8 @@ class Output:
         self._open[file.name].finish()
 
     def _stored(self, file: OutputFile) -> str:
-        """A single file has another name until it is whole; an object appears whole anyway."""
-        single = len(self._files) == 1 and is_local(self.url)
-        return file.name + UNFINISHED if single else file.name
+        """A file that loads alone has another name until then; an object appears whole anyway."""
+        return file.name + UNFINISHED if self._hidden else file.name
 
     def _check_space(self) -> None:
         if not is_local(self.url):

@@ -14,7 +14,7 @@ from smckpt.checkpoint.read import Readers, execute
 from smckpt.errors import KeysMismatchError
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.translate.files import aligned
-from smckpt.translate.targets import Same
+from smckpt.translate.targets import Chunk, Same
 
 __all__ = ["Source"]
 
@@ -53,6 +53,10 @@ class Source:
             number, target = homes[gather.target]
             out[number].gathers.append(replace(gather, target=target))
         return out
+
+    def plans_of(self, chunks: Sequence[Chunk]) -> list[ReadPlan]:
+        """A plan for each chunk; names are looked up once."""
+        return self.plans([chunk.entries for chunk in chunks])
 
     def read(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers of a batch, every block verified.

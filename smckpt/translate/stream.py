@@ -9,24 +9,33 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from typing import Any, Protocol
 
 import numpy as np
 
-from smckpt.checkpoint.plan import ReadPlan
 from smckpt.errors import UsageError
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Output, aligned
-from smckpt.translate.source import Source
 from smckpt.translate.targets import Chunk, OutputFile, Range
 
-__all__ = ["CHUNK", "write_chunks"]
+__all__ = ["CHUNK", "ChunkSource", "write_chunks"]
 
 CHUNK = 16 << 20  # bytes: large enough for a disk's full rate, small beside any model
 CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache
 
 
+class ChunkSource(Protocol):
+    """What chunks are read from."""
+
+    def plans_of(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
+        """A plan for each chunk; made by one thread."""
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        """Fill a buffer for each range of a chunk, in the source's dtype; by several threads."""
+
+
 def write_chunks(
-    source: Source,
+    source: ChunkSource,
     output: Output,
     files: Sequence[OutputFile],
     threads: int,
@@ -38,7 +47,7 @@ def write_chunks(
     for _ in range(threads):
         idle.put(_Scratch())
 
-    def one(file: OutputFile, chunk: Chunk, plan: ReadPlan, count: int) -> None:
+    def one(file: OutputFile, chunk: Chunk, plan: Any, count: int) -> None:
         scratch = idle.get()
         try:
             data = scratch.fill(source, chunk, plan)
@@ -56,7 +65,7 @@ def write_chunks(
             chunks = list(file.chunks(CHUNK))
             if not chunks:
                 output.writer(file, 0)
-            plans = source.plans([chunk.entries for chunk in chunks])
+            plans = source.plans_of(chunks)
             now = [
                 pool.submit(one, file, chunk, plan, len(chunks))
                 for chunk, plan in zip(chunks, plans, strict=True)
@@ -78,7 +87,7 @@ class _Scratch:
         self._out = aligned(CHUNK)
         self._raw = aligned(0)
 
-    def fill(self, source: Source, chunk: Chunk, plan: ReadPlan) -> memoryview:
+    def fill(self, source: ChunkSource, chunk: Chunk, plan: Any) -> memoryview:
         """The bytes of a chunk: its ranges read, those that need it cast."""
         need = sum(r.source_bytes for r in chunk.ranges if r.casts)
         if need > len(self._raw):

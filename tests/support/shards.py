@@ -99,13 +99,15 @@ def write(
     objects: Mapping[str, Any] | None = None,
     optimizers: Mapping[str, Any] | None = None,
     step: int | None = None,
+    topology: Mapping[str, Any] | None = None,
 ) -> Path:
     """A committed checkpoint of one group of `world` ranks, in which rank r has `held(r)`."""
     url, session, number = os.path.abspath(directory), uuid.uuid4().hex[:12], 0
     attempt, ranks = f"{session}-{number:08d}", tuple(range(world))
     parts = {
         str(rank): _part(url, session, attempt, rank, ranks, held(rank), {
-            "kind": kind, "step": step, "optimizers": dict(optimizers or {}),
+            "kind": kind, "step": step, "topology": dict(topology) if topology else None,
+            "optimizers": dict(optimizers or {}),
             "objects": {key: {"path": key.split("."), "value": encode_object(value)}
                         for key, value in (objects or {}).items()},
         })
@@ -167,7 +169,7 @@ def _part(
             "format": list(FORMAT_VERSION), "checkpoint_id": url, "attempt": attempt,
             "session": session, "number": 0, "rank": rank, "host": "here",
             "group_ranks": list(ranks), "fingerprint": layout.fingerprint,
-            "classes": layout.classes, "layout": encode_rows(layout.entries), "topology": None,
+            "classes": layout.classes, "layout": encode_rows(layout.entries),
             "metadata": {}, "versions": {}, **more,
         },
     )  # fmt: skip

@@ -1,0 +1,299 @@
+"""A prefix of an S3 bucket, or of a compatible store with conditional writes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.storage.base import FileInfo, Storage
+from smckpt.storage.s3_checksums import Checksum
+from smckpt.storage.s3_client import Requests
+from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_read import fill, split
+from smckpt.storage.s3_write import Body, S3Writer, part_size
+from smckpt.storage.urls import join_url, normal_url, parse_s3_url
+
+__all__ = ["S3Storage"]
+
+Result = TypeVar("Result")
+
+_MAX_KEY = 1024  # bytes
+_READ = 16 << 20  # bytes of one ranged GET; more are asked for at once
+
+
+class S3Storage:
+    """The prefix `url`. Thread-safe; implements `Storage`. Keys are kept byte for byte."""
+
+    def __init__(self, url: str, config: S3Config) -> None:
+        self.url = normal_url(url)
+        self.bucket, self._prefix = parse_s3_url(self.url)
+        self.config = config
+        self._requests = Requests(config)
+        self._lock = threading.Lock()
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    @property
+    def write_threads(self) -> int:
+        return self.config.max_write_concurrency
+
+    def create_file(self, name: str, size: int) -> S3Writer:
+        if size < 0:
+            raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
+        if part_size(size, self.config.part_bytes) > 5 << 30:
+            raise UsageError(
+                f"an object of {size} bytes", remedy="S3 takes 48.8 TiB at most", path=self.url
+            )
+        return S3Writer(self, name, size)
+
+    def put(self, name: str, data: bytes) -> None:
+        if not self.put_exclusive(name, data):
+            raise StorageError(
+                "cannot write: the name exists already",
+                remedy="names are unique to an attempt: do two jobs write here with one session?",
+                path=self.path(name),
+            )
+
+    def put_exclusive(self, name: str, data: bytes) -> bool:
+        return self.put_new(self.key(name), self.path(name), memoryview(data), None)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        if length is None:
+            if offset == 0:
+                return self._read_whole(name)
+            length = max(self.size(name) - offset, 0)
+        data = bytearray(length)
+        self.read_into(name, offset, [memoryview(data)])
+        return bytes(data)
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        wanted = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
+        requests = split(wanted, offset, _READ)
+        if not requests:
+            self.size(name)
+        elif len(requests) == 1:
+            self._get(name, *requests[0])
+        else:
+            for done in self._readers().map(lambda r: self._get(name, *r), requests):
+                assert done is None
+        if seen is not None:  # a retry fills again what it has filled: not before all is there
+            for buffer in wanted:
+                seen(buffer)
+
+    def size(self, name: str) -> int:
+        key, path = self.key(name), self.path(name)
+        head = self.run("look up the size", path, lambda client: self.head(client, key))
+        if head is None:
+            raise CheckpointNotFoundError(
+                "cannot look up the size: there is no such object",
+                remedy="look at the URL; `smckpt ls` on its parent shows what is there",
+                path=path,
+            )
+        return int(head["ContentLength"])
+
+    def list_dirs(self) -> list[str]:
+        found = {
+            each["Prefix"][len(self._prefix) : -1]
+            for page in self._pages("")
+            for each in page.get("CommonPrefixes", ())
+        }
+        return sorted(found)
+
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        infos = [
+            FileInfo(each["Key"][len(self._prefix) :], int(each["Size"]))
+            for page in self._pages(prefix)
+            for each in page.get("Contents", ())
+            if each["Key"] != self._prefix  # the empty object that consoles make for a "folder"
+        ]
+        return sorted(infos, key=lambda info: info.name)
+
+    def delete(self, name: str) -> None:
+        self.delete_key(self.key(name), self.path(name))
+
+    def join(self, name: str) -> Storage:
+        if name == ".." or name.startswith("../"):
+            raise UsageError(
+                f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
+            )
+        return S3Storage(join_url(self.url, name), self.config)
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and pool[0] == os.getpid():
+            pool[1].shutdown(wait=False)
+
+    # -- for the writer ------------------------------------------------------------------------
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Fields of every request."""
+        payer = {"RequestPayer": "requester"} if self.config.requester_pays else {}
+        return {"Bucket": self.bucket, **payer}
+
+    def new_object_fields(self) -> dict[str, Any]:
+        """Fields of the request that makes an object."""
+        fields = self.common
+        if self.config.sse_kms_key:
+            fields |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.config.sse_kms_key}
+        if self.config.storage_class:
+            fields["StorageClass"] = self.config.storage_class
+        if self.config.tags:
+            fields["Tagging"] = urlencode(self.config.tags)
+        return fields
+
+    def key(self, name: str) -> str:
+        # Names come from manifests too, which anyone may have written: none leads elsewhere.
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise UsageError(
+                f"{name!r} is no file name", remedy="pass a name without directory", path=self.url
+            )
+        key = self._prefix + name
+        if len(key.encode()) > _MAX_KEY:
+            raise UsageError(
+                f"the key of {name} has {len(key.encode()):,} bytes, and S3 takes {_MAX_KEY:,}",
+                remedy="choose a shorter prefix",
+                path=self.url,
+            )
+        return key
+
+    def path(self, name: str) -> str:
+        return self.url + name
+
+    def run(self, action: str, path: str, request: Callable[[Any], Result]) -> Result:
+        return self._requests.run(action, path, request)
+
+    def put_new(self, key: str, path: str, data: memoryview, crc: int | None) -> bool:
+        """PUT unless the key exists. True too where it exists with these very bytes: an earlier
+        try made it, whose answer was lost."""
+        checksum = Checksum(self.config.checksum)
+        value = checksum.of(data) if crc is None else crc
+
+        def request(client: Any) -> bool:
+            try:
+                client.put_object(
+                    **self.new_object_fields(),
+                    Key=key,
+                    Body=Body(data),
+                    ContentLength=len(data),
+                    IfNoneMatch="*",
+                    **checksum.field(value),
+                )
+            except Exception as error:
+                if status_of(error) != 412:
+                    raise
+                return self._holds_these(client, key, data)
+            return True
+
+        return self.run("write", path, request)
+
+    def head(self, client: Any, key: str) -> dict[str, Any] | None:
+        """What the store says about an object; None if there is none."""
+        try:
+            answer: dict[str, Any] = client.head_object(
+                **self.common, Key=key, ChecksumMode="ENABLED"
+            )
+        except Exception as error:
+            if code_of(error) not in ("404", "NoSuchKey", "NotFound"):
+                raise
+            self._refuse_missing_bucket(client)
+            return None
+        return answer
+
+    def delete_key(self, key: str, path: str) -> None:
+        self.run("delete", path, lambda c: c.delete_object(**self.common, Key=key))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _refuse_missing_bucket(self, client: Any) -> None:
+        """HEAD has no body to say that the bucket is what is missing."""
+        try:
+            client.head_bucket(Bucket=self.bucket)
+        except Exception as error:
+            if status_of(error) == 404:
+                missing = {"Error": {"Code": "NoSuchBucket"}}
+                raise type(error)(missing, "HeadBucket") from error
+            if status_of(error) != 403:  # who may not look at the bucket is not told
+                raise
+
+    def _holds_these(self, client: Any, key: str, data: memoryview) -> bool:
+        head = self.head(client, key)
+        if head is None or head["ContentLength"] != len(data):
+            return False
+        body = client.get_object(**self.common, Key=key)["Body"]
+        there = memoryview(bytearray(len(data)))
+        fill(body, [there])
+        return there == data
+
+    def _read_whole(self, name: str) -> bytes:
+        key = self.key(name)
+
+        def request(client: Any) -> bytes:
+            answer = client.get_object(**self.common, Key=key)
+            data = bytearray(answer["ContentLength"])
+            fill(answer["Body"], [memoryview(data)])
+            return bytes(data)
+
+        return self.run("read", self.path(name), request)
+
+    def _get(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        key = self.key(name)
+        length = sum(len(b) for b in buffers)
+
+        def request(client: Any) -> int:
+            """The bytes that the object has from `offset`, up to `length`."""
+            wanted = f"bytes={offset}-{offset + length - 1}"
+            try:
+                answer = client.get_object(**self.common, Key=key, Range=wanted)
+            except Exception as error:
+                if status_of(error) == 416:
+                    return 0
+                raise
+            if answer["ContentLength"] != length:
+                answer["Body"].close()
+                return int(answer["ContentLength"])
+            fill(answer["Body"], buffers)
+            return length
+
+        have = self.run("read", self.path(name), request)
+        if have != length:
+            raise CorruptCheckpointError(
+                f"{name} ends at byte {self.size(name)}; {offset + length} were needed",
+                remedy="the file was cut after it was written: use an older checkpoint",
+                path=self.path(name),
+            )
+
+    def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
+        more: dict[str, str] = {}
+        while True:
+            fields = {"Prefix": self._prefix + prefix, "Delimiter": "/", **more, **self.common}
+            page = self.run("list", self.url, partial(_list, fields))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _readers(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
+                pool = ThreadPoolExecutor(self.config.max_read_concurrency, "smckpt-s3")
+                self._pool = (os.getpid(), pool)
+            return self._pool[1]
+
+
+def _list(fields: dict[str, Any], client: Any) -> dict[str, Any]:
+    page: dict[str, Any] = client.list_objects_v2(**fields)
+    return page

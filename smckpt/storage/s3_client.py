@@ -1,0 +1,115 @@
+"""One boto3 client per process and set of options, and the retries of everything that may pass.
+
+boto3 is imported with the first request: neither `import smckpt` nor a save to a disk waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_faults import is_transient, s3_error
+
+__all__ = ["Requests"]
+
+Result = TypeVar("Result")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try
+_BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
+_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+
+log = logging.getLogger("smckpt")
+_MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes a client
+
+
+class Requests:
+    """Requests to S3 under one set of options. Thread-safe."""
+
+    def __init__(self, config: S3Config) -> None:
+        self.config = config
+
+    @property
+    def client(self) -> Any:
+        """This process's: connections and locks of a client do not survive a fork."""
+        with _MAKING:
+            return _client(self.config, os.getpid())
+
+    def run(self, action: str, url: str, request: Callable[[Any], Result]) -> Result:
+        """`request(client)`, tried again with jitter while its failures are passing ones.
+
+        Raises:
+            CheckpointError: it failed for good, or tries or time are used up.
+        """
+        began = time.monotonic()
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return request(self.client)
+            except Exception as error:
+                spent = time.monotonic() - began
+                pause = random.uniform(0.5, 1) * min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE)
+                passing = _boto_error(error) and is_transient(error)
+                if not _boto_error(error):
+                    raise
+                if not passing:
+                    raise s3_error(error, url, action) from error
+                if tries > self.config.retries or spent + pause > self.config.timeout_s:
+                    tried = f"{tries} times in {spent:.1f} s"
+                    raise s3_error(error, url, action, tried) from error
+                log.debug("%s of %s: try %d failed: %s", action, url, tries, error)
+                time.sleep(pause)
+
+
+def _boto_error(error: BaseException) -> bool:
+    """Whether the store or the way to it failed, and not our own code."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from smckpt.errors import CheckpointError
+    from smckpt.storage.s3_faults import ShortBody
+
+    if isinstance(error, CheckpointError):
+        return False
+    return isinstance(error, (BotoCoreError, ClientError, ShortBody, OSError))
+
+
+@lru_cache(maxsize=8)
+def _client(config: S3Config, pid: int) -> Any:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    settings = Config(
+        retries={"mode": "standard", "total_max_attempts": _BOTOCORE_TRIES},
+        max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        tcp_keepalive=True,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": _signs(config), "addressing_style": _style(config)},
+    )
+    try:
+        session = boto3.Session(profile_name=config.profile, region_name=config.region)
+        return session.client("s3", endpoint_url=config.endpoint, config=settings)
+    except (BotoCoreError, ValueError) as error:
+        raise s3_error(error, config.endpoint or "s3://", "make a client") from error
+
+
+def _signs(config: S3Config) -> bool:
+    """Bodies are signed (at the price of a SHA-256) only where nothing else protects them: plain
+    HTTP to another host. TLS does; a loopback needs none; the CRC is checked in any case."""
+    endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "https://")
+    host = endpoint.partition("://")[2].split("/")[0].rpartition(":")[0]
+    return endpoint.startswith("http://") and host not in ("127.0.0.1", "localhost", "[::1]")
+
+
+def _style(config: S3Config) -> str:
+    return "path" if config.endpoint and "amazonaws.com" not in config.endpoint else "auto"

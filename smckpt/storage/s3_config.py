@@ -1,0 +1,215 @@
+"""How S3 is reached: options, where they come from, and those in force here.
+
+Which URL a reader follows stands in manifests, so stores are opened in many places, by a worker
+process too. Options are therefore not passed from function to function: those of the call under
+way are in force for its context, and otherwise those of the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.errors import UsageError
+from smckpt.storage.urls import is_s3_url
+
+__all__ = ["S3Config", "chosen_s3", "current_s3", "s3_options", "using_s3"]
+
+MIN_PART_MB, MAX_PART_MB = 5, 5120  # what S3 takes
+_VARIABLE = "SMCKPT_S3_"
+
+
+@dataclass(frozen=True)
+class S3Config:
+    """Options of S3. The defaults suit AWS; each line says when to change it.
+
+    region: of the bucket; None takes what the AWS settings say and follows S3's redirection.
+    endpoint: URL of a compatible store, or of a VPC endpoint.
+    profile: of the AWS configuration file; None takes the usual chain of credentials.
+    chunk_size_MB: a part of an upload, in MiB, 5 to 5,120; grows by itself for files of more than
+        10,000 parts.
+    max_write_concurrency, max_read_concurrency: requests of one rank in flight.
+    retries: tries of a request that failed for a passing cause, beyond botocore's own few.
+    timeout_s: seconds that all tries of one request may take together.
+    checksum: "crc64nvme", "crc32" or "none", for stores that refuse newer checksums.
+    requester_pays: accept that reading is charged to us.
+    sse_kms_key: id of the KMS key that encrypts new objects.
+    storage_class: of new objects, such as "INTELLIGENT_TIERING".
+    tags: of new objects, as pairs.
+    """
+
+    region: str | None = None
+    endpoint: str | None = None
+    profile: str | None = None
+    chunk_size_MB: int = 64
+    max_write_concurrency: int = 8
+    max_read_concurrency: int = 8
+    retries: int = 8
+    timeout_s: float = 300.0
+    checksum: str = "crc64nvme"
+    requester_pays: bool = False
+    sse_kms_key: str | None = None
+    storage_class: str | None = None
+    tags: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not MIN_PART_MB <= self.chunk_size_MB <= MAX_PART_MB:
+            raise UsageError(
+                f"chunk_size_MB={self.chunk_size_MB} is no size of a part",
+                remedy=f"S3 takes {MIN_PART_MB} to {MAX_PART_MB} MiB; 64 is the default",
+            )
+        for name in ("max_write_concurrency", "max_read_concurrency"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 to 256")
+        if self.retries < 0 or self.timeout_s <= 0:
+            raise UsageError(
+                f"retries={self.retries}, timeout_s={self.timeout_s}",
+                remedy="give retries >= 0 and a positive number of seconds",
+            )
+        if self.checksum not in ("crc64nvme", "crc32", "none"):
+            raise UsageError(
+                f"checksum={self.checksum!r} is unknown", remedy="give crc64nvme, crc32 or none"
+            )
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"the endpoint {self.endpoint!r} is no URL", remedy="write https://host[:port]"
+            )
+
+    @property
+    def part_bytes(self) -> int:
+        return self.chunk_size_MB << 20
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], base: S3Config | None = None) -> S3Config:
+        """`base` with the fields that are given.
+
+        Raises:
+            UsageError: a field is unknown.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise UsageError(
+                f"s3client_config has {', '.join(unknown)}, which is not honoured",
+                remedy=f"S3Config has {', '.join(sorted(known))}",
+            )
+        fields = dict(given)
+        if "tags" in fields:
+            tags = fields["tags"]
+            pairs = tags.items() if isinstance(tags, Mapping) else tags
+            fields["tags"] = tuple((str(k), str(v)) for k, v in pairs)
+        return dataclasses.replace(base or cls(), **fields)
+
+    @classmethod
+    def from_environment(cls) -> S3Config:
+        """From SMCKPT_S3_REGION, SMCKPT_S3_CHUNK_SIZE_MB and so on; defaults for the rest."""
+        given: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name = _VARIABLE + field.name.upper()
+            text = os.environ.get(name)
+            if text:
+                given[field.name] = _parsed(name, text, field.default)
+        return cls(**given)
+
+
+def _parsed(name: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, bool):
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if isinstance(default, tuple):
+            pairs = [pair.partition("=") for pair in text.split(",")]
+            return tuple((key.strip(), value.strip()) for key, _, value in pairs)
+        return text if default is None or isinstance(default, str) else type(default)(text)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"{name}={text!r} cannot be read", remedy="see S3Config") from error
+
+
+_CURRENT: ContextVar[S3Config | None] = ContextVar("smckpt_s3", default=None)
+
+
+def chosen_s3() -> S3Config | None:
+    """The options that `using_s3` put in force; None if those of the environment hold."""
+    return _CURRENT.get()
+
+
+def current_s3() -> S3Config:
+    """The options in force here."""
+    return _CURRENT.get() or S3Config.from_environment()
+
+
+@contextmanager
+def using_s3(config: S3Config | None) -> Iterator[None]:
+    """Stores that this thread opens inside the block use `config`; None changes nothing."""
+    if config is None:
+        yield
+        return
+    token = _CURRENT.set(config)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def s3_options(
+    url: str, region: str | None = None, config: S3Config | Mapping[str, Any] | Any = None
+) -> S3Config | None:
+    """What the keywords `s3_region=` and `s3client_config=` say, over the environment; None where
+    `url` is not in S3.
+
+    Args:
+        config: an `S3Config`, which replaces the environment's; a mapping of some of its fields; or
+            an `S3ClientConfig` of s3torchconnector.
+
+    Raises:
+        UsageError: they are given for another store, contradict each other, or have a field that
+            is not honoured.
+    """
+    if not is_s3_url(url):
+        if url and (region is not None or config is not None):
+            raise UsageError(
+                "s3_region= and s3client_config= are not honoured outside S3",
+                remedy="leave them out, or save to s3://bucket/prefix",
+                path=url,
+            )
+        return None
+    if isinstance(config, S3Config):
+        chosen = config
+    else:
+        fields = config if isinstance(config, Mapping) else _of_connector(config)
+        chosen = S3Config.from_mapping(fields, S3Config.from_environment())
+    if region is None:
+        return chosen
+    if isinstance(config, S3Config) and config.region not in (None, region):
+        raise UsageError(
+            f"s3_region={region!r}, but s3client_config says {config.region!r}",
+            remedy="give one of the two",
+            path=url,
+        )
+    return dataclasses.replace(chosen, region=region)
+
+
+def _of_connector(config: Any) -> dict[str, Any]:
+    """The fields of an S3ClientConfig that have a meaning here."""
+    if config is None:
+        return {}
+    if not hasattr(config, "part_size"):
+        raise UsageError(
+            f"s3client_config is a {type(config).__name__}",
+            remedy="pass a smckpt.S3Config, a mapping of its fields, or an S3ClientConfig",
+        )
+    if getattr(config, "unsigned", False):
+        raise UsageError("unsigned=True is not honoured", remedy="use credentials that may write")
+    fields: dict[str, Any] = {"chunk_size_MB": max(MIN_PART_MB, int(config.part_size) >> 20)}
+    if getattr(config, "profile", None):
+        fields["profile"] = config.profile
+    if getattr(config, "max_attempts", None):
+        fields["retries"] = int(config.max_attempts) - 1
+    return fields

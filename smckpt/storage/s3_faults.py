@@ -1,0 +1,148 @@
+"""What a failed request to S3 means: whether to try again and, if not, what to tell the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+
+__all__ = ["ShortBody", "code_of", "is_transient", "s3_error", "status_of"]
+
+# code → (what happened, what to do)
+_MEANING: dict[str, tuple[str, str]] = {
+    "NoSuchBucket": (
+        "there is no such bucket",
+        "create the bucket, or correct its name; smckpt makes none",
+    ),
+    "AccessDenied": (
+        "access denied",
+        "allow s3:PutObject, GetObject, ListBucket, DeleteObject and AbortMultipartUpload there "
+        "(and the KMS key, if one encrypts the bucket)",
+    ),
+    "InvalidAccessKeyId": ("the access key is unknown to the store", "look at the credentials"),
+    "SignatureDoesNotMatch": (
+        "the secret key does not belong to the access key",
+        "look at the credentials",
+    ),
+    "ExpiredToken": (
+        "the credentials have expired",
+        "use credentials that refresh themselves (a role, SSO), or renew them",
+    ),
+    "InvalidToken": ("the session token is not valid", "look at AWS_SESSION_TOKEN"),
+    "RequestTimeTooSkewed": (
+        "this host's clock differs from the store's by more than 15 minutes",
+        "set the clock (chrony, ntp)",
+    ),
+    "InvalidBucketName": ("this is no name of a bucket", "write s3://bucket/prefix"),
+    "KeyTooLongError": ("the key is longer than 1,024 bytes", "choose a shorter prefix"),
+    "BadDigest": (
+        "the store received other bytes than were sent (its checksum differs)",
+        "look at the network and at proxies between here and the store",
+    ),
+    "NotImplemented": (
+        "the store lacks this operation",
+        "if it refuses checksums, set SMCKPT_S3_CHECKSUM=none; conditional PUT it must have",
+    ),
+    "InvalidObjectState": ("the object is archived", "restore it from its archive tier first"),
+    "QuotaExceeded": ("the quota is used up", "raise it, or delete old checkpoints"),
+}
+_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint", "301")
+_TRANSIENT = frozenset(
+    {
+        "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling",
+        "ThrottlingException", "RequestLimitExceeded", "RequestThrottled", "TooManyRequests",
+        "ConditionalRequestConflict", "OperationAborted", "BandwidthLimitExceeded", "BadDigest",
+        "IncompleteBody", "XAmzContentChecksumMismatch", "PriorRequestNotComplete",
+    }
+)  # fmt: skip
+
+
+class ShortBody(Exception):
+    """An answer's body ended early, or broke off."""
+
+
+def code_of(error: BaseException) -> str:
+    """S3's code for what went wrong; "" if the store did not say."""
+    response: Any = getattr(error, "response", None)
+    return str(response["Error"].get("Code", "")) if isinstance(response, dict) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status; 0 if there was no answer."""
+    response: Any = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return 0
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may well succeed in a moment."""
+    from botocore import exceptions as bc
+
+    if isinstance(error, bc.ClientError):
+        return code_of(error) in _TRANSIENT or status_of(error) in (429, 500, 502, 503, 504)
+    if isinstance(error, (bc.ProxyConnectionError, bc.SSLError)):
+        return False
+    return isinstance(
+        error,
+        (
+            bc.HTTPClientError,
+            bc.ConnectionError,
+            bc.ResponseStreamingError,
+            bc.IncompleteReadError,
+            ShortBody,
+        ),
+    ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
+
+
+def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> CheckpointError:
+    """The error to raise for `error`, met at `url` while trying to `action` ("write", "list").
+
+    Args:
+        tried: what was tried before giving up, such as "9 times in 300 s".
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    code, status = code_of(error), status_of(error)
+    if code in ("NoSuchKey", "404", "NotFound") or (status == 404 and code not in _MEANING):
+        return CheckpointNotFoundError(
+            f"cannot {action}: there is no such object",
+            remedy="look at the URL; `smckpt ls` on its parent shows what is there",
+            path=url,
+        )
+    what, remedy = _meaning(error, code, status)
+    after = f"; tried {tried}" if tried else ""
+    return StorageError(f"cannot {action}: {what}{after}", remedy=remedy, path=url)
+
+
+def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
+    from botocore import exceptions as bc
+
+    if code in _REGION or (status in (301, 307) and not code):
+        headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})  # type: ignore[attr-defined]
+        there = headers.get("x-amz-bucket-region")
+        return (
+            f"the bucket is in {there or 'another region'}",
+            f"set SMCKPT_S3_REGION={there or '<region>'} or s3_region=",
+        )
+    if code in _MEANING:
+        return _MEANING[code]
+    if status == 403:
+        return _MEANING["AccessDenied"]
+    if isinstance(error, (bc.NoCredentialsError, bc.PartialCredentialsError)):
+        return (
+            "no credentials were found",
+            "give the host a role, run `aws configure`, or set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY",
+        )
+    if isinstance(error, (bc.ProfileNotFound, bc.CredentialRetrievalError, bc.TokenRetrievalError)):
+        return (f"credentials could not be had: {error}", "look at the AWS configuration")
+    if isinstance(error, bc.EndpointConnectionError):
+        return (f"the store cannot be reached: {error}", "look at the network and the endpoint")
+    if is_transient(error):
+        said = f"{code or status or type(error).__name__}: {error}"
+        return (
+            f"the store did not carry it out ({said})",
+            "look whether the store is overloaded or down; lower max_write_concurrency",
+        )
+    return (f"{code or type(error).__name__}: {error}", "see what the store says about this URL")

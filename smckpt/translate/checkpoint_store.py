@@ -1,0 +1,202 @@
+"""A checkpoint as a store: global tensors by name, or plain tensors of each parallel rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, StoredSlot
+from smckpt.checkpoint.plan import ReadPlan
+from smckpt.checkpoint.read import Readers, execute
+from smckpt.checkpoint.rows import Row
+from smckpt.checkpoint.sources import Source, row_shape
+from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape
+from smckpt.topology import ParallelState
+from smckpt.translate.pieces import Held, Key
+from smckpt.translate.stores import Part
+
+__all__ = ["CheckpointStore", "degrees_of"]
+
+_Rows = list[tuple[Row, str]]
+
+
+def degrees_of(catalogue: Catalogue, tp: int | None, ep: int | None) -> tuple[int, int]:
+    """The tensor- and expert-parallel degrees: those recorded, else those given, else 1.
+
+    Raises:
+        UsageError: what is given contradicts what was recorded.
+    """
+    if catalogue.topology is None:
+        return tp or 1, ep or 1
+    state = ParallelState.from_json(catalogue.topology)
+    for name, given, saved in (("tp", tp, state.tp_size), ("ep", ep, state.ep_size)):
+        if given not in (None, saved):
+            raise UsageError(
+                f"{name}={given}, but the checkpoint was saved with {name}={saved}",
+                remedy=f"leave {name}= out",
+                path=catalogue.url,
+            )
+    return state.tp_size, state.ep_size
+
+
+class CheckpointStore:
+    """The model in a catalogue. Plans are made by one thread, reads by several at once."""
+
+    def __init__(
+        self, catalogue: Catalogue, tensors: Mapping[str, LogicalTensor], tp: int, ep: int
+    ) -> None:
+        self.url = catalogue.url
+        self._catalogue = catalogue
+        self._readers = Readers(verify=True)
+        self._rows: dict[Key, _Rows] = {}
+        self._slots: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
+        self._state: ParallelState | None = None
+        if catalogue.topology is not None:
+            self._state = ParallelState.from_json(catalogue.topology)
+            if self._state.pp_size > 1:
+                raise TopologyError(
+                    f"the checkpoint has {self._state.pp_size} pipeline stages, which number "
+                    "their layers each for itself",
+                    remedy="translate a checkpoint without pipeline parallelism",
+                    path=catalogue.url,
+                )
+        self._coordinates = {(t, e) for e in range(ep) for t in range(tp)}
+        self.held: Mapping[str, Held] = {
+            name: self._hold(name, tensor) for name, tensor in tensors.items()
+        }
+
+    def _hold(self, name: str, tensor: LogicalTensor) -> Held:
+        shards: dict[tuple[int, int], Shape] = {}
+        whole: Shape | None = None
+        for row, fqn in self._catalogue.pieces.by_name[tensor.name]:
+            if row.dtype != tensor.dtype:
+                raise TopologyError(
+                    f"{name} was saved as {tensor.dtype} by some ranks and as {row.dtype} by "
+                    "others", remedy="save all ranks' parts in one dtype", path=self.url,
+                )  # fmt: skip
+            places = self._places(row)
+            shape = row_shape(row, fqn)
+            if self._state is None or (row.geometry is not None and len(places) > 1):
+                if places != self._coordinates:
+                    raise TopologyError(
+                        f"{name} is divided over some of the tensor- and expert-parallel ranks "
+                        "and not over others",
+                        remedy="save it on a mesh of all of them, or of one tp and ep rank each",
+                        path=self.url,
+                    )
+                whole = shape
+                self._rows.setdefault(Key(name), []).append((row, fqn))
+                continue
+            for place in places:
+                shards[place] = shape
+                self._rows.setdefault(Key(name, *place), []).append((row, fqn))
+        self._refuse_many(name)
+        return Held(name, tensor.dtype, {} if whole is not None else shards, whole)
+
+    def _places(self, row: Row) -> set[tuple[int, int]]:
+        """The (tp, ep) coordinates of the ranks that share a row's tensor."""
+        if self._state is None:
+            return self._coordinates
+        ranker = self._state.ranker
+        ranks = row.ranks if row.geometry is None else row.geometry.ranks
+        return {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
+
+    def _refuse_many(self, name: str) -> None:
+        """Without a topology, tensors of one name on meshes apart could be anything."""
+        rows = [row for row, _ in self._rows.get(Key(name), ())]
+        known = self._catalogue.pieces
+        apart = len(rows) > 1 and not all(known.one_tensor(rows[0], row) for row in rows)
+        kept = any(row.geometry is None and len(row.ranks) > 1 for row in rows)
+        if self._state is None and (apart or kept) and len(self._coordinates) > 1:
+            raise TopologyError(
+                f"ranks saved tensors of their own as {name}, and which are of which "
+                "tensor-parallel rank is not recorded",
+                remedy="save with parallel_state=, or export the files of single ranks",
+                path=self.url,
+            )
+
+    def plan(self, parts: Sequence[Part]) -> ReadPlan:
+        """Raises CorruptCheckpointError: some elements are in no file."""
+        plan = ReadPlan()
+        for part in parts:
+            done = 0
+            for source, itemsize, saved, target, sizes in self._found(part):
+                slots = self._slots_of(source)
+                plan.add_box(slots, saved, part.buffer, target, Box.whole(sizes), itemsize)
+                done += math.prod(sizes)
+            if done != math.prod(part.sizes):
+                raise CorruptCheckpointError(
+                    f"{part.source.name}: {math.prod(part.sizes) - done} elements of a part are "
+                    "held by no rank, or by several that differ in their cut",
+                    remedy="use another checkpoint",
+                    path=self.url,
+                )
+        return plan
+
+    def read(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
+        execute(plan, buffers, threads=1, readers=self._readers)
+
+    def close(self) -> None:
+        self._readers.close()
+
+    def _slots_of(self, source: Source) -> list[StoredSlot]:
+        key = (id(source.row), source.holders)
+        if key not in self._slots:
+            self._slots[key] = self._catalogue.slots(source.row, source.holders)
+        return self._slots[key]
+
+    def _found(self, part: Part) -> Iterator[tuple[Source, int, Piece, Piece, Shape]]:
+        """What of a part each saved piece has: strides there, strides in the buffer."""
+        rows = self._rows[part.source]
+        if not isinstance(rows[0][0].geometry, BoxGeometry):
+            rows = rows[:1]  # the others are copies
+        for row, fqn in rows:
+            box = _around(part, len(row_shape(row, fqn)))
+            sources = list(self._catalogue.pieces.meeting(row, fqn, box))
+            if row.geometry is None:  # each rank has its own: that of the first that is meant
+                sources = [s for s in sources if self._is_of(s, part.source)][:1]
+            for source in sources:
+                cut = _cut(part, source.piece)
+                if cut is not None:
+                    yield source, DTYPES[row.dtype].itemsize, *cut
+
+    def _is_of(self, source: Source, key: Key) -> bool:
+        if self._state is None or key.tp < 0:
+            return True
+        ranker, rank = self._state.ranker, source.holders[0]
+        return (ranker.get_tp_rank(rank), ranker.get_ep_rank(rank)) == (key.tp, key.ep)
+
+
+def _around(part: Part, ndim: int) -> Box:
+    """The least box of the stored tensor with all of a part."""
+    offsets, sizes = [max(part.fixed, 0)] * ndim, [1] * ndim
+    for size, dim, at, step in zip(part.sizes, part.dims, part.at, part.steps, strict=True):
+        offsets[dim], sizes[dim] = at, (size - 1) * step + 1
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _cut(part: Part, piece: Piece) -> tuple[Piece, Piece, Shape] | None:
+    """What of a part lies in a saved piece: there, in the buffer, and its sizes."""
+    box = piece.box
+    start, target = piece.start, part.start
+    if len(part.dims) < len(box.sizes):
+        inside = part.fixed - box.offsets[0]
+        if not 0 <= inside < box.sizes[0]:
+            return None
+        start += inside * piece.strides[0]
+    sizes, strides = [], []
+    for i, (dim, at, step) in enumerate(zip(part.dims, part.at, part.steps, strict=True)):
+        low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        first = max(0, -((at - low) // step))
+        last = min(part.sizes[i], -((at - high) // step))
+        if last <= first:
+            return None
+        sizes.append(last - first)
+        strides.append(step * piece.strides[dim])
+        start += (at + first * step - low) * piece.strides[dim]
+        target += first * part.strides[i]
+    whole = Box.whole(sizes)
+    saved = Piece(piece.name, piece.shape, whole, start, tuple(strides))
+    return saved, Piece(piece.name, piece.shape, whole, target, part.strides), tuple(sizes)

@@ -1,0 +1,272 @@
+"""The source layouts: tables against the hub's roles, and the user's own beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from smckpt.errors import UsageError
+from smckpt.translate.hub import FAMILIES, family_names
+from smckpt.translate.table import Layout, Row, rows
+
+__all__ = ["LAYOUTS", "get_layout", "layouts_of", "register_layout"]
+
+_QKV, _QKV_B = ("q", "k", "v"), ("q_b", "k_b", "v_b")
+_EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_pos_emb\.inv_freq")
+
+# Hugging Face's modules around layers of another kind.
+_OUTER = (
+    Row("{embed}", ("embed",), "vocabulary", 0),
+    Row("{final_norm}", ("final_norm",)),
+    Row("{final_norm_b}", ("final_norm_b",)),
+    Row("{head}", ("head",), "vocabulary", 0),
+)
+
+
+def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Transformer Engine's TransformerLayer."""
+    return (
+        Row("self_attention.layernorm_qkv.layer_norm_weight", ("norm1",)),
+        Row("self_attention.layernorm_qkv.layer_norm_bias", ("norm1_b",)),
+        *rows("self_attention.layernorm_qkv.", qkv),
+        Row("self_attention.proj.weight", ("o",), tp=1),
+        Row("self_attention.proj.bias", ("o_b",)),
+        Row("self_attention.q_norm.weight", ("q_norm",)),
+        Row("self_attention.k_norm.weight", ("k_norm",)),
+        Row("layernorm_mlp.layer_norm_weight", ("norm2",)),
+        Row("layernorm_mlp.layer_norm_bias", ("norm2_b",)),
+        Row("layernorm_mlp.fc1_weight", ("gate", "up"), "per_rank", 0),
+        Row("layernorm_mlp.fc1_bias", ("gate_b", "up_b"), "per_rank", 0),
+        Row("layernorm_mlp.fc2_weight", ("down",), tp=1),
+        Row("layernorm_mlp.fc2_bias", ("down_b",)),
+        Row("layernorm_mlp.fc1_weight", ("fc1",), tp=0),
+        Row("layernorm_mlp.fc1_bias", ("fc1_b",), tp=0),
+        Row("layernorm_mlp.fc2_weight", ("fc2",), tp=1),
+        Row("layernorm_mlp.fc2_bias", ("fc2_b",)),
+    )
+
+
+def _te(name: str, qkv: tuple[Row, ...]) -> Layout:
+    return Layout(name, _OUTER + rows("{layers}.{i}.", _te_layer(qkv)), _EXTRA_STATE)
+
+
+def _te_fused(name: str, how: str) -> Layout:
+    return _te(name, (Row("weight", _QKV, how, 0), Row("bias", _QKV_B, how, 0)))
+
+
+_TE_SPLIT = tuple(
+    Row(f"{word}_{kind}", (role + tail,), tp=0)
+    for word, role in (("query", "q"), ("key", "k"), ("value", "v"))
+    for kind, tail in (("weight", ""), ("bias", "_b"))
+)
+
+_MCORE_TOP = (
+    Row("embedding.word_embeddings.weight", ("embed",), "vocabulary", 0),
+    Row("decoder.final_layernorm.weight", ("final_norm",)),
+    Row("decoder.final_layernorm.bias", ("final_norm_b",)),
+    Row("output_layer.weight", ("head",), "vocabulary", 0),
+)
+_MCORE_LAYER = (
+    Row("self_attention.linear_qkv.weight", _QKV, "interleaved", 0),
+    Row("self_attention.linear_qkv.bias", _QKV_B, "interleaved", 0),
+    Row("self_attention.linear_proj.weight", ("o",), tp=1),
+    Row("self_attention.linear_proj.bias", ("o_b",)),
+    Row("self_attention.q_layernorm.weight", ("q_norm",)),
+    Row("self_attention.k_layernorm.weight", ("k_norm",)),
+    Row("mlp.linear_fc1.weight", ("gate", "up"), "per_rank", 0),
+    Row("mlp.linear_fc1.bias", ("gate_b", "up_b"), "per_rank", 0),
+    Row("mlp.linear_fc2.weight", ("down",), tp=1),
+    Row("mlp.linear_fc2.bias", ("down_b",)),
+    Row("mlp.linear_fc1.weight", ("fc1",), tp=0),
+    Row("mlp.linear_fc1.bias", ("fc1_b",), tp=0),
+    Row("mlp.linear_fc2.weight", ("fc2",), tp=1),
+    Row("mlp.linear_fc2.bias", ("fc2_b",)),
+    Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
+    Row("mlp.router.weight", ("router",)),
+)
+_GROUPED = (
+    Row("mlp.experts.linear_fc1.weight{e}", ("e_gate", "e_up"), "per_rank", 0),
+    Row("mlp.experts.linear_fc2.weight{e}", ("e_down",), tp=1),
+)
+_SEQUENTIAL = (
+    Row("mlp.experts.local_experts.{e}.linear_fc1.weight", ("e_gate", "e_up"), "per_rank", 0),
+    Row("mlp.experts.local_experts.{e}.linear_fc2.weight", ("e_down",), tp=1),
+)
+_MCORE_TE_NORMS = (
+    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",)),
+    Row("self_attention.linear_qkv.layer_norm_bias", ("norm1_b",)),
+    Row("mlp.linear_fc1.layer_norm_weight", ("norm2",), when="dense"),
+    Row("mlp.linear_fc1.layer_norm_bias", ("norm2_b",), when="dense"),
+)
+_MCORE_LOCAL_NORMS = (
+    Row("input_layernorm.weight", ("norm1",)),
+    Row("input_layernorm.bias", ("norm1_b",)),
+    Row("pre_mlp_layernorm.weight", ("norm2",), when="dense"),
+    Row("pre_mlp_layernorm.bias", ("norm2_b",), when="dense"),
+)
+
+
+def _mcore(name: str, norms: tuple[Row, ...], experts: tuple[Row, ...]) -> Layout:
+    layer = rows("decoder.layers.{i}.", _MCORE_LAYER + norms + experts)
+    return Layout(name, _MCORE_TOP + layer, _EXTRA_STATE)
+
+
+_META = Layout(
+    "meta",
+    (
+        Row("tok_embeddings.weight", ("embed",), "vocabulary", 0),
+        Row("norm.weight", ("final_norm",)),
+        Row("output.weight", ("head",), "vocabulary", 0),
+        *rows(
+            "layers.{i}.",
+            (
+                Row("attention_norm.weight", ("norm1",)),
+                Row("ffn_norm.weight", ("norm2",)),
+                Row("attention.wq.weight", ("q",), "rotary", 0),
+                Row("attention.wq.bias", ("q_b",), "rotary", 0),
+                Row("attention.wk.weight", ("k",), "rotary", 0),
+                Row("attention.wk.bias", ("k_b",), "rotary", 0),
+                Row("attention.wv.weight", ("v",), tp=0),
+                Row("attention.wv.bias", ("v_b",), tp=0),
+                Row("attention.wo.weight", ("o",), tp=1),
+                Row("attention.wo.bias", ("o_b",)),
+                Row("feed_forward.w1.weight", ("gate",), tp=0),
+                Row("feed_forward.w3.weight", ("up",), tp=0),
+                Row("feed_forward.w2.weight", ("down",), tp=1),
+            ),
+        ),
+    ),
+    (r"rope\.freqs", r"freqs_cis", r".*rotary_emb\.inv_freq"),
+)
+
+_SMP_V1 = Layout(
+    "smp_v1",
+    (
+        Row("word_embedding.weight", ("embed",), "vocabulary", 0),
+        Row("layernorm.weight", ("final_norm",)),
+        Row("layernorm.bias", ("final_norm_b",)),
+        Row("lm_head.weight", ("head",), "vocabulary", 0),
+        *rows(
+            "transformer.seq_layers.{i}.",
+            (
+                Row("attention.pre_layernorm.weight", ("norm1",)),
+                Row("attention.pre_layernorm.bias", ("norm1_b",)),
+                *(
+                    Row(f"attention.{word}.{kind}", (role + tail,), tp=0)
+                    for word, role in (("query", "q"), ("key", "k"), ("value", "v"))
+                    for kind, tail in (("weight", ""), ("bias", "_b"))
+                ),
+                Row("attention.dense.weight", ("o",), tp=1),
+                Row("attention.dense.bias", ("o_b",)),
+                Row("output.pre_layernorm.weight", ("norm2",)),
+                Row("output.pre_layernorm.bias", ("norm2_b",)),
+                Row("output.dense1.weight", ("fc1",), tp=0),
+                Row("output.dense1.bias", ("fc1_b",), tp=0),
+                Row("output.dense2.weight", ("fc2",), tp=1),
+                Row("output.dense2.bias", ("fc2_b",)),
+            ),
+        ),
+    ),
+    (r".*\.(masked_)?bias_mask",),
+    families=frozenset({"gpt_neox"}),
+)
+
+# transformers' own tensor parallelism, with the names that models have in memory
+_HF_CUT = {
+    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b"), 0),
+    **dict.fromkeys(("o", "down", "fc2"), 1),
+}
+_HF_EXPERTS = (
+    Row("{layers}.{i}.mlp.gate.weight", ("router",)),
+    Row("{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
+    Row("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
+)
+
+
+def _hf_tp(family: str) -> Layout:
+    hub = FAMILIES[family]
+    dense = tuple(
+        replace(row, tp=_HF_CUT.get(row.roles[0]))
+        for row in hub.rows
+        if not row.of_experts and row.roles != ("router",)
+    )
+    return Layout("hf_tp", dense + _HF_EXPERTS, hub.drop, joined=False)
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        _te("te_split", _TE_SPLIT),
+        _mcore("mcore_te", _MCORE_TE_NORMS, _GROUPED),
+        _mcore("mcore_te_sequential", _MCORE_TE_NORMS, _SEQUENTIAL),
+        _mcore("mcore_local", _MCORE_LOCAL_NORMS, _SEQUENTIAL),
+        _te_fused("te_fused", "per_rank"),
+        _te_fused("te_fused_interleaved", "interleaved"),
+        _META,
+        _SMP_V1,
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Registry:
+    """The user's layouts; for the life of the process, as its imports are."""
+
+    own: dict[str, Layout] = field(default_factory=dict)
+
+
+_REGISTRY = _Registry()
+
+
+def register_layout(layout: Layout) -> None:
+    """Make `layout` known: it is found from names like the built-in ones, and by its name.
+
+    Raises:
+        UsageError: another layout is called so.
+    """
+    known = _REGISTRY.own.get(layout.name)
+    if layout.name in LAYOUTS or layout.name == "hf_tp" or known not in (None, layout):
+        raise UsageError(
+            f"there is a layout {layout.name!r} already", remedy="give yours another name"
+        )
+    _REGISTRY.own[layout.name] = layout
+
+
+def layouts_of(family: str) -> dict[str, Layout]:
+    """The layouts that a family may have, with its own names put in."""
+    found = {"hf_tp": _hf_tp(family), **LAYOUTS, **_REGISTRY.own}
+    return {
+        name: _resolved(layout, family)
+        for name, layout in found.items()
+        if layout.families is None or family in layout.families
+    }
+
+
+def get_layout(layout: str | Layout, family: str) -> Layout:
+    """The layout of that name for a family.
+
+    Raises:
+        UsageError: there is none; says which there are.
+    """
+    if isinstance(layout, Layout):
+        return _resolved(layout, family)
+    found = layouts_of(family)
+    if layout not in found:
+        raise UsageError(
+            f"layout={layout!r} is not known for {family}",
+            remedy=f"pass one of {', '.join(sorted(found))}, or a Layout of your own",
+        )
+    return found[layout]
+
+
+def _resolved(layout: Layout, family: str) -> Layout:
+    names = family_names(family)
+    out = []
+    for row in layout.rows:
+        name = row.name
+        for word, value in names.items():
+            name = name.replace(f"{{{word}}}", value)
+        if "{" not in name.replace("{i}", "").replace("{e}", ""):
+            out.append(replace(row, name=name))  # else the family has no such tensor
+    return replace(layout, rows=tuple(out))

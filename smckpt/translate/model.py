@@ -1,0 +1,190 @@
+"""A translation: the targets in Hugging Face's layout that a store's tensors make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.translate.compile import Block, compile_blocks
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.detect import choose_layout, unmatched
+from smckpt.translate.dims import Dims, read_dims
+from smckpt.translate.hub import FAMILIES
+from smckpt.translate.names import find_ties
+from smckpt.translate.pieces import Held, Key, Side, places_of
+from smckpt.translate.stores import Store
+from smckpt.translate.stream import CHUNK
+from smckpt.translate.table import Layout
+from smckpt.translate.translated import Translated, TranslatedSource, whole
+
+__all__ = ["Translation", "from_hub", "model_dims", "to_hub"]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Targets, in the source's dtypes, and what reads them; `left_out` are tied to another."""
+
+    layout: str
+    targets: tuple[Translated, ...]
+    source: TranslatedSource
+    left_out: tuple[str, ...]
+
+
+def model_dims(config: ModelConfig | None, where: str) -> Dims:
+    """The sizes that a translation needs.
+
+    Raises:
+        UsageError: no config, or one of a family that no table knows.
+    """
+    if config is None:
+        raise UsageError(
+            "a tensor-parallel layout is translated by the sizes in the model's config, and none "
+            "was given",
+            remedy="pass config= (a directory, a config.json, or model.config)",
+            path=where,
+        )
+    family = str(config.values["model_type"])
+    if family not in FAMILIES:
+        raise UsageError(
+            f"no table knows the model type {family!r}",
+            remedy=f"translated are {', '.join(sorted(FAMILIES))}; others are exported by their "
+            "own names, which this source does not have",
+            path=where,
+        )
+    return read_dims(config.values)
+
+
+def to_hub(
+    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+) -> Translation:
+    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+
+    Raises:
+        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
+        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+    """
+    dims = model_dims(config, store.url)
+    chosen = choose_layout(store.held, dims, layout, ep, store.url)
+    heads = [row.name for row in chosen.rows if row.roles == ("head",)]
+    tied_head = dims.tied and any(name in store.held for name in heads)
+    if tied_head:
+        dims = replace(dims, once=dims.once | {"head"})
+    side = side_of_store(store, chosen, dims, tp, ep)
+    hub = hub_side(dims)
+    blocks = compile_blocks(side, hub)
+    source = TranslatedSource(store)
+    _refuse_unequal(source, side, store)
+    dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
+    targets = [_target(key, hub, blocks[key], dtypes) for key in hub.shapes]
+    left_out: tuple[str, ...] = ()
+    if tied_head:
+        targets, left_out = _without_tied(targets, source)
+    return Translation(chosen.name, tuple(targets), source, left_out)
+
+
+def side_of_store(store: Store, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
+    side = Side(layout, dims, tp, ep)
+    for place in places_of(layout, dims, ep):
+        side.add(place, store.held[place.name])
+    return side
+
+
+def hub_side(dims: Dims) -> Side:
+    """Hugging Face's tensors: of one rank."""
+    side = Side(FAMILIES[dims.family], dims, 1, 1)
+    for place in places_of(side.layout, dims, 1):
+        shape = side.local_shape(place, dims.sizes["V"], 1, 1)
+        side.add(place, Held(place.name, "", {(0, 0): shape}))
+    return side
+
+
+def side_of_ranks(layout: Layout, dims: Dims, tp: int, ep: int, multiple: int) -> Side:
+    """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
+    side = Side(layout, dims, tp, ep)
+    step = multiple * tp
+    vocabulary = -(-dims.sizes["V"] // step) * step
+    for place in places_of(layout, dims, ep):
+        degree = 1 if place.row.tp is None else tp
+        shape = side.local_shape(place, vocabulary, degree, ep)
+        shards = {(t, e): shape for e in range(ep) for t in range(tp)}
+        side.add(place, Held(place.name, "", shards))
+    return side
+
+
+def from_hub(
+    store: Store, dims: Dims, layout: Layout, tp: int, ep: int, multiple: int
+) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
+    """The tensors of each (tp, ep) rank in a layout, made of Hugging Face's."""
+    hub = FAMILIES[dims.family]
+    missing, unexpected = unmatched(store.held, hub, dims, 1)
+    if missing or unexpected:
+        raise KeysMismatchError(
+            f"the files are no whole {dims.family} model: missing {missing[:8]}, unexpected "
+            f"{unexpected[:8]}",
+            remedy="pass a directory with all weights and the config that belongs to them",
+            path=store.url,
+        )
+    source = side_of_store(store, hub, dims, 1, 1)
+    target = side_of_ranks(layout, dims, tp, ep, multiple)
+    blocks = compile_blocks(source, target)
+    dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
+    out: dict[tuple[int, int], list[Translated]] = {}
+    for key in target.shapes:
+        out.setdefault((key.tp, key.ep), []).append(_target(key, target, blocks[key], dtypes))
+    return TranslatedSource(store), out
+
+
+def _keys(held: Held) -> list[Key]:
+    if held.whole is not None:
+        return [Key(held.name)]
+    return [Key(held.name, tp, ep) for tp, ep in held.shards]
+
+
+def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
+    differ = []
+    for key, other in side.copies:
+        dtype = store.held[key.name].dtype
+        one, two = (whole(k, side.shapes[k], dtype) for k in (key, other))
+        if not source.equal(one, two, CHUNK):
+            differ.append(f"{key.name} (tp, ep) {key.tp, key.ep} and {other.tp, other.ep}")
+    if differ:
+        raise TensorMismatchError(
+            f"{len(differ)} tensors that ranks hold in copies differ: {'; '.join(differ[:8])}",
+            remedy="these ranks' states are not of one model and step, or layout= is wrong",
+            path=store.url,
+        )
+
+
+def _target(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]) -> Translated:
+    found = {dtypes[block.source] for block in blocks}
+    if not found and side.padding.get(side.original(key)):  # a rank's rows are all padding
+        found = {max(dtypes.values(), key=list(dtypes.values()).count)}
+    if len(found) != 1:
+        raise TensorMismatchError(
+            f"{key.name} would be made of parts of different dtypes: {sorted(found)}",
+            remedy="save all parts in one dtype",
+        )
+    (dtype,) = found
+    shape: Any = side.shapes[key]
+    return Translated(
+        key.name, dtype, shape, dtype, tuple(blocks), side.padding.get(side.original(key), 0)
+    )
+
+
+def _without_tied(
+    targets: list[Translated], source: TranslatedSource
+) -> tuple[list[Translated], tuple[str, ...]]:
+    by_name = {target.name: target for target in targets}
+    ties = find_ties(by_name)
+    for tie in ties:
+        if not source.equal(by_name[tie.kept], by_name[tie.left_out], CHUNK):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
+                remedy="set tie_word_embeddings to false in the config if the model was trained "
+                "with both; else the source is not of this model",
+                path=source.store.url,
+            )
+    names = tuple(tie.left_out for tie in ties)
+    return [t for t in targets if t.name not in names], names

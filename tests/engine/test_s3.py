@@ -1,0 +1,192 @@
+"""Saves to a real S3 server: whole or not at all, whoever dies or races."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smckpt
+from smckpt.storage import open_storage
+from tests.support.launch import ROOT, run_ranks
+
+BIG = 3 << 20  # float32: 12 MiB, three parts of 5 MiB
+
+
+def state(value: float, size: int = 1000) -> dict[str, object]:
+    return {"a": torch.full((size,), value), "rank": dist.get_rank(), "step": int(value)}
+
+
+def saved_and_loaded(root: str) -> tuple[set[float], int, str]:
+    where = f"{root}/step1"
+    config = {"chunk_size_MB": 5}
+    smckpt.save(state(1.0, BIG), checkpoint_id=where, step=1, s3client_config=config)
+    target = state(0.0, BIG)
+    smckpt.load(target, checkpoint_id=where, s3client_config=config)
+    found = smckpt.latest_checkpoint(root)
+    assert found is not None
+    assert target["rank"] == dist.get_rank()
+    return set(target["a"].unique().tolist()), target["step"], found.path  # type: ignore[attr-defined, return-value]
+
+
+def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) -> None:
+    for values, step, path in run_ranks(saved_and_loaded, 2, s3_root):
+        assert values == {1.0}
+        assert step == 1
+        assert path == f"{s3_root}/step1/"
+    report = smckpt.verify_checkpoint(f"{s3_root}/step1")
+    assert report.ok
+    assert report.nbytes > 4 * BIG
+
+
+def overwritten(where: str) -> tuple[float, int]:
+    for value in (1.0, 2.0, 3.0):
+        smckpt.save(state(value), checkpoint_id=where)
+    target = state(0.0)
+    smckpt.load(target, checkpoint_id=where)
+    return target["a"][0].item(), target["step"]  # type: ignore[index, return-value]
+
+
+def test_the_last_save_under_one_id_is_the_one_that_is_loaded_and_the_others_are_swept(
+    s3_root: str,
+) -> None:
+    assert run_ranks(overwritten, 2, s3_root) == [(3.0, 3), (3.0, 3)]
+    names = [info.name for info in open_storage(s3_root).list()]
+    assert len([name for name in names if name.startswith("manifest-")]) == 1, names
+
+
+SAVER = """
+import sys, torch, torch.distributed as dist, smckpt
+dist.init_process_group("gloo")
+first, count, size = (int(a) for a in sys.argv[2:5])
+for step in range(first, first + count):
+    state = {"a": torch.full((size,), float(step)), "step": step}
+    smckpt.save(
+        state, checkpoint_id=sys.argv[1], s3client_config={"chunk_size_MB": 5},
+        options=smckpt.SaveOptions(sweep=False),
+    )
+    print(step, flush=True)
+"""
+
+
+def saver(where: str, first: int, count: int, size: int) -> subprocess.Popen[str]:
+    from tests.support.launch import _free_port
+
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(_free_port()), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SAVER, where, str(first), str(count), str(size)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def load_here(where: str, size: int) -> tuple[set[float], int]:
+    target = {"a": torch.zeros(size), "step": 0}
+    smckpt.load(target, checkpoint_id=where)
+    return set(target["a"].unique().tolist()), target["step"]  # type: ignore[attr-defined, return-value]
+
+
+def test_of_two_racing_writers_a_reader_finds_one_whole_checkpoint(s3_root: str) -> None:
+    children = [saver(s3_root, first, 5, 1000) for first in (1, 101)]
+    ends = []
+    for child in children:
+        out, err = child.communicate(timeout=120)
+        ends.append((child.returncode, out.split(), err[-2000:]))
+    # The later session fences the earlier one off; at least one goes through to its end.
+    assert any(code == 0 for code, _, _ in ends), ends
+    [(values, step)] = run_ranks(load_here, 1, s3_root, 1000)
+    assert values == {float(step)}
+    winners = [int(steps[-1]) for code, steps, _ in ends if code == 0]
+    assert step in winners
+
+
+@pytest.mark.parametrize("after_parts", [1, 2])
+def test_a_trainer_killed_in_mid_save_leaves_the_old_checkpoint_whole(
+    s3_root: str, after_parts: int, tmp_path: Path
+) -> None:
+    child = saver(s3_root, 1, 1000, BIG)
+    assert child.stdout is not None
+    try:
+        last = int(child.stdout.readline())  # committed
+        _until_uploading(s3_root, after_parts)
+    finally:
+        child.kill()
+        rest, _ = child.communicate(timeout=30)
+    last = int((rest.split() or [last])[-1])
+    [(values, step)] = run_ranks(load_here, 1, s3_root, BIG)
+    assert values == {float(step)}
+    assert step in (last, last + 1)  # the commit may have come before the word of it
+
+
+def _until_uploading(where: str, parts: int) -> None:
+    """Until an unfinished upload below `where` has so many parts."""
+    import time
+
+    import boto3
+
+    from tests.support.s3 import BUCKET
+
+    client = boto3.client("s3", endpoint_url=os.environ["SMCKPT_S3_ENDPOINT"], region_name="x")
+    prefix = where.partition(f"{BUCKET}/")[2]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for upload in client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get(
+            "Uploads", ()
+        ):
+            try:
+                answer = client.list_parts(
+                    Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+            except client.exceptions.ClientError:
+                continue  # finished meanwhile
+            if len(answer.get("Parts", ())) >= parts:
+                return
+    raise AssertionError("no upload was seen under way")
+
+
+def exported(root: str) -> None:
+    model = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}}
+    smckpt.save(model, checkpoint_id=f"{root}/run", step=7)
+
+
+def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_path: Path) -> None:
+    import json
+
+    from click.testing import CliRunner
+    from safetensors.torch import load_file
+
+    from smckpt.cli.app import app
+
+    run_ranks(exported, 1, s3_root)
+    [listed] = json.loads(CliRunner().invoke(app, ["ls", "--json", s3_root]).output)
+    assert (listed["path"], listed["step"]) == (f"{s3_root}/run/", 7)
+    shown = CliRunner().invoke(app, ["show", f"{s3_root}/run"])
+    assert shown.exit_code == 0
+    assert "weight" in shown.output
+    verified = CliRunner().invoke(app, ["verify", f"{s3_root}/run"])
+    assert (verified.exit_code, verified.output[:3]) == (0, "ok:")
+    smckpt.export_hf(f"{s3_root}/run", str(tmp_path / "out"))
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    assert load_file(file)["weight"].flatten().tolist() == list(range(12))
+
+
+def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path: Path) -> None:
+    from smckpt.storage.s3_config import s3_options
+
+    with pytest.raises(smckpt.UsageError, match="not honoured outside S3"):
+        s3_options(str(tmp_path), region="eu-west-1")
+    with pytest.raises(smckpt.UsageError, match="colour"):
+        s3_options("s3://b/k", config={"colour": 1})
+    with pytest.raises(smckpt.UsageError, match="give one of the two"):
+        s3_options("s3://b/k", region="a", config=smckpt.S3Config(region="b"))
+    assert s3_options("s3://b/k", region="a", config={"retries": 1}) == smckpt.S3Config(
+        region="a", retries=1
+    )

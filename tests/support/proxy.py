@@ -1,0 +1,134 @@
+"""A proxy in front of the S3 server that spoils chosen requests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+__all__ = ["FaultyProxy", "faulty_proxy"]
+
+_BUSY = (
+    b'<?xml version="1.0"?><Error><Code>%s</Code><Message>spoiled</Message>'
+    b"<RequestId>1</RequestId></Error>"
+)
+
+
+class FaultyProxy:
+    """Passes requests on, and spoils those that `spoil` names. Thread-safe."""
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream = upstream.partition("://")[2]
+        self.endpoint = ""
+        self.seen: list[str] = []
+        self._plan: list[tuple[str, str, str]] = []
+        self._lock = threading.Lock()
+
+    def spoil(self, method: str, fault: str, times: int = 1, path: str = "") -> None:
+        """The next `times` requests by `method` with `path` in their target suffer `fault`:
+
+        503, 500: refused with that answer. before, after: the connection is cut before, or after,
+        the request is carried out. half: the answer's body breaks off in the middle. wrong: a byte
+        of the request's body is changed on its way.
+        """
+        with self._lock:
+            self._plan += [(method, path, fault)] * times
+
+    @property
+    def left(self) -> int:
+        """Faults that have not come about."""
+        with self._lock:
+            return len(self._plan)
+
+    def fault(self, method: str, target: str) -> str:
+        with self._lock:
+            self.seen.append(f"{method} {target}")
+            for item in self._plan:
+                if item[0] == method and item[1] in target:
+                    self._plan.remove(item)
+                    return item[2]
+        return ""
+
+
+@contextlib.contextmanager
+def faulty_proxy(upstream: str) -> Iterator[FaultyProxy]:
+    """A proxy on a port of its own, until the block ends."""
+    proxy = FaultyProxy(upstream)
+
+    class Handler(_Handler):
+        plan = proxy
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    plan: FaultyProxy
+
+    def handle_one(self) -> None:
+        fault = self.plan.fault(self.command, self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if fault == "before":
+            return self._cut()
+        if fault in ("500", "503"):
+            code = b"SlowDown" if fault == "503" else b"InternalError"
+            return self._answer(int(fault), [("Content-Type", "application/xml")], _BUSY % code)
+        if fault == "wrong" and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        status, headers, answer = self._forward(body)
+        if fault == "after":
+            return self._cut()
+        self._answer(status, headers, answer, half=fault == "half")
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_one
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        link = http.client.HTTPConnection(self.plan.upstream, timeout=60)
+        link.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in ("expect", "connection"):
+                link.putheader(name, value)
+        link.endheaders(body or None)
+        answer = link.getresponse()
+        data = answer.read()
+        headers = [
+            (name, value)
+            for name, value in answer.getheaders()
+            if name.lower() not in ("connection", "transfer-encoding", "date", "server")
+        ]
+        link.close()
+        return answer.status, headers, data
+
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], body: bytes, half: bool = False
+    ) -> None:
+        self.send_response(status)
+        known = {name.lower() for name, _ in headers}
+        for name, value in headers:
+            self.send_header(name, value)
+        if "content-length" not in known and status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if half else body)
+        if half:
+            self._cut()
+
+    def _cut(self) -> None:
+        self.close_connection = True

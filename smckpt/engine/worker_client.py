@@ -40,7 +40,8 @@ _PROGRAM = (
 _DETACH_TIMEOUT = 10.0  # seconds; unmapping takes 0.1 a GB
 _KILL_TIMEOUT = 2.0  # a killed process goes at once, unless the kernel holds it in a hung write
 _EXIT_GRACE = 0.5  # from the end of the connection to that of the process
-_STDERR_TAIL = 2000  # bytes of it that an error shows
+_STDERR_READ = 1 << 16  # bytes of the end of its standard error that are looked at
+_STDERR_TAIL = 2000  # characters of them that an error shows
 
 
 @dataclass
@@ -352,9 +353,15 @@ def _anonymous_log() -> int:
 
 
 def _tail(stderr: int) -> str:
+    """The end of what the worker printed; of a crash's report its first line too."""
     size = os.fstat(stderr).st_size
-    text = os.pread(stderr, _STDERR_TAIL, max(size - _STDERR_TAIL, 0)).decode(errors="replace")
-    return f"; it said: {text.strip()}" if text.strip() else ""
+    data = os.pread(stderr, _STDERR_READ, max(size - _STDERR_READ, 0))
+    text = data.decode(errors="replace").strip()
+    said = text[-_STDERR_TAIL:]
+    crash = text.rfind("Fatal Python error")  # faulthandler: the reason, then every thread's stack
+    if crash >= 0 and len(text) - crash > _STDERR_TAIL:
+        said = text[crash:].partition("\n")[0][:_STDERR_TAIL] + "\n…" + said
+    return f"; it said: {said}" if said else ""
 
 
 def _reaped(popen: subprocess.Popen[bytes]) -> int | None:

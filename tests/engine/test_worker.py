@@ -335,14 +335,29 @@ def test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed(
         worker.call("?", {}, timeout=30)
 
 
-def test_a_worker_that_crashes_says_why(worker: Worker) -> None:
-    with pytest.raises(WorkerError, match="knows no"):
-        worker.call("?", {}, timeout=30)
-    kill(worker.pid, signal.SIGSTOP)
-    kill(worker.pid, signal.SIGSEGV)
-    threading.Timer(0.2, kill, (worker.pid, signal.SIGCONT)).start()
-    with pytest.raises(WorkerError, match=r"SIGSEGV during .*Fatal Python error"):
-        worker.call("?", {}, timeout=30)
+def test_a_worker_that_crashes_says_why(tmp_path: Path, worker: Worker) -> None:
+    worker.start()
+    manifest = "group/manifest.json"
+    (tmp_path / "group").mkdir()
+    os.mkfifo(tmp_path / manifest)  # whoever reads it waits: so the worker is busy when it crashes
+
+    def crash() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):  # ENXIO: nobody reads it yet
+                held = os.open(tmp_path / manifest, os.O_WRONLY | os.O_NONBLOCK)
+                kill(worker.pid, signal.SIGSEGV)
+                os.close(held)
+                return
+            time.sleep(0.01)
+
+    crasher = threading.Thread(target=crash)
+    crasher.start()
+    group = {"directory": "group", "manifest": "manifest.json", "crc64": "", "coordinator": 0}
+    payload = {"directory": str(tmp_path), "session": "0" * 12, "number": 1, "epoch": 1}
+    with pytest.raises(WorkerError, match=r"SIGSEGV during publish_record.*Fatal Python"):
+        worker.call("publish_record", {**payload, "groups": [group]}, timeout=30)
+    crasher.join()
 
 
 def test_requests_of_several_threads_wait_for_each_other(worker: Worker) -> None:

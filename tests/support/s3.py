@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ class Server:
 
 def server_program() -> str | None:
     """The path of the server's program; None where the extra `s3-test` is not installed."""
-    return shutil.which("weed")
+    beside = Path(sys.executable).parent  # an environment is often used without being on PATH
+    return shutil.which("weed", path=str(beside)) or shutil.which("weed")
 
 
 @contextlib.contextmanager

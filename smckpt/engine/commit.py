@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from smckpt.engine.job import SaveJob
@@ -22,6 +23,9 @@ from smckpt.errors import (
     UsageError,
     error_from_json,
 )
+from smckpt.layout.image import Layout
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import common_parent, parent_url, relative_url
 
 __all__ = ["Committer"]
@@ -95,25 +99,7 @@ class Committer:
                 "session": session.id,
                 "number": job.handle.number,
             }
-            done = self.worker.call(
-                "write_part",
-                {
-                    "directory": job.request.directory,
-                    "attempt": part["attempt"],
-                    "rank": self.group.rank,
-                    "arena": arena_id,
-                    "files": [
-                        {
-                            "arena_offset": f.arena_offset,
-                            "size": f.size,
-                            "header_bytes": len(f.header),
-                        }
-                        for f in layout.files
-                    ],
-                    "part": part,
-                },
-                timeout=timeout,
-            )
+            done = self._write_part(job, layout, part, arena_id, timeout)
             job.written, job.nbytes = job.elapsed(), int(done["bytes"])
             return {
                 "rank": self.group.rank,
@@ -125,6 +111,36 @@ class Committer:
             }
         except CheckpointError as error:
             return {"error": error.to_json()}
+
+    def _write_part(
+        self,
+        job: SaveJob,
+        layout: Layout,
+        part: dict[str, Any],
+        arena_id: int | None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        files = [
+            {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
+            for f in layout.files
+        ]
+        with self._as_one_of_all():
+            return self.worker.call(
+                "write_part",
+                {
+                    "directory": job.request.directory,
+                    "attempt": part["attempt"],
+                    "rank": self.group.rank,
+                    "arena": arena_id,
+                    "files": files,
+                    "part": part,
+                },
+                timeout=timeout,
+            )
+
+    def _as_one_of_all(self) -> AbstractContextManager[None]:
+        """What follows is done by every rank at once, so each has but its share of a budget."""
+        return sharing(Share.of_rank(self.group.rank, self.group.world_size))
 
     def _probe(self, session: Session, job: SaveJob, timeout: float) -> None:
         """Once per session: does every host of the group see one directory?

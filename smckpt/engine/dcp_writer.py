@@ -34,6 +34,8 @@ from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
 __all__ = ["DistributedFileSystemWriter"]
@@ -294,18 +296,23 @@ class DistributedFileSystemWriter(StorageWriter):
         try:
             if arena is not None:
                 stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
-            return write_part(
-                cast(Any, arena and arena.view(0, arena.size)),
-                threads=self._threads,
-                directory=self.checkpoint_id,
-                attempt=ticket.attempt,
-                rank=ticket.rank,
-                files=[
-                    {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
-                    for f in layout.files
-                ],
-                part=part,
-            )
+            with sharing(Share.of_rank(ticket.rank, len(ticket.ranks))):
+                return write_part(
+                    cast(Any, arena and arena.view(0, arena.size)),
+                    threads=self._threads,
+                    directory=self.checkpoint_id,
+                    attempt=ticket.attempt,
+                    rank=ticket.rank,
+                    files=[
+                        {
+                            "arena_offset": f.arena_offset,
+                            "size": f.size,
+                            "header_bytes": len(f.header),
+                        }
+                        for f in layout.files
+                    ],
+                    part=part,
+                )
         finally:
             if arena is not None:
                 arena.close()

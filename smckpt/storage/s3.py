@@ -12,12 +12,14 @@ from urllib.parse import urlencode
 
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage.base import FileInfo, Storage
+from smckpt.storage.budget import Share, part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_client import Requests
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_pace import current_share
 from smckpt.storage.s3_read import fill, split
-from smckpt.storage.s3_write import Body, S3Writer, part_size
+from smckpt.storage.s3_write import Body, S3Writer
 from smckpt.storage.urls import join_url, normal_url, parse_s3_url
 
 __all__ = ["S3Storage"]
@@ -29,13 +31,17 @@ _READ = 16 << 20  # bytes of one ranged GET; more are asked for at once
 
 
 class S3Storage:
-    """The prefix `url`. Thread-safe; implements `Storage`. Keys are kept byte for byte."""
+    """The prefix `url`. Thread-safe; implements `Storage`. Keys are kept byte for byte.
 
-    def __init__(self, url: str, config: S3Config) -> None:
+    share: of the bucket's budget; None for the one in force where it is opened.
+    """
+
+    def __init__(self, url: str, config: S3Config, share: Share | None = None) -> None:
         self.url = normal_url(url)
         self.bucket, self._prefix = parse_s3_url(self.url)
         self.config = config
-        self._requests = Requests(config)
+        self._share = share or current_share()
+        self._requests = Requests(config, self.bucket, self._share)
         self._lock = threading.Lock()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -128,7 +134,7 @@ class S3Storage:
             raise UsageError(
                 f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
             )
-        return S3Storage(join_url(self.url, name), self.config)
+        return S3Storage(join_url(self.url, name), self.config, self._share)
 
     def close(self) -> None:
         with self._lock:

@@ -7,22 +7,16 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import StorageError, UsageError
+from smckpt.storage.budget import part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_faults import code_of, status_of
 
 if TYPE_CHECKING:
     from smckpt.storage.s3 import S3Storage
 
-__all__ = ["Body", "S3Writer", "part_size"]
+__all__ = ["Body", "S3Writer"]
 
-_PARTS = 10_000  # the most that S3 takes
 _SEND = 2 << 20  # bytes handed to the socket at once
-
-
-def part_size(size: int, wanted: int) -> int:
-    """Bytes of a part of a file of `size`: as wanted, or as much as 10,000 parts need, in MiB."""
-    least = -(-size // _PARTS)
-    return max(wanted, -(-least >> 20) << 20 if least > wanted else wanted)
 
 
 class Body:

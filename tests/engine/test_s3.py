@@ -44,6 +44,20 @@ def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) ->
     assert report.nbytes > 4 * BIG
 
 
+def saved_slowly(root: str) -> float:
+    """Seconds in which a rank of two wrote its seven requests, where ten a second are allowed."""
+    handle = smckpt.save(
+        state(1.0, BIG),
+        checkpoint_id=root,
+        s3client_config={"chunk_size_MB": 5, "write_rate": 11.5, "preflight": False},
+    )
+    return handle.timings.written
+
+
+def test_each_rank_writes_at_its_share_of_the_budget(s3_root: str) -> None:
+    assert min(run_ranks(saved_slowly, 2, s3_root)) >= 6 / 5
+
+
 def overwritten(where: str) -> tuple[float, int]:
     for value in (1.0, 2.0, 3.0):
         smckpt.save(state(value), checkpoint_id=where)

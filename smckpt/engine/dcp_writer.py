@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest
+from smckpt.checkpoint.commit import claim_epoch, probe, publish_manifest
 from smckpt.checkpoint.format import FORMAT_VERSION
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.rows import encode_rows
@@ -36,7 +36,7 @@ from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3_pace import sharing
-from smckpt.storage.urls import normal_url
+from smckpt.storage.urls import is_s3_url, normal_url
 
 __all__ = ["DistributedFileSystemWriter"]
 
@@ -147,6 +147,8 @@ class DistributedFileSystemWriter(StorageWriter):
         """
         self._refuse_cached(plans)
         if self.checkpoint_id not in self._epochs:
+            if not self._epochs and is_s3_url(self.checkpoint_id):
+                probe(self.checkpoint_id, self._session, create=True, leave=False)
             claim = claim_epoch(self.checkpoint_id, self._session, socket.gethostname())
             self._epochs[self.checkpoint_id] = int(claim["epoch"])
         said = [plan.storage_data for plan in plans]

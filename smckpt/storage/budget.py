@@ -94,7 +94,7 @@ class Share:
     def of_rank(cls, rank: int, ranks: int) -> Share:
         """Of one rank where all of them send at once."""
         each = rank_rate(1.0, ranks, headroom=PREFIX_LIMITS.headroom)
-        return cls(each, each, rank / ranks)
+        return cls(each, each, rank % ranks / ranks)
 
     @classmethod
     def of_coordinator(cls, turn: int, groups: int) -> Share:

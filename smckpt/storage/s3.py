@@ -16,8 +16,9 @@ from smckpt.storage.budget import Share, part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_client import Requests
 from smckpt.storage.s3_config import S3Config
-from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_faults import BadBody, code_of, status_of
 from smckpt.storage.s3_pace import current_share
+from smckpt.storage.s3_preflight import try_out
 from smckpt.storage.s3_read import fill, split
 from smckpt.storage.s3_write import Body, S3Writer
 from smckpt.storage.urls import join_url, normal_url, parse_s3_url
@@ -27,6 +28,7 @@ __all__ = ["S3Storage"]
 Result = TypeVar("Result")
 
 _MAX_KEY = 1024  # bytes
+_REREADS = 2
 _READ = 16 << 20  # bytes of one ranged GET; more are asked for at once
 
 
@@ -49,6 +51,10 @@ class S3Storage:
     def write_threads(self) -> int:
         return self.config.max_write_concurrency
 
+    @property
+    def rereads(self) -> int:
+        return _REREADS
+
     def create_file(self, name: str, size: int) -> S3Writer:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
@@ -68,6 +74,9 @@ class S3Storage:
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         return self.put_new(self.key(name), self.path(name), memoryview(data), None)
+
+    def try_out(self, name: str) -> str:
+        return try_out(self, name) if self.config.preflight else ""
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         if length is None:
@@ -248,12 +257,20 @@ class S3Storage:
         key = self.key(name)
 
         def request(client: Any) -> bytes:
-            answer = client.get_object(**self.common, Key=key)
+            answer = client.get_object(**self.common, Key=key, ChecksumMode="ENABLED")
             data = bytearray(answer["ContentLength"])
             fill(answer["Body"], [memoryview(data)])
+            self._refuse_changed(answer, data)
             return bytes(data)
 
         return self.run("read", self.path(name), request)
+
+    def _refuse_changed(self, answer: dict[str, Any], data: bytearray) -> None:
+        """A whole object's body, against the checksum that the store keeps of it."""
+        checksum = Checksum(self.config.checksum)
+        kept = checksum.stored(answer) if checksum else None
+        if kept is not None and kept != checksum.text(checksum.of(memoryview(data))):
+            raise BadBody("the answer's body is not what the store keeps (checksum differs)")
 
     def _get(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         key = self.key(name)

@@ -82,11 +82,11 @@ def _boto_error(error: BaseException) -> bool:
     from botocore.exceptions import BotoCoreError, ClientError
 
     from smckpt.errors import CheckpointError
-    from smckpt.storage.s3_faults import ShortBody
+    from smckpt.storage.s3_faults import BadBody
 
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BotoCoreError, ClientError, ShortBody, OSError))
+    return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
 
 
 @lru_cache(maxsize=8)

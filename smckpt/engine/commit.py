@@ -155,13 +155,14 @@ class Committer:
         channel = session.channel
         assert channel is not None
         if leader:
-            channel.set(f"{point}/made", self._try_probe(session, job, True, timeout))
+            made = self._try_probe(session, job, True, timeout)
+            channel.set(f"{point}/made", made)
         else:
             try:
-                channel.get(f"{point}/made", 2 * timeout)
+                made = channel.get(f"{point}/made", 2 * timeout)
             except TimeoutError as error:
                 raise absent({}, 1, self.membership.rank_name, "probing the directory") from error
-        here = self._try_probe(session, job, False, timeout)
+        here = made if "error" in made else self._try_probe(session, job, False, timeout)
 
         def decide(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
             blind = sorted({b["host"] for b in bodies.values() if not b["seen"]})

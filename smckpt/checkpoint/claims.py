@@ -201,7 +201,10 @@ def _latest_epoch(storage: Storage) -> int:
 def _create_claim(
     storage: Storage, epoch: int, session: str, host: str, groups: Sequence[str]
 ) -> bool:
-    before = sessions_at(info.name for info in storage.list()) - {session}
+    names = [info.name for info in storage.list()]
+    with contextlib.suppress(StorageError):  # no right to look: then a sweep will say so
+        names += storage.list_unfinished()
+    before = sessions_at(names) - {session}
     body = {
         "format": list(FORMAT_VERSION),
         "epoch": epoch,

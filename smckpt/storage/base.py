@@ -144,6 +144,13 @@ class Storage(Protocol):
             CheckpointNotFoundError: no such file.
         """
 
+    def list_unfinished(self) -> list[str]:
+        """The names of files begun here that nobody finished and that `list` does not show, sorted;
+        none on a file system, where what is begun has a name at once."""
+
+    def discard_unfinished(self, name: str) -> None:
+        """Give up all that was begun under `name` and not finished; a file of that name stays."""
+
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""
 

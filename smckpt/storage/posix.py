@@ -134,6 +134,12 @@ class PosixStorage:
         except OSError as error:
             raise storage_error(error, path, "look up the size") from error
 
+    def list_unfinished(self) -> list[str]:
+        return []
+
+    def discard_unfinished(self, name: str) -> None:
+        """There is never any."""
+
     def list_dirs(self) -> list[str]:
         try:
             return sorted(entry.name for entry in self._scan() if entry.is_dir())

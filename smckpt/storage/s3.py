@@ -118,6 +118,15 @@ class S3Storage:
             )
         return int(head["ContentLength"])
 
+    def list_unfinished(self) -> list[str]:
+        return sorted({key[len(self._prefix) :] for key, _ in self._uploads(self._prefix)})
+
+    def discard_unfinished(self, name: str) -> None:
+        key, path = self.key(name), self.path(name)
+        for found, upload in tuple(self._uploads(key)):
+            if found == key:
+                self.abort_upload(key, upload, path)
+
     def list_dirs(self) -> list[str]:
         found = {
             each["Prefix"][len(self._prefix) : -1]
@@ -231,6 +240,16 @@ class S3Storage:
     def delete_key(self, key: str, path: str) -> None:
         self.run("delete", path, lambda c: c.delete_object(**self.common, Key=key))
 
+    def abort_upload(self, key: str, upload: str, path: str) -> None:
+        def request(client: Any) -> None:
+            try:
+                client.abort_multipart_upload(**self.common, Key=key, UploadId=upload)
+            except Exception as error:
+                if code_of(error) not in ("NoSuchUpload", "404"):
+                    raise
+
+        self.run("abort the upload", path, request)
+
     # -- inside --------------------------------------------------------------------------------
 
     def _refuse_missing_bucket(self, client: Any) -> None:
@@ -309,6 +328,23 @@ class S3Storage:
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def _uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """(key, id) of the unfinished uploads of keys directly here that begin with `prefix`."""
+        more: dict[str, str] = {}
+        while True:
+            fields = {"Prefix": prefix, "Delimiter": "/", **more, **self.common}
+            page = self.run("list the uploads", self.url, partial(_list_uploads, fields))
+            for each in page.get("Uploads", ()):
+                # A store may not honour the delimiter.
+                if "/" not in each["Key"][len(self._prefix) :]:
+                    yield each["Key"], each["UploadId"]
+            if not page.get("IsTruncated"):
+                return
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
     def _readers(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
@@ -319,4 +355,9 @@ class S3Storage:
 
 def _list(fields: dict[str, Any], client: Any) -> dict[str, Any]:
     page: dict[str, Any] = client.list_objects_v2(**fields)
+    return page
+
+
+def _list_uploads(fields: dict[str, Any], client: Any) -> dict[str, Any]:
+    page: dict[str, Any] = client.list_multipart_uploads(**fields)
     return page

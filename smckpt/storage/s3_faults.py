@@ -16,8 +16,8 @@ _MEANING: dict[str, tuple[str, str]] = {
     ),
     "AccessDenied": (
         "access denied",
-        "allow s3:PutObject, GetObject, ListBucket, DeleteObject and AbortMultipartUpload there "
-        "(and the KMS key, if one encrypts the bucket)",
+        "allow s3:PutObject, GetObject, ListBucket, ListBucketMultipartUploads, DeleteObject and "
+        "AbortMultipartUpload there (and the KMS key, if one encrypts the bucket)",
     ),
     "InvalidAccessKeyId": ("the access key is unknown to the store", "look at the credentials"),
     "SignatureDoesNotMatch": (

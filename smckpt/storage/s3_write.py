@@ -113,7 +113,7 @@ class S3Writer:
         self._gathered.clear()
         upload, self._upload = self._upload, ""
         if upload and not self._done:
-            self._store.run("abort the upload", self._path, lambda c: self._abort(c, upload))
+            self._store.abort_upload(self._key, upload, self._path)
         elif self._done or self._parts:
             self._store.delete_key(self._key, self._path)
 
@@ -203,13 +203,6 @@ class S3Writer:
             return False
         stored = self._sum.stored(head) if self._sum else None
         return stored is None or stored == self._sum.text(whole)
-
-    def _abort(self, client: Any, upload: str) -> None:
-        try:
-            client.abort_multipart_upload(**self._store.common, Key=self._key, UploadId=upload)
-        except Exception as error:
-            if code_of(error) not in ("NoSuchUpload", "404"):
-                raise
 
 
 def _exists(path: str) -> StorageError:

@@ -52,8 +52,8 @@ class RateLimits:
 PREFIX_LIMITS = RateLimits()
 
 _EPISODE = 1.0  # seconds within which several 503 count as one
-_GROWTH = 1.1  # of the rate, each second without one
-_FEW = 8.0  # requests a second: what is below says little about what the store stands
+_GROWTH = 1.25  # of the rate, each second without one
+_FEW = 16.0  # requests a second: what is below says little about what the store stands
 
 
 def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
@@ -152,7 +152,7 @@ class TokenBucket:
     thousands: rank r of n passes r / n.
 
     A 503 halves the rate, or what was sent of late where that is less, for everyone who shares the
-    bucket. After a second without one it grows by a tenth each second, so that a store that splits
+    bucket. After a second without one it grows by a quarter each second: a store that has split
     its partitions is used again.
     """
 

@@ -267,6 +267,9 @@ class S3Storage:
         head = self.head(client, key)
         if head is None or head["ContentLength"] != len(data):
             return False
+        checksum = Checksum(self.config.checksum)
+        if checksum and (kept := checksum.stored(head)) is not None:
+            return kept == checksum.text(checksum.of(data))
         body = client.get_object(**self.common, Key=key)["Body"]
         there = memoryview(bytearray(len(data)))
         fill(body, [there])

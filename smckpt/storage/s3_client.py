@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try
 _BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
-_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_CONNECT_SECONDS = 10
 
 log = logging.getLogger("smckpt")
 _MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes a client
@@ -80,13 +80,14 @@ class Requests:
 def _boto_error(error: BaseException) -> bool:
     """Whether the store or the way to it failed, and not our own code."""
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     from smckpt.errors import CheckpointError
     from smckpt.storage.s3_faults import BadBody
 
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
+    return isinstance(error, (BotoCoreError, ClientError, ResponseParserError, BadBody, OSError))
 
 
 @lru_cache(maxsize=8)
@@ -99,7 +100,7 @@ def _client(config: S3Config, pid: int) -> Any:
         retries={"mode": "standard", "total_max_attempts": _BOTOCORE_TRIES},
         max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
         connect_timeout=_CONNECT_SECONDS,
-        read_timeout=_READ_SECONDS,
+        read_timeout=config.read_timeout_s,
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -37,6 +37,7 @@ class S3Config:
         10,000 parts.
     max_write_concurrency, max_read_concurrency: requests of one rank in flight.
     retries: tries of a request that failed for a passing cause, beyond botocore's own few.
+    read_timeout_s: seconds without a byte after which a try counts as failed.
     timeout_s: seconds that all tries of one request may take together, waits for its turn aside.
     write_rate, read_rate: requests a second that the bucket answers, for all ranks of the job
         together: AWS promises 3,500 and 5,500 for a partitioned prefix; more where yours has more.
@@ -55,6 +56,7 @@ class S3Config:
     max_write_concurrency: int = 8
     max_read_concurrency: int = 8
     retries: int = 8
+    read_timeout_s: float = 60.0
     timeout_s: float = 300.0
     write_rate: float = PREFIX_LIMITS.writes
     read_rate: float = PREFIX_LIMITS.reads
@@ -74,10 +76,11 @@ class S3Config:
         for name in ("max_write_concurrency", "max_read_concurrency"):
             if not 1 <= getattr(self, name) <= 256:
                 raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 to 256")
-        if self.retries < 0 or self.timeout_s <= 0:
+        if self.retries < 0 or self.timeout_s <= 0 or self.read_timeout_s <= 0:
             raise UsageError(
-                f"retries={self.retries}, timeout_s={self.timeout_s}",
-                remedy="give retries >= 0 and a positive number of seconds",
+                f"retries={self.retries}, timeout_s={self.timeout_s}, "
+                f"read_timeout_s={self.read_timeout_s}",
+                remedy="give retries >= 0 and positive numbers of seconds",
             )
         if not (0 < self.write_rate < math.inf and 0 < self.read_rate < math.inf):
             raise UsageError(

@@ -58,9 +58,9 @@ def test_every_repetition_counts_and_a_503_slows_down(proxy: FaultyProxy, s3_roo
     store.put("data", b"x")
     spent = time.monotonic() - began
     assert [line.split()[0] for line in proxy.seen] == ["PUT"] * 3
-    # The first is free; four a second after a 503 to one who had hardly begun.
-    assert spent >= 2 / 4.5
-    assert bucket.rate < 6
+    # The first is free; eight a second after a 503 to one who had hardly begun.
+    assert spent >= 2 / 8.5
+    assert bucket.rate < 15
     assert pace_of(options, BUCKET, Share()).reads.bucket.rate > 4000, "reads were not refused"
 
 
@@ -82,7 +82,7 @@ def test_a_503_to_one_process_slows_the_others_of_the_host(
     )
     assert proxy.left == 0
     lane.take()
-    assert lane.bucket.rate < 10
+    assert lane.bucket.rate < 100
 
 
 def test_a_folder_that_is_not_ours_is_not_trusted_and_nothing_breaks(

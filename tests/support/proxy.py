@@ -30,17 +30,17 @@ class FaultyProxy:
         self.seen: list[str] = []
         self.ended = threading.Event()
         self._plan: list[tuple[str, str, str]] = []
-        self._at: dict[int, Callable[[], None]] = {}
+        self._end: tuple[int, Callable[[], None]] | None = None
         self._chance: tuple[random.Random, float, Sequence[str]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def spoil(self, method: str, fault: str, times: int = 1, path: str = "") -> None:
         """The next `times` requests by `method` with `path` in their target suffer `fault`:
 
         503, 500, or a status with a code ("403 ExpiredToken"): refused with that answer. before,
         after: the connection is cut before, or after, the request is carried out. half: the
-        answer's body breaks off in the middle. wrong, wrong answer: a byte of the request's, or
-        answer's, body is changed on its way. late N: answered N seconds later. unconditional: what
+        answer's body breaks off in the middle. wrong, wrong answer: a byte of a PUT's body, or of a
+        GET's answer, is changed on its way. late N: answered N seconds later. unconditional: what
         stands under the name is deleted first, as if the store ignored If-None-Match.
         """
         with self._lock:
@@ -51,11 +51,16 @@ class FaultyProxy:
         with self._lock:
             self._chance = (random.Random(seed), share, faults) if share else None
 
-    def at(self, number: int, call: Callable[[], None]) -> None:
-        """Call `call` when request `number`, counted from now as 1, arrives, and carry it out
-        no more: what sent it gets no answer."""
+    def end_at(self, number: int, call: Callable[[], None]) -> None:
+        """Call `call` when request `number`, counted from now as 1, arrives. It and what comes
+        after it is not carried out."""
         with self._lock:
-            self._at = {len(self.seen) + number: call}
+            self._end = (len(self.seen) + number, call)
+
+    def wait_for(self, count: int, timeout: float = 30) -> None:
+        """Until so many requests have arrived in all."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self.seen) >= count, timeout), self.seen
 
     @property
     def left(self) -> int:
@@ -66,9 +71,10 @@ class FaultyProxy:
     def fault(self, method: str, target: str) -> str:
         with self._lock:
             self.seen.append(f"{method} {target}")
-            call = self._at.pop(len(self.seen), None)
-            if call is not None:
-                call()
+            self._lock.notify_all()
+            if self._end is not None and len(self.seen) >= self._end[0]:
+                if len(self.seen) == self._end[0]:
+                    self._end[1]()
                 return "before"
             for item in self._plan:
                 if item[0] == method and item[1] in target:
@@ -120,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.plan.ended.wait(float(fault[5:]))
         if fault == "unconditional":
             _delete(self.plan.upstream, self.path)
-        if fault == "wrong":
+        if fault == "wrong" and self.command == "PUT":
             body = _changed(body)
         status, headers, answer = self._forward(body)
         if fault == "after":

@@ -187,12 +187,14 @@ def test_a_clock_that_is_wrong_is_named_by_the_real_server(
     s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = botocore.auth.get_current_datetime
-    monkeypatch.setattr(
-        "botocore.auth.get_current_datetime", lambda *a, **k: real(*a, **k) - timedelta(hours=1)
-    )
+    for module in ("botocore.auth", "botocore.crt.auth"):
+        monkeypatch.setattr(
+            f"{module}.get_current_datetime", lambda *a, **k: real(*a, **k) - timedelta(hours=1)
+        )
     store = S3Storage(s3_root, S3Config.from_environment())
-    with pytest.raises(StorageError, match="clock differs"):
-        store.put("data", b"x")
+    for verb in (lambda: store.put("data", b"x"), lambda: store.read("data")):
+        with pytest.raises(StorageError, match="clock differs.*set the clock"):
+            verb()
 
 
 def test_credentials_that_expire_are_fetched_again_and_expired_ones_fail_at_once(

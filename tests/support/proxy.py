@@ -28,6 +28,7 @@ class FaultyProxy:
         self.upstream = upstream.partition("://")[2]
         self.endpoint = ""
         self.seen: list[str] = []
+        self.spoiled = 0  # by chance
         self.ended = threading.Event()
         self._plan: list[tuple[str, str, str]] = []
         self._end: tuple[int, Callable[[], None]] | None = None
@@ -83,6 +84,7 @@ class FaultyProxy:
             if self._chance is not None:
                 dice, share, faults = self._chance
                 if dice.random() < share:
+                    self.spoiled += 1
                     return dice.choice(faults)
         return ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +20,7 @@ from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.pool import pool_here
 from smckpt.storage.urls import join_url, parent_url
 
 __all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
@@ -210,7 +210,7 @@ class Catalogue:
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
         files = [file for file in files if file not in self._memory.headers]
         if len(files) > 1:
-            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
+            with pool_here(min(READERS, len(files)), "smckpt-headers") as pool:
                 list(pool.map(self.header, files))
 
     def header(self, file: SavedFile) -> Header:

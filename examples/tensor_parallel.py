@@ -1,9 +1,9 @@
 """A Llama whose attention and MLP are fused, tensor-parallel layers, over plain process groups.
 
-Names and fusions are those of Transformer Engine's `TransformerLayer`: the norm stands in the module
-of the matrix behind it, and gate and up are one matrix. Each rank holds plain tensors: whole heads of
-query, key and value, its rows of gate and up one after the other, its columns of what leads back, its
-rows of the vocabulary, padded.
+Names and fusions are those of Transformer Engine's `TransformerLayer`: a norm stands in the module
+of the matrix behind it, and gate and up are one matrix. Each rank holds plain tensors: its heads of
+query, key and value, its rows of gate and then of up, its columns of the matrices that lead back,
+its rows of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
 
 Config = Mapping[str, Any]  # of config.json
 

@@ -86,7 +86,7 @@ def extend_torch_config(
     ) -> Iterator[None]:  # fmt: skip
         with stock(module, state_dict_type, state_dict_config, optim_state_dict_config):
             chosen = state_dict_config if state_dict_config is not None else kind()
-            if state_dict_type is not StateDictType.FULL_STATE_DICT or not chosen.translate_on_save:
+            if state_dict_type is not StateDictType.FULL_STATE_DICT:
                 yield
                 return
             with _translated(module, chosen, given):

@@ -119,8 +119,7 @@ def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
     # Where the shards are on the CPU already, torch's offloading reads memory that it has freed.
     unit: Any = next(m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
     to_cpu = to_cpu and unit.compute_device.type != "cpu"
-    config: Any = FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu)
-    config.translate_on_save = False  # where torch's class was extended: nothing to translate
+    config = FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=to_cpu)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         raw: dict[str, Any] = type(model).state_dict(model)
     return raw

@@ -14,6 +14,7 @@ from torch import nn
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.state_dict.full import (
     check_config,
+    check_load,
     full_model,
     full_optimizer,
     load_full_model,
@@ -207,6 +208,7 @@ class _Scope:
                 remedy="leave it out: live tensors are filled",
             )
         if self.kind is FULL:
+            check_load(self.view.model, state_dict, self._translation)
             return load_full_model(self.view.model, state_dict, strict and self._only is None)
         given = {canonical(name): value for name, value in state_dict.items()}
         live = self._kept(self.view.tensors(self.kind.value))

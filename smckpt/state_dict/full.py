@@ -20,6 +20,7 @@ from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
 __all__ = [
     "FullStateDictConfig",
     "check_config",
+    "check_load",
     "full_model",
     "full_optimizer",
     "load_full_model",
@@ -75,13 +76,23 @@ def translated_or_none(
 ) -> dict[str, Any] | None:
     """The full state of a tensor-parallel model; None for others, which `full_model` gathers.
 
-    The one place where this room calls on `translate`, which is built on it.
+    Here and below this room calls on `translate`, which is built on it.
     """
     from smckpt.translate.live import FullWishes, full_state, is_transformed
 
     translate = getattr(config, "translate_on_save", True)
     wishes = FullWishes(*_wishes(config), translate, **translation)
     return full_state(model, wishes) if is_transformed(model, wishes) else None
+
+
+def check_load(
+    model: nn.Module, state_dict: Mapping[str, Any], translation: Mapping[str, Any]
+) -> None:
+    """Refuse, for a tensor-parallel model, a full state that is not in its own names and shapes."""
+    from smckpt.translate.live import FullWishes, check_full_load, is_transformed
+
+    if is_transformed(model, FullWishes(True, False, False, **translation)):
+        check_full_load(model, state_dict)
 
 
 def full_model(model: nn.Module, config: Any) -> dict[str, Any]:

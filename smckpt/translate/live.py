@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.layout.geometry import Piece, Shape
 from smckpt.state_dict.gather import (
     Array,
@@ -37,7 +37,7 @@ from smckpt.translate.model import prove, target_of
 from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
 
-__all__ = ["FullWishes", "full_state", "is_transformed"]
+__all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,35 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
     if not job:
         return _follow(steps, arrays, wire, wishes)
     return _lead(job[0], steps, arrays, wire, wishes)
+
+
+def check_full_load(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Whether a full state, held by rank 0, is one that torch can spread over this model.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError: it has other names, or is of all tensor-parallel
+            ranks where each has tensors of its own; on every rank.
+    """
+
+    def decide() -> None:
+        own = arrays_of(model)
+        tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
+        other = sorted(tensors.keys() - own.keys())
+        if other:
+            raise KeysMismatchError(
+                f"the model has no {other[:8]}: this full state was translated, or is another's",
+                remedy="take it with translate_on_save=False; to start from Hugging Face's files "
+                "use import_hf",
+            )
+        for name, value in tensors.items():
+            shape = own[name].told.shape
+            if tuple(value.shape) != shape:
+                raise TensorMismatchError(
+                    f"{name} is {list(value.shape)} in the full state, and {list(shape)} on a rank",
+                    remedy="tensor-parallel ranks that hold plain tensors load LOCAL checkpoints",
+                )
+
+    agree(decide)
 
 
 # -- what is to be done: known to rank 0 ---------------------------------------------------------

@@ -236,6 +236,8 @@ def refusals(job: Job) -> Any:
         ),
         "only": lambda: taken(Named(te, job.config), only="trainable", **state),
         "no such config": lambda: taken(fused, {"rank0_only": True}),
+        "translated, loaded": lambda: given_back(job, FullStateDictConfig()),
+        "joined, loaded": lambda: given_back(job, FullStateDictConfig(translate_on_save=False)),
         "layout with LOCAL": lambda: sm_state_dict_type(
             fused, smckpt.LOCAL, layout="te_fused"
         ).__enter__(),
@@ -248,6 +250,12 @@ def refusals(job: Job) -> Any:
         taken(Named(te), config=job.config, **state), job.llama if dist.get_rank() == 0 else {}
     )
     return out
+
+
+def given_back(job: Job, how: FullStateDictConfig) -> None:
+    model = job.model("fsdp1")
+    with sm_state_dict_type(model, FULL, how, parallel_state=job.degrees):
+        model.load_state_dict(model.state_dict())
 
 
 CASES = [
@@ -350,6 +358,8 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("another dtype", "TensorMismatchError", ["float32 and float64"]),
         ("only", "UsageError", ["only="]),
         ("no such config", "UsageError", ["dict"]),
+        ("translated, loaded", "KeysMismatchError", ["q_proj", "translate_on_save=False"]),
+        ("joined, loaded", "TensorMismatchError", ["embed_tokens", "LOCAL"]),
         ("layout with LOCAL", "UsageError", ["layout="]),
     ],
 )

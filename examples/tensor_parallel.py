@@ -204,4 +204,5 @@ class ParallelLlama(nn.Module):
         self.lm_head = VocabularyRows(rows, config["hidden_size"], group)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.model(tokens))[..., : self.config["vocab_size"]]
+        logits = self.lm_head(self.model(tokens))
+        return logits[..., : self.config["vocab_size"]].clone()  # FSDP wants no view of padding

@@ -93,6 +93,7 @@ class Side:
     copies: list[tuple[Key, Key]] = field(default_factory=list)
     padding: dict[Key, int] = field(default_factory=dict)
     _original: dict[Key, Key] = field(default_factory=dict)
+    _cut: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
@@ -103,6 +104,8 @@ class Side:
         row = place.row
         tps, eps = self._degrees(place, held)
         cut = row.tp is not None and not self._repeated(row, held)
+        if cut:
+            self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
         ours = self.local_shape(place, vocabulary, tps if cut else 1, eps)
         for ep in range(eps):
@@ -116,6 +119,10 @@ class Side:
                 elif held.whole is None:
                     self.copies.append((Key(held.name, *first), key))
                     self._original[key] = Key(held.name, *first)
+
+    def along(self, key: Key) -> int:
+        """The dimension of a stored tensor along which the ranks' arrays are joined."""
+        return self._cut[key.name]
 
     def original(self, key: Key) -> Key:
         """The tensor that `key` is a copy of, or `key` itself."""

@@ -40,6 +40,7 @@ class TranslatedSource:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.url = store.url
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """A plan for each chunk."""

@@ -17,7 +17,7 @@ from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.rows import Row, decode_rows
 from smckpt.checkpoint.sources import Source, Sources, row_shape
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
@@ -234,13 +234,18 @@ class Catalogue:
             self._memory.headers[file] = header
         return header
 
-    def slots(self, row: Row, holders: Sequence[int]) -> list[StoredSlot]:
+    def slots(
+        self, row: Row, holders: Sequence[int], entry: Entry | None = None
+    ) -> list[StoredSlot]:
         """Where the array of `row` that `holders` share is stored, in order of elements.
+
+        Args:
+            entry: of one of the holders, where the caller has made it.
 
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
-        entry = row.entry(holders[0])
+        entry = entry or row.entry(holders[0])
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
             start, stop = stored.elements or (0, entry.numel)

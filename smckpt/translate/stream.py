@@ -41,8 +41,12 @@ def write_chunks(
     files: Sequence[OutputFile],
     threads: int,
     progress: Callable[[int, int], None] | None,
+    look: Callable[[str, str, memoryview], None] | None = None,
 ) -> None:
-    """All chunks of all files, in order, by `threads` workers; the first failure ends it."""
+    """All chunks of all files, in order, by `threads` workers; the first failure ends it.
+
+    look: shown name, dtype and bytes of everything before it is written; by several threads.
+    """
     meter = _Meter(sum(file.data_bytes for file in files), progress)
     idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
     for _ in range(threads):
@@ -52,6 +56,10 @@ def write_chunks(
         scratch = idle.get()
         try:
             data = scratch.fill(source, chunk, plan)
+            if look is not None:
+                for item in chunk.ranges:
+                    view = data[item.offset : item.offset + item.nbytes]
+                    look(item.target.name, item.target.dtype, view)
             output.writer(file, count).write_at(chunk.offset, data)
         finally:
             idle.put(scratch)

@@ -128,6 +128,14 @@ class Storage(Protocol):
             CheckpointNotFoundError: no such file.
         """
 
+    def stored_crc64(self, name: str) -> int | None:
+        """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
+        it keeps none, and only reading the file tells.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+        """
+
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""
 

@@ -167,7 +167,8 @@ class _Copy:
         if name is not None:
             data = _read(self.source, name)
             open_json(data, join_url(self.source.url, name))
-            self._create(self.target, name, data)
+            there = any(info.name == name for info in self.target.list(name))
+            self._create(self.target, name, data, there)
 
     def close(self) -> None:
         """Abort the files that are not whole."""
@@ -207,18 +208,17 @@ class _Copy:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
         data = _read(group.source, name) if crc is None else _checked(group.source, name, crc)
         open_json(data, join_url(group.source.url, name))
-        self._create(group.target, name, data)
+        self._create(group.target, name, data, name in group.there)
 
-    def _create(self, target: Storage, name: str, data: bytes) -> None:
-        if target.put_exclusive(name, data):
-            return
-        if target.read(name) != data:
+    def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
+        if not target.put_exclusive(name, data) and target.read(name) != data:
             raise StorageError(
                 "a file of this name is there, with other bytes",
                 remedy="remove it, or choose an empty place",
                 path=join_url(target.url, name),
             )
-        self.present.add_file(0)
+        if there:
+            self.present.add_file(0)
 
 
 class _GroupCopy:

@@ -131,9 +131,13 @@ def test_what_is_there_and_whole_is_left_and_what_is_not_is_replaced(
     assert contents(target) == contents(large)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 def test_a_copy_killed_at_any_write_is_no_checkpoint_and_is_taken_up_again(
-    step: Path, tmp_path: Path
+    step: Path, tmp_path: Path, groups: int
 ) -> None:
+    if groups == 1:  # committed by its manifest, not by a record
+        weights = {"w": torch.randn(8, 4)}
+        step = shards.write(tmp_path / "one", 2, lambda rank: shards.fsdp2(weights, rank, 2))
     saved = contents(step)
     for moment in itertools.count():
         target = str(tmp_path / f"killed-{moment}")

@@ -156,10 +156,18 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: the file of checksums is damaged or missing.
         """
+        return int.from_bytes(self.stored_sums()[8 * block : 8 * block + 8], "little")
+
+    def stored_sums(self) -> bytes:
+        """The file of checksums, held against the manifest's checksum of the whole file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged or missing.
+        """
         with self._lock:
             if self._sums is None:
                 self._sums = self._load_sums()
-        return int.from_bytes(self._sums[8 * block : 8 * block + 8], "little")
+            return self._sums
 
     def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
         wanted = sum(len(segment.buffer) for segment in segments)

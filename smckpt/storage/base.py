@@ -151,6 +151,14 @@ class Storage(Protocol):
     def discard_unfinished(self, name: str) -> None:
         """Give up all that was begun under `name` and not finished; a file of that name stays."""
 
+    def stored_crc64(self, name: str) -> int | None:
+        """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
+        it keeps none, and only reading the file tells.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+        """
+
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""
 

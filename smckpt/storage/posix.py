@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from smckpt.errors import (
     CorruptCheckpointError,
@@ -137,7 +137,7 @@ class PosixStorage:
     def list_unfinished(self) -> list[str]:
         return []
 
-    def discard_unfinished(self, name: str) -> None:
+    def discard_unfinished(self, names: Collection[str]) -> None:
         """There is never any."""
 
     def stored_crc64(self, name: str) -> int | None:

@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changed(body: bytes) -> bytes:
-    return body[:-1] + bytes([body[-1] ^ 1]) if body else body
+    return bytes([body[0] ^ 1]) + body[1:] if body else body
 
 
 def _delete(upstream: str, target: str) -> None:

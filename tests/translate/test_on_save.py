@@ -143,16 +143,21 @@ def the_documentations_snippet(job: Job) -> Any:
     }
 
 
+def model_of_dtensors(job: Job) -> nn.Module:
+    model = Named(job.cut(ref.mcore), job.config)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.dim() > 1:  # norms stay plain
+            dim = int("linear_proj" in name or "fc2" in name)
+            value = DTensor.from_local(parameter.data, job.mesh["tp"], [Shard(dim)])
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._parameters[last] = nn.Parameter(value)
+    return model
+
+
 def dtensors_tell_by_their_mesh(job: Job) -> Any:
     out = {}
     for shards in (False, True):
-        model = Named(job.cut(ref.mcore), job.config)
-        for name, parameter in list(model.named_parameters()):
-            if parameter.dim() > 1:  # norms stay plain
-                dim = int("linear_proj" in name or "fc2" in name)
-                value = DTensor.from_local(parameter.data, job.mesh["tp"], [Shard(dim)])
-                owner, _, last = name.rpartition(".")
-                model.get_submodule(owner)._parameters[last] = nn.Parameter(value)
+        model = model_of_dtensors(job)
         if shards:
             fully_shard(model, mesh=job.mesh["shard"])
         found = taken(model)
@@ -228,6 +233,9 @@ def refusals(job: Job) -> Any:
         ),
         "another job's": lambda: taken(
             Named(te, job.config), parallel_state=ParallelState(2, tensor_parallel_degree=2)
+        ),
+        "other than the mesh": lambda: taken(
+            model_of_dtensors(job), parallel_state=ParallelState(4, tensor_parallel_degree=4)
         ),
         "drifted": lambda: taken(Named(drifted, job.config), **state),
         "another dtype": lambda: taken(
@@ -354,6 +362,7 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("no ranks", "TopologyError", ["parallel_state="]),
         ("no ranks, untranslated", "TopologyError", ["parallel_state="]),
         ("another job's", "TopologyError", ["2 ranks", "has 4"]),
+        ("other than the mesh", "TopologyError", ["of 4 by parallel_state", "device mesh"]),
         ("drifted", "TensorMismatchError", ["copies differ", "model.norm.weight"]),
         ("another dtype", "TensorMismatchError", ["float32 and float64"]),
         ("only", "UsageError", ["only="]),

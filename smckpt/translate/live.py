@@ -37,7 +37,7 @@ from smckpt.translate.model import prove, target_of
 from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
 
-__all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed"]
+__all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed", "job_of"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
             if isinstance(said, CheckpointError):
                 raise said
         told: list[dict[str, Told]] = everyone  # type: ignore[assignment]
-        made = _job(model, told, wishes)
+        made = job_of(model, told, wishes)
         if made is None:
             return None
         job.append(made)
@@ -180,7 +180,12 @@ class _Job:
         return tuple(out)
 
 
-def _job(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> _Job | None:
+def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> _Job | None:
+    """What rank 0 does, on what all ranks told; None where there is nothing to do.
+
+    Raises:
+        as `full_state`.
+    """
     places = places_of_ranks(told, wishes.parallel_state)
     if not wishes.translate and not places.many:
         return None
@@ -326,7 +331,7 @@ def _received(task: _Task, arrays: Mapping[str, Array], wire: Wire) -> torch.Ten
             flat = wire.receive(told, rank)
         parts.append((flat, pieces))
     devices = {flat.device for flat, _ in parts}
-    if len(devices) > 1:  # NCCL brings to the GPU what is on this host's CPU
+    if len(devices) > 1:  # what came by another way, to where this rank's own is
         gpu = next(device for device in devices if device.type != "cpu")
         parts = [(flat.to(gpu), pieces) for flat, pieces in parts]
     return assembled(task.shape, task.dtype, parts)

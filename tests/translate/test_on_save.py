@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import smckpt
 from smckpt import FULL, FullStateDictConfig, ParallelState, errors, sm_state_dict_type
+from smckpt.layout.geometry import Box, Piece, row_major_strides
+from smckpt.state_dict.gather import Told
+from smckpt.translate.live import FullWishes, job_of
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 from tests.support.parallel_models import Named, own_group, parallel_llama
@@ -389,6 +392,27 @@ def test_what_cannot_be_translated_is_refused_on_every_rank(made, case, kind, wo
 def test_a_layout_and_a_config_can_be_given(made) -> None:
     for rank in made[1]:
         assert rank["refusals"]["named"] == [] and rank["refusals"]["given"] == []
+
+
+def test_no_more_than_a_few_tensors_are_in_the_making_at_a_time(tmp_path: Path) -> None:
+    neox = ref.model("gpt_neox")
+    state = ref.on_disk(neox, tmp_path)
+    told: list[dict[str, Told]] = []
+    for rank in range(4):
+        told.append({})
+        for name, tensor in ref.te(state, 4, rank).items():
+            shape = tuple(tensor.shape)
+            whole = Piece(name, shape, Box.whole(shape), 0, row_major_strides(shape))
+            told[rank][name] = Told("float32", shape, tensor.numel(), (whole,), (rank,), (), "cpu")
+    wishes = FullWishes(True, True, True, ParallelState(4, tensor_parallel_degree=4))
+    job = job_of(neox, told, wishes)
+    assert job is not None
+    begun: set[str] = set()
+    for task, step in zip(job.tasks, job.steps(), strict=True):
+        begun.update(name for name, _ in task.blocks)
+        assert len(begun) <= 2  # weight and bias of one that query, key and value make
+        begun.difference_update(name for name, *_ in step.done)
+    assert not begun
 
 
 def test_one_process_needs_no_process_group() -> None:

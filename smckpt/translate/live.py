@@ -7,7 +7,7 @@ the tensors that are made of it, which go to the CPU when they are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from smckpt.translate.live_ranks import Places, places_of_ranks
 from smckpt.translate.model import prove, target_of
 from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
+from smckpt.translate.translated import Translated
 
 __all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed", "job_of"]
 
@@ -199,13 +200,23 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
         return _untranslated(places, proof.side)
     hub, side = proof.hub, proof.side
     dtypes = {key: places.held[key.name].dtype for key in side.shapes}
-    made = [target_of(key, hub, proof.blocks[key], dtypes) for key in hub.shapes]
+    made = [target_of(key, side, hub, proof.blocks[key], dtypes) for key in hub.shapes]
+    _refuse_computed(made)
     blocks: dict[Key, list[tuple[str, Block]]] = {}
     for target in made:
         for block in target.blocks:
             blocks.setdefault(block.source, []).append((target.name, block))
     targets = {target.name: (target.dtype, target.shape) for target in made}
     return _Job(tuple(_tasks(places, side, blocks)), targets, _tied(side))
+
+
+def _refuse_computed(made: Sequence[Translated]) -> None:
+    names = [target.name for target in made if target.computed or target.view is not None]
+    if names:
+        raise UsageError(
+            f"{len(names)} tensors have to be computed or folded, not only moved: {names[:8]}",
+            remedy="save with translate_on_save=False or LOCAL, and translate with export_hf",
+        )
 
 
 def _tied(side: Side) -> tuple[tuple[str, str], ...]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.layout.geometry import Shape
+from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.hub import FAMILIES
 from smckpt.translate.names import find_ties
-from smckpt.translate.pieces import Held, Key, Side, places_of
+from smckpt.translate.pieces import Held, Key, Side, folded, places_of
 from smckpt.translate.stores import Store
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
@@ -39,6 +41,9 @@ class Holder(Protocol):
 
     @property
     def held(self) -> Mapping[str, Held]: ...
+
+    def view(self, key: Key, shape: Shape) -> None:
+        """Give a tensor out in another shape from now on, its elements in the same order."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def to_hub(
     _refuse_unequal(source, proof.side, store)
     dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
     hub = proof.hub
-    targets = [target_of(key, hub, proof.blocks[key], dtypes) for key in hub.shapes]
+    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
     if proof.tied_head:
         targets, left_out = _without_tied(targets, source)
@@ -131,6 +136,8 @@ def side_of_store(store: Holder, layout: Layout, dims: Dims, tp: int, ep: int) -
     side = Side(layout, dims, tp, ep)
     for place in places_of(layout, dims, ep):
         side.add(place, store.held[place.name])
+    for key in side.stored:
+        store.view(key, side.shapes[key])
     return side
 
 
@@ -151,7 +158,8 @@ def side_of_ranks(layout: Layout, dims: Dims, tp: int, ep: int, multiple: int) -
     for place in places_of(layout, dims, ep):
         degree = 1 if place.row.tp is None else tp
         shape = side.local_shape(place, vocabulary, degree, ep)
-        shards = {(t, e): shape for e in range(ep) for t in range(tp)}
+        said = folded(place.row, shape)
+        shards = {(t, e): said for e in range(ep) for t in range(tp)}
         side.add(place, Held(place.name, "", shards))
     return side
 
@@ -175,7 +183,9 @@ def from_hub(
     dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
     out: dict[tuple[int, int], list[Translated]] = {}
     for key in target.shapes:
-        out.setdefault((key.tp, key.ep), []).append(target_of(key, target, blocks[key], dtypes))
+        out.setdefault((key.tp, key.ep), []).append(
+            target_of(key, source, target, blocks[key], dtypes)
+        )
     return TranslatedSource(store), out
 
 
@@ -200,7 +210,9 @@ def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
         )
 
 
-def target_of(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]) -> Translated:
+def target_of(
+    key: Key, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
+) -> Translated:
     found = {dtypes[block.source] for block in blocks}
     if not found and side.padding.get(side.original(key)):  # a rank's rows are all padding
         found = {max(dtypes.values(), key=list(dtypes.values()).count)}
@@ -210,10 +222,37 @@ def target_of(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, st
             remedy="save all parts in one dtype",
         )
     (dtype,) = found
-    shape: Any = side.shapes[key]
-    return Translated(
-        key.name, dtype, shape, dtype, tuple(blocks), side.padding.get(side.original(key), 0)
+    shape = side.shapes[key]
+    stored = side.stored.get(key)
+    made = Translated(
+        key.name, dtype, stored or shape, dtype, tuple(blocks),
+        side.padding.get(side.original(key), 0), view=shape if stored else None,
+    )  # fmt: skip
+    shifts = {side.shifts.get(key, 0.0) - source.shifts.get(b.source, 0.0) for b in blocks}
+    joins = {source.joined[b.source][0] if b.source in source.joined else "" for b in blocks}
+    if len(shifts) > 1 or len(joins) > 1:
+        raise TensorMismatchError(
+            f"{key.name} would be made of parts that are computed in different ways",
+            remedy="give the rows of what is fused there the same shift= and copies=",
+        )
+    return _computed(made, source, shifts, joins)
+
+
+def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str]) -> Translated:
+    """With the terms and the shift of its blocks."""
+    if not any(shifts | joins):
+        return made
+    if made.dtype not in CASTABLE:
+        raise TensorMismatchError(
+            f"{made.name} has dtype {made.dtype}, which is not computed with",
+            remedy=f"rows with shift= or copies= are for {', '.join(CASTABLE)}",
+        )
+    ranks = {len(source.joined[b.source][1]) for b in made.blocks if b.source in source.joined}
+    terms = tuple(
+        tuple(replace(b, source=source.joined[b.source][1][number]) for b in made.blocks)
+        for number in range(max(ranks, default=0))
     )
+    return replace(made, terms=terms, mean=joins == {"mean"}, shift=next(iter(shifts)))
 
 
 def _without_tied(

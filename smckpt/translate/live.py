@@ -38,7 +38,14 @@ from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated
 
-__all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed", "job_of"]
+__all__ = [
+    "FullWishes",
+    "check_full_load",
+    "check_full_optimizer",
+    "full_state",
+    "is_transformed",
+    "job_of",
+]
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,22 @@ def check_full_load(model: nn.Module, given: Mapping[str, Any]) -> None:
     agree(decide)
 
 
+def check_full_optimizer(model: nn.Module, state: ParallelState | None) -> None:
+    """Raises UsageError: tensor-parallel ranks hold plain tensors, so that FSDP's own gathering
+    would give one rank's part of the optimizer for the whole. On every rank."""
+    if state is None or state.tp_size * state.ep_size == 1:
+        return
+    ranker = state.ranker
+    for name, array in arrays_of(model).items():
+        places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.told.ranks}
+        if len(array.told.shape) > 1 and len(places) == 1:
+            raise UsageError(
+                f"the full optimizer state is not gathered over tensor-parallel ranks, and {name} "
+                "is a tensor of each rank's own",
+                remedy="save the optimizer LOCAL or SHARDED",
+            )
+
+
 # -- what is to be done: known to rank 0 ---------------------------------------------------------
 
 
@@ -215,7 +238,7 @@ def _refuse_computed(made: Sequence[Translated]) -> None:
     if names:
         raise UsageError(
             f"{len(names)} tensors have to be computed or folded, not only moved: {names[:8]}",
-            remedy="save with translate_on_save=False or LOCAL, and translate with export_hf",
+            remedy="save LOCAL, and translate with export_hf",
         )
 
 
@@ -255,14 +278,15 @@ def _joined(key: Key, shape: Shape, side: Side, ends: dict[str, list[int]]) -> B
     at = [0] * len(shape)
     if key.name not in ends:
         ends[key.name] = list(shape)
-    elif key.ep > 0:
+    elif key.ep > 0 or side.along(key) is None:
         raise UsageError(
-            f"{key.name} is of other experts on each expert-parallel rank: there is no full state "
-            "in the model's own names",
-            remedy="pass translate_on_save=True, or save LOCAL",
+            f"{key.name} is another tensor on each parallel rank, not a part of one: there is no "
+            "full state in the model's own names",
+            remedy="pass translate_on_save=True, or save LOCAL and translate with export_hf",
         )
     else:
         along = side.along(key)
+        assert along is not None
         at[along] = ends[key.name][along]
         ends[key.name][along] += shape[along]
     spans = tuple(Span(n, d, 0, 1, d, at[d], 1) for d, n in enumerate(shape))

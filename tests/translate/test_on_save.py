@@ -51,9 +51,10 @@ class Job:
     def model(self, how: str) -> Any:
         model = parallel_llama(self.config, self.llama, self.degrees)
         layers = list(model.model.layers)
-        if how == "fsdp1":
+        if how.startswith("fsdp1"):
             return FSDP(
                 model,
+                use_orig_params=how.endswith("original"),
                 process_group=self.shard_group,
                 auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
                 device_id=torch.device("cpu"),
@@ -194,7 +195,7 @@ def tied_heads_are_one_tensor(job: Job) -> Any:
 
 def untranslated(job: Job) -> Any:
     own = FullStateDictConfig(rank0_only=True, translate_on_save=False)
-    found = taken(job.model("fsdp1"), own, parallel_state=job.degrees)
+    found = taken(job.model("fsdp1 original"), own, parallel_state=job.degrees)
     return differences(found, joined(job) if dist.get_rank() == 0 else {})
 
 
@@ -250,6 +251,7 @@ def refusals(job: Job) -> Any:
         "no such config": lambda: taken(fused, {"rank0_only": True}),
         "translated, loaded": lambda: given_back(job, FullStateDictConfig()),
         "joined, loaded": lambda: given_back(job, FullStateDictConfig(translate_on_save=False)),
+        "optimizer": lambda: optimizer_taken(job),
         "layout with LOCAL": lambda: sm_state_dict_type(
             fused, smckpt.LOCAL, layout="te_fused"
         ).__enter__(),
@@ -268,6 +270,14 @@ def given_back(job: Job, how: FullStateDictConfig) -> None:
     model = job.model("fsdp1")
     with sm_state_dict_type(model, FULL, how, parallel_state=job.degrees):
         model.load_state_dict(model.state_dict())
+
+
+def optimizer_taken(job: Job) -> Any:
+    model = job.model("fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    smckpt.init_optim_state(optimizer)
+    with sm_state_dict_type(model, FULL, parallel_state=job.degrees):
+        return optimizer.state_dict()
 
 
 CASES = [
@@ -379,6 +389,7 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("no such config", "UsageError", ["dict"]),
         ("translated, loaded", "KeysMismatchError", ["q_proj", "translate_on_save=False"]),
         ("joined, loaded", "TensorMismatchError", ["embed_tokens", "LOCAL"]),
+        ("optimizer", "UsageError", ["LOCAL", "embed_tokens"]),
         ("layout with LOCAL", "UsageError", ["layout="]),
     ],
 )
@@ -420,6 +431,9 @@ def test_one_process_needs_no_process_group() -> None:
     state = {n: t.detach() for n, t in llama.state_dict().items()}
     model = Named(ref.te(state, 1, 0), llama.config)
     assert differences(taken(model), state) == []
+    # what has to be computed is not done in silence, nor left out
+    with pytest.raises(errors.UsageError, match=r"computed.*model\.norm\.weight"):
+        taken(model, layout="te_split_zero_centred")
 
 
 def test_the_config_takes_what_torchs_takes_and_nothing_else() -> None:

@@ -84,6 +84,10 @@ class Scratch(threading.local):
         return have[:size]
 
 
+class _WrongBytesError(CorruptCheckpointError):
+    """A block is not what was written, or was changed on its way here."""
+
+
 class BlockReader:
     """Reads of one file, checked block by block. Thread-safe."""
 
@@ -107,6 +111,17 @@ class BlockReader:
             if not segments:
                 return
             low, high = segments[0].offset, segments[-1].end
+        for tries_left in reversed(range(1 + self.storage.rereads)):
+            try:
+                self._fill_once(low, high, segments)
+                return
+            except _WrongBytesError as error:
+                if not tries_left:
+                    raise CorruptCheckpointError(
+                        error.message, remedy=error.remedy, path=error.path
+                    ) from None
+
+    def _fill_once(self, low: int, high: int, segments: Sequence[Segment]) -> None:
         sums = _BlockSums(low, self._compare) if self._verify else None
         pieces = self._pieces(low, high, segments)
         with not_missing(self.file.path):
@@ -141,10 +156,18 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: the file of checksums is damaged or missing.
         """
+        return int.from_bytes(self.stored_sums()[8 * block : 8 * block + 8], "little")
+
+    def stored_sums(self) -> bytes:
+        """The file of checksums, held against the manifest's checksum of the whole file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged or missing.
+        """
         with self._lock:
             if self._sums is None:
                 self._sums = self._load_sums()
-        return int.from_bytes(self._sums[8 * block : 8 * block + 8], "little")
+            return self._sums
 
     def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
         wanted = sum(len(segment.buffer) for segment in segments)
@@ -165,7 +188,7 @@ class BlockReader:
     def _compare(self, block: int, value: int) -> None:
         if value == self.stored_sum(block):
             return
-        raise CorruptCheckpointError(
+        raise _WrongBytesError(
             f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
             f"{self.file.record.name} are not those that were written (checksum differs)",
             remedy=DISK,

@@ -24,7 +24,12 @@ from smckpt.checkpoint.format import (
     parse_name,
     parse_temporary,
 )
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url, parent_url
 
@@ -74,21 +79,28 @@ def sweep(
     if record_directory is not None:
         deleted += int(sweep_records(record_directory, keep_records, epoch)["deleted"])
     attempts = _Attempts.of(storage, kept, epoch)
-    given_up = _give_up(storage, sizes, attempts)
-    doomed = []
-    for name in sizes:
+    begun, unseen = _unfinished(storage)
+    given_up = _give_up(storage, [*sizes, *begun], attempts)
+
+    def over(name: str) -> ParsedName | None:
         parsed = parse_name(name) or parse_temporary(name)
         if parsed is None or name in keep or parsed.kind in ("record", "fence"):
-            continue
-        if attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up:
-            doomed.append((parsed.kind, name))
+            return None
+        gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
+        return parsed if gone else None
+
+    doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
     written = {(p.session, p.number) for _, p in _written(sizes)}
     for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
         fence = parse_name(name)
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
-    return {"deleted": deleted + _delete(storage, doomed)}
+    storage.discard_unfinished([name for name in begun if over(name)])
+    deleted += _delete(storage, doomed)
+    if unseen is not None:
+        raise unseen
+    return {"deleted": deleted}
 
 
 def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, Any]:
@@ -129,6 +141,15 @@ def discard_attempt(storage: Storage, attempt: str) -> int:
         storage,
         [(p.kind, name) for name, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt],
     )
+
+
+def _unfinished(storage: Storage) -> tuple[list[str], StorageError | None]:
+    """What was begun here and not finished, or why that is not known: a reason to complain, but
+    not to leave everything else lying."""
+    try:
+        return storage.list_unfinished(), None
+    except StorageError as error:
+        return [], error
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ threads = click.option(
     type=click.IntRange(1, 256),
     default=4,
     show_default=True,
-    help="Threads that read.",
+    help="Threads that read, and write where something is written.",
 )
 
 
@@ -170,6 +170,59 @@ def _verify_hf(
         apart = f", logits within {report.logits:g}" if report.logits is not None else ""
         print_line(f"{verdict}: {count_text(report.tensors, 'tensor')}{compared}{apart}")
     sys.exit(0 if report.ok else 1)
+
+
+@app.command()
+@click.argument("source")
+@click.argument("target")
+@threads
+@as_json
+def cp(source: str, target: str, threads: int, as_json: bool) -> None:
+    """Copy the checkpoint in SOURCE to the directory TARGET, on disk or in S3.
+
+    What its manifests name is copied, and checked on the way. Given again after it was cut short,
+    it takes up what is whole already.
+    """
+    from smckpt.checkpoint.transfer import copy_checkpoint
+
+    with progress_bar("copying", quiet=as_json) as progress:
+        report = copy_checkpoint(source, target, threads=threads, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+        return
+    there = ""
+    if report.files_present:
+        there = f", of which {count_text(report.files_present, 'file')} "
+        there += f"({bytes_text(report.nbytes_present)} of data) were there"
+    print_line(
+        f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}{there}, "
+        f"{report.seconds:.1f} s: {report.target}"
+    )
+
+
+@app.command()
+@click.argument("checkpoint")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@as_json
+def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
+    """Remove the newest CHECKPOINT at a place: the files that its manifests name, no others."""
+    from smckpt.checkpoint.contents import contents_of
+    from smckpt.checkpoint.remove import remove_checkpoint
+
+    contents = contents_of(checkpoint)
+    step = "" if contents.step is None else f" of step {contents.step}"
+    size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.nbytes)}"
+    if not yes:
+        click.confirm(
+            f"Remove the checkpoint{step} at {contents.url} ({size})?", abort=True, err=True
+        )
+    report = remove_checkpoint(contents)
+    if as_json:
+        print_json(report.to_json())
+        return
+    print_line(f"removed {size}: {report.path}")
+    if report.left is not None:
+        print_line(f"an older checkpoint is there now: {report.left}")
 
 
 @app.command()

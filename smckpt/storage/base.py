@@ -7,7 +7,7 @@ its own failures once, at its edge (`smckpt.storage.faults` for file systems).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +67,11 @@ class Storage(Protocol):
     def write_threads(self) -> int:
         """Writes that should be under way at once; 0 leaves it to the caller."""
 
+    @property
+    def rereads(self) -> int:
+        """How often a read whose bytes are wrong is worth repeating: a network may have changed
+        them on the way, a disk gives the same again."""
+
     def create_file(self, name: str, size: int) -> FileWriter:
         """Begin a new file of `size` bytes.
 
@@ -93,6 +98,17 @@ class Storage(Protocol):
         Raises:
             StorageError: the store refused, or cannot create exclusively. Whether the name exists
                 now is open then; never a part of it.
+        """
+
+    def try_out(self, name: str) -> str:
+        """Find out whether saves can work here, with a small file that is gone afterwards. A file
+        system shows that by the first file that is made in it, so there it does nothing.
+
+        Returns:
+            What the user should know although it hinders nothing; "" for nothing.
+
+        Raises:
+            StorageError, UsageError: they cannot.
         """
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -123,6 +139,21 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int:
         """In bytes.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+        """
+
+    def list_unfinished(self) -> list[str]:
+        """The names of files begun here that nobody finished and that `list` does not show, sorted;
+        none on a file system, where what is begun has a name at once."""
+
+    def discard_unfinished(self, names: Collection[str]) -> None:
+        """Give up what was begun under these names and not finished; files that bear them stay."""
+
+    def stored_crc64(self, name: str) -> int | None:
+        """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
+        it keeps none, and only reading the file tells.
 
         Raises:
             CheckpointNotFoundError: no such file.

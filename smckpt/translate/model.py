@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.layout.geometry import Shape
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
@@ -19,7 +21,29 @@ from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
 
-__all__ = ["Translation", "from_hub", "model_dims", "to_hub"]
+__all__ = [
+    "Holder",
+    "Proof",
+    "Translation",
+    "from_hub",
+    "model_dims",
+    "prove",
+    "target_of",
+    "to_hub",
+]
+
+
+class Holder(Protocol):
+    """What a proof needs of a store."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def held(self) -> Mapping[str, Held]: ...
+
+    def view(self, key: Key, shape: Shape) -> None:
+        """Give a tensor out in another shape from now on, its elements in the same order."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +80,25 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
     return read_dims(config.values)
 
 
-def to_hub(
-    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
-) -> Translation:
-    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+@dataclass(frozen=True)
+class Proof:
+    """A translation to the hub that was proven on shapes; `tied_head`: the source has a head that
+    the config ties to the embedding."""
+
+    layout: Layout
+    side: Side
+    hub: Side
+    blocks: dict[Key, list[Block]]
+    tied_head: bool
+
+
+def prove(
+    store: Holder, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+) -> Proof:
+    """Show that what a store holds makes the hub's tensors; nothing is read.
 
     Raises:
-        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
-        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+        as `to_hub`.
     """
     dims = model_dims(config, store.url)
     chosen = choose_layout(store.held, dims, layout, ep, store.url)
@@ -73,18 +108,31 @@ def to_hub(
         dims = replace(dims, once=dims.once | {"head"})
     side = side_of_store(store, chosen, dims, tp, ep)
     hub = hub_side(dims)
-    blocks = compile_blocks(side, hub)
+    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head)
+
+
+def to_hub(
+    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+) -> Translation:
+    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+
+    Raises:
+        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
+        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+    """
+    proof = prove(store, config, layout, tp, ep)
     source = TranslatedSource(store)
-    _refuse_unequal(source, side, store)
+    _refuse_unequal(source, proof.side, store)
     dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
-    targets = [_target(key, side, hub, blocks[key], dtypes) for key in hub.shapes]
+    hub = proof.hub
+    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
-    if tied_head:
+    if proof.tied_head:
         targets, left_out = _without_tied(targets, source)
-    return Translation(chosen.name, tuple(targets), source, left_out)
+    return Translation(proof.layout.name, tuple(targets), source, left_out)
 
 
-def side_of_store(store: Store, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
+def side_of_store(store: Holder, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
     side = Side(layout, dims, tp, ep)
     for place in places_of(layout, dims, ep):
         side.add(place, store.held[place.name])
@@ -136,7 +184,7 @@ def from_hub(
     out: dict[tuple[int, int], list[Translated]] = {}
     for key in target.shapes:
         out.setdefault((key.tp, key.ep), []).append(
-            _target(key, source, target, blocks[key], dtypes)
+            target_of(key, source, target, blocks[key], dtypes)
         )
     return TranslatedSource(store), out
 
@@ -162,7 +210,7 @@ def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
         )
 
 
-def _target(
+def target_of(
     key: Key, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
 ) -> Translated:
     found = {dtypes[block.source] for block in blocks}

@@ -109,6 +109,7 @@ class Side:
     shifts: dict[Key, float] = field(default_factory=dict)
     stored: dict[Key, Shape] = field(default_factory=dict)
     _original: dict[Key, Key] = field(default_factory=dict)
+    _cut: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
@@ -119,6 +120,8 @@ class Side:
         row = place.row
         tps, eps = self._degrees(place, held)
         cut = row.tp is not None and not self._repeated(row, held)
+        if cut:
+            self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
         ours = self.local_shape(place, vocabulary, tps if cut else 1, eps)
         if held.whole is not None and (row.folded or row.copies == "sum"):
@@ -151,6 +154,10 @@ class Side:
             first = same_rank
         self.copies.append((first, key))
         self._original[key] = first
+
+    def along(self, key: Key) -> int:
+        """The dimension of a stored tensor along which the ranks' arrays are joined."""
+        return self._cut[key.name]
 
     def original(self, key: Key) -> Key:
         """The tensor that `key` is a copy of, or `key` itself."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 
 from smckpt.errors import UsageError
+from smckpt.storage.pool import pool_here
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Output, aligned
 from smckpt.translate.targets import Chunk, OutputFile, Range
@@ -66,7 +67,7 @@ def write_chunks(
         meter.add(chunk.length)
 
     with ExitStack() as stack:
-        pool = ThreadPoolExecutor(threads, "smckpt-export")
+        pool = pool_here(threads, "smckpt-export")
         stack.callback(pool.shutdown, cancel_futures=True)
         before: list[Future[None]] = []
         for file in files:

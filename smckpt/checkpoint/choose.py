@@ -140,12 +140,13 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
 def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     record = read_record(storage, name)
 
-    def one(group: dict[str, str]) -> tuple[str, Manifest]:
-        here = open_storage(join_url(storage.url, group["directory"]))
+    def one(here: Storage, group: dict[str, str]) -> tuple[str, Manifest]:
         return here.url, read_manifest(here, group["manifest"], group["crc64"])
 
+    # Opened by this thread: the options in force for its call are not known to others.
+    places = [open_storage(join_url(storage.url, group["directory"])) for group in record.groups]
     with ThreadPoolExecutor(max(1, min(READERS, len(record.groups)))) as pool:
-        manifests = tuple(pool.map(one, record.groups))
+        manifests = tuple(pool.map(one, places, record.groups))
     return Commit(name, record.committed_at, order, manifests, through_record=True)
 
 

@@ -154,8 +154,9 @@ def publish_record(
     urls = [join_url(storage.url, group["directory"]) for group in groups]
     _refuse_nested(urls, storage.url)
     name = record_name(epoch, number, session)
+    places = [open_storage(url) for url in urls]  # here: threads do not know the call's options
     with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
-        manifests = list(pool.map(_read_manifest, urls, groups))
+        manifests = list(pool.map(_read_manifest, places, groups))
     _check_step(manifests, urls, join_url(storage.url, name), epoch)
     record = Record(
         session=session,
@@ -186,9 +187,8 @@ def _refuse_nested(urls: Sequence[str], root: str) -> None:
             )
 
 
-def _read_manifest(url: str, group: Mapping[str, Any]) -> Manifest:
-    storage = open_storage(url)
-    path = join_url(url, group["manifest"])
+def _read_manifest(storage: Storage, group: Mapping[str, Any]) -> Manifest:
+    path = join_url(storage.url, group["manifest"])
     try:
         data = storage.read(group["manifest"])
     except CheckpointNotFoundError as error:

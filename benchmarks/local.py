@@ -132,13 +132,18 @@ class Raw:
             list(pool.map(act, range(0, self.padded, PIECE)))
 
     def write(self, direct: bool) -> None:
-        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-        self.path.unlink(missing_ok=True)
+        """A new file, as a checkpoint's are: `clear` goes before, untimed."""
+        flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | (os.O_DIRECT if direct else 0)
         fd = os.open(self.path, flags)
+        os.posix_fallocate(fd, 0, self.padded)
         view = memoryview(self.memory)
         self._pieces(lambda at: os.pwrite(fd, view[at : at + PIECE], at))
         os.fsync(fd)
         os.close(fd)
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.sync()  # earlier writes are not this one's
 
     def read(self) -> None:
         fd = os.open(self.path, os.O_RDONLY)
@@ -197,8 +202,10 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         note("raw copy", timed(raw.copy))
         note("async_save blocks", timed(blocked))
         maybe_finalize_async_calls()
-        note("raw write, O_DIRECT", timed(lambda: raw.write(True)))
-        note("raw write, fsync", timed(lambda: raw.write(False)))
+        for name, direct in (("raw write, O_DIRECT", True), ("raw write, fsync", False)):
+            raw.clear()
+            note(name, timed(partial(raw.write, direct)))
+        os.sync()  # earlier writes are not this one's
         note("save", timed(lambda: save(take(model, optimizer), checkpoint_id=ours)))
         note("raw read, cached", timed(raw.read))
         load(take(model, optimizer), checkpoint_id=ours)  # into the page cache

@@ -85,6 +85,10 @@ class Scratch(threading.local):
         return have[:size]
 
 
+class _WrongBytesError(CorruptCheckpointError):
+    """A block is not what was written, or was changed on its way here."""
+
+
 class BlockReader:
     """Reads of one file, checked block by block. Thread-safe."""
 
@@ -108,6 +112,17 @@ class BlockReader:
             if not segments:
                 return
             low, high = segments[0].offset, segments[-1].end
+        for tries_left in reversed(range(1 + self.storage.rereads)):
+            try:
+                self._fill_once(low, high, segments)
+                return
+            except _WrongBytesError as error:
+                if not tries_left:
+                    raise CorruptCheckpointError(
+                        error.message, remedy=error.remedy, path=error.path
+                    ) from None
+
+    def _fill_once(self, low: int, high: int, segments: Sequence[Segment]) -> None:
         sums = _BlockSums(low, self._compare) if self._verify else None
         pieces = self._pieces(low, high, segments)
         with not_missing(self.file.path):
@@ -174,7 +189,7 @@ class BlockReader:
     def _compare(self, block: int, value: int) -> None:
         if value == self.stored_sum(block):
             return
-        raise CorruptCheckpointError(
+        raise _WrongBytesError(
             f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
             f"{self.file.record.name} are not those that were written (checksum differs)",
             remedy=DISK,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,9 +17,10 @@ from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.rows import Row, decode_rows
 from smckpt.checkpoint.sources import Source, Sources, row_shape
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.pool import pool_here
 from smckpt.storage.urls import join_url, parent_url
 
 __all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
@@ -210,7 +210,7 @@ class Catalogue:
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
         files = [file for file in files if file not in self._memory.headers]
         if len(files) > 1:
-            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
+            with pool_here(min(READERS, len(files)), "smckpt-headers") as pool:
                 list(pool.map(self.header, files))
 
     def header(self, file: SavedFile) -> Header:
@@ -234,13 +234,18 @@ class Catalogue:
             self._memory.headers[file] = header
         return header
 
-    def slots(self, row: Row, holders: Sequence[int]) -> list[StoredSlot]:
+    def slots(
+        self, row: Row, holders: Sequence[int], entry: Entry | None = None
+    ) -> list[StoredSlot]:
         """Where the array of `row` that `holders` share is stored, in order of elements.
+
+        Args:
+            entry: of one of the holders, where the caller has made it.
 
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
-        entry = row.entry(holders[0])
+        entry = entry or row.entry(holders[0])
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
             start, stop = stored.elements or (0, entry.numel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from smckpt.checkpoint.crc import crc64, hex64
@@ -15,6 +14,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.pool import pool_here
 from smckpt.storage.urls import join_url, parent_url
 
 __all__ = ["READERS", "Commit", "choose_commit", "commits_at", "read_manifest", "read_record"]
@@ -140,13 +140,12 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
 def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     record = read_record(storage, name)
 
-    def one(here: Storage, group: dict[str, str]) -> tuple[str, Manifest]:
+    def one(group: dict[str, str]) -> tuple[str, Manifest]:
+        here = open_storage(join_url(storage.url, group["directory"]))
         return here.url, read_manifest(here, group["manifest"], group["crc64"])
 
-    # Opened by this thread: the options in force for its call are not known to others.
-    places = [open_storage(join_url(storage.url, group["directory"])) for group in record.groups]
-    with ThreadPoolExecutor(max(1, min(READERS, len(record.groups)))) as pool:
-        manifests = tuple(pool.map(one, places, record.groups))
+    with pool_here(max(1, min(READERS, len(record.groups)))) as pool:
+        manifests = tuple(pool.map(one, record.groups))
     return Commit(name, record.committed_at, order, manifests, through_record=True)
 
 

@@ -108,21 +108,32 @@ def mark_epoch(storage: Storage, epoch: int, session: str) -> None:
         )
 
 
-def probe(directory: str, token: str, create: bool) -> dict[str, Any]:
-    """Create a small file, or say whether what a peer created is seen from here.
+def probe(directory: str, token: str, create: bool, leave: bool = True) -> dict[str, Any]:
+    """Find out whether saves can work here, and leave a small file for the peers; or say whether
+    what a peer left is seen from here.
+
+    Args:
+        token: the session.
+        create: for the one who leads; False for the peers.
+        leave: False where there are no peers.
 
     Returns:
-        {"seen": bool}.
+        {"seen": bool}, and "remark" if there is something that the user should know.
+
+    Raises:
+        StorageError, UsageError: saves cannot work here.
     """
     storage = open_storage(directory)
     name = probe_name(token)
     if parse_name(name) is None:
         raise UsageError(f"{token!r} is no session", remedy="pass 12 hex digits", path=directory)
     if create:
-        storage.put_exclusive(name, seal_json({"format": list(FORMAT_VERSION)}))
-        return {"seen": True}
+        remark = storage.try_out(name)
+        if leave:
+            storage.put_exclusive(name, seal_json({"format": list(FORMAT_VERSION)}))
+        return {"seen": True, **({"remark": remark} if remark else {})}
     try:
-        storage.size(name)
+        storage.read(name)  # not `size`: an object store's answer without a body gives no reason
     except CheckpointNotFoundError:
         return {"seen": False}
     return {"seen": True}
@@ -190,7 +201,10 @@ def _latest_epoch(storage: Storage) -> int:
 def _create_claim(
     storage: Storage, epoch: int, session: str, host: str, groups: Sequence[str]
 ) -> bool:
-    before = sessions_at(info.name for info in storage.list()) - {session}
+    names = [info.name for info in storage.list()]
+    with contextlib.suppress(StorageError):  # no right to look: then a sweep will say so
+        names += storage.list_unfinished()
+    before = sessions_at(names) - {session}
     body = {
         "format": list(FORMAT_VERSION),
         "epoch": epoch,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from smckpt.checkpoint.claims import claim_epoch, later_run, mark_epoch, probe
@@ -33,6 +32,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.pool import pool_here
 from smckpt.storage.urls import join_url
 
 # The worker looks up here what a request names.
@@ -154,9 +154,8 @@ def publish_record(
     urls = [join_url(storage.url, group["directory"]) for group in groups]
     _refuse_nested(urls, storage.url)
     name = record_name(epoch, number, session)
-    places = [open_storage(url) for url in urls]  # here: threads do not know the call's options
-    with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
-        manifests = list(pool.map(_read_manifest, places, groups))
+    with pool_here(min(READERS, len(groups))) as pool:
+        manifests = list(pool.map(_read_manifest, urls, groups))
     _check_step(manifests, urls, join_url(storage.url, name), epoch)
     record = Record(
         session=session,
@@ -187,8 +186,9 @@ def _refuse_nested(urls: Sequence[str], root: str) -> None:
             )
 
 
-def _read_manifest(storage: Storage, group: Mapping[str, Any]) -> Manifest:
-    path = join_url(storage.url, group["manifest"])
+def _read_manifest(url: str, group: Mapping[str, Any]) -> Manifest:
+    storage = open_storage(url)
+    path = join_url(url, group["manifest"])
     try:
         data = storage.read(group["manifest"])
     except CheckpointNotFoundError as error:

@@ -24,7 +24,12 @@ from smckpt.checkpoint.format import (
     parse_name,
     parse_temporary,
 )
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url, parent_url
 
@@ -74,7 +79,8 @@ def sweep(
     if record_directory is not None:
         deleted += int(sweep_records(record_directory, keep_records, epoch)["deleted"])
     attempts = _Attempts.of(storage, kept, epoch)
-    given_up = _give_up(storage, sizes, attempts)
+    begun, unseen = _unfinished(storage)
+    given_up = _give_up(storage, [*sizes, *begun], attempts)
     doomed = []
     for name in sizes:
         parsed = parse_name(name) or parse_temporary(name)
@@ -88,7 +94,11 @@ def sweep(
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
-    return {"deleted": deleted + _delete(storage, doomed)}
+    _discard_begun(storage, begun, attempts, given_up)
+    deleted += _delete(storage, doomed)
+    if unseen is not None:
+        raise unseen
+    return {"deleted": deleted}
 
 
 def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, Any]:
@@ -129,6 +139,30 @@ def discard_attempt(storage: Storage, attempt: str) -> int:
         storage,
         [(p.kind, name) for name, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt],
     )
+
+
+def _unfinished(storage: Storage) -> tuple[list[str], StorageError | None]:
+    """What was begun here and not finished, or why that is not known: a reason to complain, but
+    not to leave everything else lying."""
+    try:
+        return storage.list_unfinished(), None
+    except StorageError as error:
+        return [], error
+
+
+def _discard_begun(
+    storage: Storage,
+    begun: Iterable[str],
+    attempts: _Attempts,
+    given_up: frozenset[tuple[str, int]],
+) -> None:
+    """Give up what attempts that are over began. Only names of ours, as for files."""
+    for name in begun:
+        parsed = parse_name(name)
+        if parsed is None:
+            continue
+        if attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up:
+            storage.discard_unfinished(name)
 
 
 @dataclass(frozen=True)

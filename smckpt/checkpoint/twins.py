@@ -68,15 +68,15 @@ def plan_local(
     )
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+    theirs = {entry.key: saved[entry.key].entry(twin) for entry in entries if entry.key in saved}
     for entry in entries:
-        if entry.key in saved:
-            _check_shape(catalogue, entry, saved[entry.key], rank, twin)
+        if entry.key in theirs:
+            _check_shape(catalogue, entry, saved[entry.key], theirs[entry.key], rank)
     for number, entry in enumerate(entries):
-        if entry.key in saved and entry.numel:
-            row = saved[entry.key]
-            coordinate = row.entry(twin).geometry.coordinate(twin)
-            holders = catalogue.pieces.holders(row)[coordinate]
-            slots = catalogue.slots(row, holders)
+        if entry.key in theirs and entry.numel:
+            row, stored = saved[entry.key], theirs[entry.key]
+            holders = catalogue.pieces.holders(row)[stored.geometry.coordinate(twin)]
+            slots = catalogue.slots(row, holders, stored)
             plan.add_range(slots, 0, entry.numel, entry.itemsize, number, 0)
     return plan
 
@@ -233,8 +233,7 @@ def _replica_index(entries: Sequence[Entry], rank: int, group_ranks: Sequence[in
     return sorted(alike).index(rank)
 
 
-def _check_shape(catalogue: Catalogue, entry: Entry, row: Row, rank: int, twin: int) -> None:
-    saved = row.entry(twin)
+def _check_shape(catalogue: Catalogue, entry: Entry, row: Row, saved: Entry, rank: int) -> None:
     if saved.dtype == entry.dtype and saved.shape == entry.shape:
         return
     kept_here, kept_there = isinstance(entry.geometry, KeptGeometry), row.geometry is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from smckpt.checkpoint.crc import BLOCK, hex64
 from smckpt.checkpoint.sources import remaining_after, row_shape
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.geometry import Box
+from smckpt.storage.pool import pool_here
 
 __all__ = ["Problem", "Report", "verify_checkpoint"]
 
@@ -73,7 +73,7 @@ def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None =
     total = sum(check.file.record.size for check in files)
     tell = _Teller(progress, total)
     problems: list[Problem] = []
-    with ThreadPoolExecutor(threads, thread_name_prefix="smckpt-verify") as pool:
+    with pool_here(threads, "smckpt-verify") as pool:
         reads = [pool.submit(check.read, low, tell) for check in files for low in check.starts()]
         parts = [pool.submit(_check_part, catalogue, rank) for rank in catalogue.object_ranks]
         for read in reads:

@@ -241,6 +241,12 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option("--prefix", help="Where the model stands in the saved state; left out: found.")
 @threads
 @click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
+@click.option("--allow-nonfinite", is_flag=True, help="Export weights that hold NaN or infinity.")
+@click.option(
+    "--against-model/--no-against-model",
+    default=True,
+    help="Compare names and shapes with transformers' model of the config, where it is installed.",
+)
 @as_json
 def export(
     checkpoint: tuple[str, ...],
@@ -254,6 +260,8 @@ def export(
     prefix: str | None,
     threads: int,
     overwrite: bool,
+    allow_nonfinite: bool,
+    against_model: bool,
     as_json: bool,
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
@@ -278,6 +286,8 @@ def export(
             threads=threads,
             progress=progress,
             overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            against_model=against_model,
         )
     if as_json:
         print_json(asdict(report))

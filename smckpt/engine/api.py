@@ -12,7 +12,9 @@ from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.engine.load import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
+from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import s3_options, using_s3
+from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
 __all__ = [
@@ -257,7 +259,7 @@ def load(
         groups=groups,
         parallel_state=parallel_state,
     )
-    with using_s3(s3):
+    with using_s3(s3), sharing(Share.of_rank(group.rank, group.world_size)):
         _RUNTIME.loader(group).load(state_dict, request)
     return state_dict
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from smckpt.engine.job import SaveJob
@@ -22,7 +23,10 @@ from smckpt.errors import (
     UsageError,
     error_from_json,
 )
-from smckpt.storage.urls import common_parent, parent_url, relative_url
+from smckpt.layout.image import Layout
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_pace import sharing
+from smckpt.storage.urls import common_parent, is_s3_url, parent_url, parse_s3_url, relative_url
 
 __all__ = ["Committer"]
 
@@ -42,6 +46,7 @@ class Committer:
         self._step: dict[int, Session] = {}
         self._epochs: dict[tuple[str, ...], int] = {}
         self._probed = False
+        self._tried: set[str] = set()
 
     def run(self, job: SaveJob, arena_id: int | None) -> dict[str, Any]:
         """Write this rank's part and see the save through.
@@ -85,6 +90,8 @@ class Committer:
         try:
             if not self._probed and len(self.group.ranks) > 1:
                 self._probe(session, job, timeout)
+            elif session.member == 0 and job.error is None:
+                self._try_out(session, job, timeout)
             if job.error is not None:
                 raise job.error
             layout = job.layout
@@ -95,25 +102,7 @@ class Committer:
                 "session": session.id,
                 "number": job.handle.number,
             }
-            done = self.worker.call(
-                "write_part",
-                {
-                    "directory": job.request.directory,
-                    "attempt": part["attempt"],
-                    "rank": self.group.rank,
-                    "arena": arena_id,
-                    "files": [
-                        {
-                            "arena_offset": f.arena_offset,
-                            "size": f.size,
-                            "header_bytes": len(f.header),
-                        }
-                        for f in layout.files
-                    ],
-                    "part": part,
-                },
-                timeout=timeout,
-            )
+            done = self._write_part(job, layout, part, arena_id, timeout)
             job.written, job.nbytes = job.elapsed(), int(done["bytes"])
             return {
                 "rank": self.group.rank,
@@ -126,8 +115,38 @@ class Committer:
         except CheckpointError as error:
             return {"error": error.to_json()}
 
+    def _write_part(
+        self,
+        job: SaveJob,
+        layout: Layout,
+        part: dict[str, Any],
+        arena_id: int | None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        files = [
+            {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
+            for f in layout.files
+        ]
+        with self._as_one_of_all():
+            return self.worker.call(
+                "write_part",
+                {
+                    "directory": job.request.directory,
+                    "attempt": part["attempt"],
+                    "rank": self.group.rank,
+                    "arena": arena_id,
+                    "files": files,
+                    "part": part,
+                },
+                timeout=timeout,
+            )
+
+    def _as_one_of_all(self) -> AbstractContextManager[None]:
+        """What follows is done by every rank at once, so each has but its share of a budget."""
+        return sharing(Share.of_rank(self.group.rank, self.group.world_size))
+
     def _probe(self, session: Session, job: SaveJob, timeout: float) -> None:
-        """Once per session: does every host of the group see one directory?
+        """Once per session: can the store hold checkpoints, and do all hosts see one directory?
 
         A rank whose save failed before it had a directory takes part, so that nobody waits.
         """
@@ -136,13 +155,14 @@ class Committer:
         channel = session.channel
         assert channel is not None
         if leader:
-            channel.set(f"{point}/made", self._try_probe(session, job, True, timeout))
+            made = self._try_probe(session, job, True, timeout)
+            channel.set(f"{point}/made", made)
         else:
             try:
-                channel.get(f"{point}/made", 2 * timeout)
+                made = channel.get(f"{point}/made", 2 * timeout)
             except TimeoutError as error:
                 raise absent({}, 1, self.membership.rank_name, "probing the directory") from error
-        here = self._try_probe(session, job, False, timeout)
+        here = made if "error" in made else self._try_probe(session, job, False, timeout)
 
         def decide(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
             blind = sorted({b["host"] for b in bodies.values() if not b["seen"]})
@@ -162,6 +182,20 @@ class Committer:
         session.meet(point, here, decide, timeout=timeout, name=self.membership.rank_name)
         self._probed = True
 
+    def _try_out(self, session: Session, job: SaveJob, timeout: float) -> None:
+        """Before the first save into a bucket, whether it can hold checkpoints. One rank looks; if
+        it cannot, the others hear so from the verdict."""
+        bucket = _bucket(job.request.directory)
+        if bucket and bucket not in self._tried:
+            payload = {"token": session.id, "create": True, "leave": False}
+            payload["directory"] = job.request.directory
+            self._remark(self.worker.call("probe", payload, timeout=timeout))
+            self._tried.add(bucket)
+
+    def _remark(self, answer: dict[str, Any]) -> None:
+        if "remark" in answer:
+            log.warning("%s", answer["remark"])
+
     def _try_probe(
         self, session: Session, job: SaveJob, create: bool, timeout: float
     ) -> dict[str, Any]:
@@ -170,8 +204,14 @@ class Committer:
             if job.error is not None:
                 raise job.error
             payload = {"directory": directory, "token": session.id, "create": create}
-            seen = self.worker.call("probe", payload, timeout=timeout)["seen"]
-            return {"host": _host(), "directory": directory, "seen": seen}
+            if create:
+                answer = self.worker.call("probe", payload, timeout=timeout)
+                self._tried.add(_bucket(directory))
+            else:
+                with self._as_one_of_all():
+                    answer = self.worker.call("probe", payload, timeout=timeout)
+            self._remark(answer)
+            return {"host": _host(), "directory": directory, "seen": answer["seen"]}
         except CheckpointError as error:
             return {"error": error.to_json()}
 
@@ -380,6 +420,11 @@ def _different_ids(directories: list[str]) -> UsageError:
         remedy="all ranks of process_group must pass the same checkpoint_id",
         path=directories[0],
     )
+
+
+def _bucket(directory: str) -> str:
+    """Where it lies in S3; "" on a file system."""
+    return parse_s3_url(directory)[0] if is_s3_url(directory) else ""
 
 
 def _attempt(session: Session, job: SaveJob) -> str:

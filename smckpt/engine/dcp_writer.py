@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest
+from smckpt.checkpoint.commit import claim_epoch, probe, publish_manifest
 from smckpt.checkpoint.format import FORMAT_VERSION
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.rows import encode_rows
@@ -34,7 +34,9 @@ from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
-from smckpt.storage.urls import normal_url
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_pace import sharing
+from smckpt.storage.urls import is_s3_url, normal_url
 
 __all__ = ["DistributedFileSystemWriter"]
 
@@ -145,6 +147,8 @@ class DistributedFileSystemWriter(StorageWriter):
         """
         self._refuse_cached(plans)
         if self.checkpoint_id not in self._epochs:
+            if not self._epochs and is_s3_url(self.checkpoint_id):
+                probe(self.checkpoint_id, self._session, create=True, leave=False)
             claim = claim_epoch(self.checkpoint_id, self._session, socket.gethostname())
             self._epochs[self.checkpoint_id] = int(claim["epoch"])
         said = [plan.storage_data for plan in plans]
@@ -294,18 +298,23 @@ class DistributedFileSystemWriter(StorageWriter):
         try:
             if arena is not None:
                 stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
-            return write_part(
-                cast(Any, arena and arena.view(0, arena.size)),
-                threads=self._threads,
-                directory=self.checkpoint_id,
-                attempt=ticket.attempt,
-                rank=ticket.rank,
-                files=[
-                    {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
-                    for f in layout.files
-                ],
-                part=part,
-            )
+            with sharing(Share.of_rank(ticket.rank, len(ticket.ranks))):
+                return write_part(
+                    cast(Any, arena and arena.view(0, arena.size)),
+                    threads=self._threads,
+                    directory=self.checkpoint_id,
+                    attempt=ticket.attempt,
+                    rank=ticket.rank,
+                    files=[
+                        {
+                            "arena_offset": f.arena_offset,
+                            "size": f.size,
+                            "header_bytes": len(f.header),
+                        }
+                        for f in layout.files
+                    ],
+                    part=part,
+                )
         finally:
             if arena is not None:
                 arena.close()

@@ -8,6 +8,7 @@ every rank's bytes were good.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -89,7 +90,7 @@ class Loader:
         identity = self._choose(session, point, step, request, early, failure)
         guard = replace(guard, step=step)
         with _untouched_on_failure(state_dict):
-            with guard.stage("plan", _common_spare) as told:
+            with guard.stage("plan", _common_spare) as told, _without_collections():
                 if early is None or early.identity != identity:
                     early = open_catalogue(request.directory, choose=identity)
                 catalogue = early
@@ -261,6 +262,20 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
             live.clear()
             live.update(slots)
         raise
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A plan is thousands of small objects and no garbage. Making them sets off a collection of the
+    whole process, which in one that has imported torch costs more than the plan itself."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _buffers(

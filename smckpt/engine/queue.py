@@ -34,7 +34,9 @@ from smckpt.errors import (
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
 from smckpt.state_dict.select import Selection, Selector
+from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import using_s3
+from smckpt.storage.s3_pace import sharing
 
 __all__ = ["SaveQueue"]
 
@@ -274,7 +276,9 @@ class SaveQueue:
         committer = Committer(self.membership, self._worker)
         while (job := self._inbox.get()) is not None:
             try:
-                with using_s3(job.request.s3):
+                groups = job.partition.groups
+                share = Share.of_coordinator(job.partition.mine, len(groups))
+                with using_s3(job.request.s3), sharing(share):
                     if job.layout is not None and self._arena is not None:
                         self._attach()
                     verdict = committer.run(job, self._arena_id)

@@ -24,7 +24,9 @@ from typing import Any
 
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import CheckpointError, WorkerError
+from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config, using_s3
+from smckpt.storage.s3_pace import sharing
 
 __all__ = ["main"]
 
@@ -89,7 +91,8 @@ class _Server:
         command = request["command"]
         try:
             s3 = S3Config.from_mapping(request["s3"]) if "s3" in request else None
-            with using_s3(s3):
+            share = Share(**request["share"]) if s3 is not None else None
+            with using_s3(s3), sharing(share):
                 return {"result": self._run(command, request["payload"], fds)}
         except CheckpointError as error:
             return {"error": error.to_json()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import logging
@@ -26,6 +27,7 @@ from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import WorkerError, error_from_json
 from smckpt.staging.arena import Arena
 from smckpt.storage.s3_config import chosen_s3
+from smckpt.storage.s3_pace import current_share
 
 __all__ = ["Worker"]
 
@@ -236,6 +238,7 @@ class Worker:
             message = {"command": command, "payload": payload}
             if (s3 := chosen_s3()) is not None:
                 message["s3"] = s3.to_json()
+                message["share"] = dataclasses.asdict(current_share())
             process.channel.send(message, fds, deadline=deadline)
             return process.channel.receive(deadline=deadline)[0]
 

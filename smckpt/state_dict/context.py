@@ -6,17 +6,29 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.state_dict.full import full_model, full_optimizer, load_full_model, load_full_optimizer
+from smckpt.state_dict.full import (
+    check_config,
+    check_load,
+    full_model,
+    full_optimizer,
+    load_full_model,
+    load_full_optimizer,
+    translated_or_none,
+)
 from smckpt.state_dict.model import ModelView, view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
+
+if TYPE_CHECKING:
+    from smckpt.topology import ParallelState
+    from smckpt.translate.table import Layout
 
 __all__ = [
     "FULL",
@@ -63,6 +75,9 @@ def sm_state_dict_type(
     optim_state_dict_config: Any = None,
     *,
     only: Callable[[str], bool] | str | None = None,
+    parallel_state: ParallelState | None = None,
+    layout: str | Layout | None = None,
+    config: Any = None,
 ) -> Iterator[None]:
     """Inside the block `model.state_dict()`, `model.load_state_dict()` and those of optimizers
     give and take state of this kind.
@@ -70,11 +85,16 @@ def sm_state_dict_type(
     Args:
         model: FSDP1, FSDP2, DDP or plain.
         kind: FULL, SHARDED or LOCAL; torch's `StateDictType` is taken too.
-        state_dict_config, optim_state_dict_config: for FULL, torch's `FullStateDictConfig` and
-            `FullOptimStateDictConfig` (rank0_only, offload_to_cpu). Without one, FULL gathers to
-            rank 0 only, on the device.
+        state_dict_config, optim_state_dict_config: for FULL, a `FullStateDictConfig` (ours or
+            torch's) and torch's `FullOptimStateDictConfig`. Without one, FULL gathers to rank 0
+            only, on the device. With `translate_on_save`, which is the default, a tensor-parallel
+            model comes out in Hugging Face's names and shapes (docs/layouts.md).
         only: which of the model's tensors: a function of the fully qualified name, or
             "trainable" for those with `requires_grad` (LoRA adapters). Others are left alone.
+        parallel_state: for FULL: which rank is which, where tensor-parallel ranks hold plain
+            tensors of their own. Meshes with a dimension "tp" tell it by themselves.
+        layout, config: for FULL: the model's layout, where its names fit several, and its config,
+            where `model.config` is not Hugging Face's.
 
     Raises:
         UsageError: an argument that is not known.
@@ -86,8 +106,15 @@ def sm_state_dict_type(
         )
     if chosen is not FULL and (state_dict_config or optim_state_dict_config):
         _refuse_config(state_dict_config, optim_state_dict_config)
-    view = view_of(model)
-    scope = _Scope(view, chosen, state_dict_config, optim_state_dict_config, only)
+    translation = {"parallel_state": parallel_state, "layout": layout, "config": config}
+    if chosen is FULL:
+        check_config(state_dict_config)
+        check_config(optim_state_dict_config)
+    else:
+        _refuse_translation(translation)
+    scope = _Scope(
+        view_of(model), chosen, state_dict_config, optim_state_dict_config, only, translation
+    )
     with ExitStack() as stack:
         stack.enter_context(_instead(model, "state_dict", scope.model_state_dict))
         stack.enter_context(_instead(model, "load_state_dict", scope.load_model))
@@ -109,6 +136,15 @@ def _refuse_config(*configs: Any) -> None:
             )
 
 
+def _refuse_translation(given: Mapping[str, Any]) -> None:
+    named = [f"{name}=" for name, value in given.items() if value is not None]
+    if named:
+        raise UsageError(
+            f"{', '.join(named)} is honoured with FULL only",
+            remedy="pass parallel_state= to async_save, layout= and config= to export_hf",
+        )
+
+
 class _Scope:
     """One `with` block."""
 
@@ -119,12 +155,14 @@ class _Scope:
         model_config: Any,
         optimizer_config: Any,
         only: Callable[[str], bool] | str | None,
+        translation: Mapping[str, Any],
     ) -> None:
         self.view = view
         self.kind = kind
         self.model_config = model_config
         self.optimizer_config = optimizer_config
         self._only = only
+        self._translation = translation
 
     def _kept(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if self._only is None:
@@ -145,8 +183,20 @@ class _Scope:
                 remedy="call state_dict() without them",
             )
         if self.kind is FULL:
-            return self._kept(full_model(self.view.model, self.model_config))
+            return self._full()
         return self._kept(self.view.tensors(self.kind.value))
+
+    def _full(self) -> dict[str, Any]:
+        model, config = self.view.model, self.model_config
+        found = translated_or_none(model, config, self._translation)
+        if found is None:
+            return self._kept(full_model(model, config))
+        if self._only is not None:
+            raise UsageError(
+                "only= is not honoured for the full state of a tensor-parallel model",
+                remedy="leave it out, and choose by the names that come out",
+            )
+        return found
 
     def load_model(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -158,6 +208,7 @@ class _Scope:
                 remedy="leave it out: live tensors are filled",
             )
         if self.kind is FULL:
+            check_load(self.view.model, state_dict, self._translation)
             return load_full_model(self.view.model, state_dict, strict and self._only is None)
         given = {canonical(name): value for name, value in state_dict.items()}
         live = self._kept(self.view.tensors(self.kind.value))

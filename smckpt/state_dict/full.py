@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from smckpt.errors import KeysMismatchError
+from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import ModelView
 from smckpt.state_dict.names import canonical
@@ -16,7 +17,47 @@ from smckpt.state_dict.optimizers import Binding, bind, fill_groups
 from smckpt.state_dict.private import is_dtensor, is_fsdp1
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
 
-__all__ = ["full_model", "full_optimizer", "load_full_model", "load_full_optimizer"]
+__all__ = [
+    "FullStateDictConfig",
+    "check_config",
+    "check_load",
+    "full_model",
+    "full_optimizer",
+    "load_full_model",
+    "load_full_optimizer",
+    "translated_or_none",
+]
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig:
+    """How FULL state comes out; torch's class of this name, and the field that SMP adds to it.
+
+    rank0_only: rank 0 gets it and the others an empty dict. offload_to_cpu: on the CPU.
+    translate_on_save: that of a tensor-parallel model in Hugging Face's names and shapes; False:
+    in the model's own names.
+    """
+
+    offload_to_cpu: bool = False
+    rank0_only: bool = False
+    translate_on_save: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), bool):
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)!r}", remedy="pass True or False"
+                )
+
+
+def check_config(config: Any) -> None:
+    """Raises UsageError: no config of FULL state, of ours or torch's."""
+    names = ("FullStateDictConfig", "FullOptimStateDictConfig")
+    if config is not None and not any(kind.__name__ in names for kind in type(config).__mro__):
+        raise UsageError(
+            f"a {type(config).__name__} does not go with FULL",
+            remedy="pass smckpt's FullStateDictConfig, or torch's",
+        )
 
 
 def _wishes(config: Any) -> tuple[bool, bool]:
@@ -28,6 +69,30 @@ def _rank() -> int:
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def translated_or_none(
+    model: nn.Module, config: Any, translation: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The full state of a tensor-parallel model; None for others, which `full_model` gathers.
+
+    Here and below this room calls on `translate`, which is built on it.
+    """
+    from smckpt.translate.live import FullWishes, full_state, is_transformed
+
+    translate = getattr(config, "translate_on_save", True)
+    wishes = FullWishes(*_wishes(config), translate, **translation)
+    return full_state(model, wishes) if is_transformed(model, wishes) else None
+
+
+def check_load(
+    model: nn.Module, state_dict: Mapping[str, Any], translation: Mapping[str, Any]
+) -> None:
+    """Refuse, for a tensor-parallel model, a full state that is not in its own names and shapes."""
+    from smckpt.translate.live import FullWishes, check_full_load, is_transformed
+
+    if is_transformed(model, FullWishes(True, False, False, **translation)):
+        check_full_load(model, state_dict)
 
 
 def full_model(model: nn.Module, config: Any) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Storage(Protocol):
     def write_threads(self) -> int:
         """Writes that should be under way at once; 0 leaves it to the caller."""
 
+    @property
+    def rereads(self) -> int:
+        """How often a read whose bytes are wrong is worth repeating: a network may have changed
+        them on the way, a disk gives the same again."""
+
     def create_file(self, name: str, size: int) -> FileWriter:
         """Begin a new file of `size` bytes.
 
@@ -93,6 +98,17 @@ class Storage(Protocol):
         Raises:
             StorageError: the store refused, or cannot create exclusively. Whether the name exists
                 now is open then; never a part of it.
+        """
+
+    def try_out(self, name: str) -> str:
+        """Find out whether saves can work here, with a small file that is gone afterwards. A file
+        system shows that by the first file that is made in it, so there it does nothing.
+
+        Returns:
+            What the user should know although it hinders nothing; "" for nothing.
+
+        Raises:
+            StorageError, UsageError: they cannot.
         """
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -135,6 +151,13 @@ class Storage(Protocol):
         Raises:
             CheckpointNotFoundError: no such file.
         """
+
+    def list_unfinished(self) -> list[str]:
+        """The names of files begun here that nobody finished and that `list` does not show, sorted;
+        none on a file system, where what is begun has a name at once."""
+
+    def discard_unfinished(self, name: str) -> None:
+        """Give up all that was begun under `name` and not finished; a file of that name stays."""
 
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""

@@ -22,6 +22,7 @@ __all__ = [
     "PREFIX_LIMITS",
     "RateLimits",
     "SaveCost",
+    "Share",
     "TokenBucket",
     "part_size",
     "rank_rate",
@@ -50,6 +51,10 @@ class RateLimits:
 
 PREFIX_LIMITS = RateLimits()
 
+_EPISODE = 1.0  # seconds within which several 503 count as one
+_GROWTH = 1.25  # of the rate, each second without one
+_FEW = 16.0  # requests a second: what is below says little about what the store stands
+
 
 def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
     """Requests a second of each of `writers` ranks, so that all together stay below the limit of
@@ -68,7 +73,36 @@ def part_size(size: int, wanted: int) -> int:
             f"parts of {wanted} bytes; the store's least is {MIN_PART}",
             remedy="chunk_size_MB=64 is a good size",
         )
-    return max(wanted, -(-size // MAX_PARTS))
+    least = -(-size // MAX_PARTS)
+    return wanted if least <= wanted else -(-least >> 20) << 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """A process's part of what a store answers a second: `writes` and `reads` as fractions of the
+    limits, and the `phase` (0 to 1) of its turns, so that many do not begin in one instant."""
+
+    writes: float = 1 / PREFIX_LIMITS.headroom
+    reads: float = 1 / PREFIX_LIMITS.headroom
+    phase: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.writes <= 1 and 0 < self.reads <= 1 and 0 <= self.phase <= 1):
+            raise UsageError(f"{self} of a budget", remedy="give fractions above 0 and up to 1")
+
+    @classmethod
+    def of_rank(cls, rank: int, ranks: int) -> Share:
+        """Of one rank where all of them send at once."""
+        each = rank_rate(1.0, ranks, headroom=PREFIX_LIMITS.headroom)
+        return cls(each, each, rank % ranks / ranks)
+
+    @classmethod
+    def of_coordinator(cls, turn: int, groups: int) -> Share:
+        """Of a group's coordinator, which looks after the files of all its ranks: publishes, reads
+        back and deletes. Only coordinators read during a save. They write and delete within the
+        headroom that the ranks leave, for the next save may be under way."""
+        spare = (1 - 1 / PREFIX_LIMITS.headroom) / groups
+        return cls(spare, rank_rate(1.0, groups), turn / groups)
 
 
 @dataclass(frozen=True)
@@ -113,12 +147,13 @@ def save_cost(
 class TokenBucket:
     """Lets `rate` requests a second through, with at most `burst` at once. Thread-safe.
 
-    phase: the part of a turn, 0 to 1, by which the first one is later. Thousands of ranks that
-    begin in one instant with one request each would be a burst of thousands: rank r of n passes
-    r / n.
+    phase: the part of a turn, 0 to 1, by which the first one is later, after any idle time.
+    Thousands of ranks that begin in one instant with one request each would be a burst of
+    thousands: rank r of n passes r / n.
 
-    A 503 halves the rate for everyone who shares the bucket; each full second without one gives a
-    twentieth of the whole rate back, so that a store that splits its partitions is used again.
+    A 503 halves the rate, or what was sent of late where that is less, for everyone who shares the
+    bucket. After a second without one it grows by a quarter each second: a store that has split
+    its partitions is used again.
     """
 
     def __init__(
@@ -136,14 +171,15 @@ class TokenBucket:
                 remedy="rate above 0, burst 1 or more, phase from 0 to 1",
             )
         self.most = rate
-        self._burst = burst
+        self._full = burst - phase
         self._clock = clock
         self._wait = wait
         self._lock = threading.Lock()
         self._rate = rate
-        self._tokens = burst - phase
+        self._tokens = self._full
         self._at = clock()
         self._slowed = -math.inf
+        self._window, self._sent, self._lately = self._at, 0, 0.0
 
     @property
     def rate(self) -> float:
@@ -160,25 +196,35 @@ class TokenBucket:
         with self._lock:
             self._refill()
             self._tokens -= 1
+            self._sent += 1
             wait = max(0.0, -self._tokens / self._rate)
         if wait:
             self._wait(wait)
         return wait
 
-    def slow_down(self) -> None:
-        """The store said 503: half the rate, at most once a second, whoever reports it."""
+    def slow_down(self) -> bool:
+        """The store said 503, to us or to a neighbour. Halves the rate at most once a second,
+        whoever reports it; returns whether this call did."""
         with self._lock:
             self._refill()
-            if self._at - self._slowed >= 1.0:
-                self._rate = max(self._rate / 2, self.most / 64)
-                self._tokens = min(self._tokens, 0.0)
-                self._slowed = self._at
+            if self._at - self._slowed < _EPISODE:
+                return False
+            # Half of a rate that was never reached would slow nobody.
+            reached = max(self._lately, self._sent, _FEW)
+            self._rate = max(min(self._rate, reached) / 2, min(self.most / 64, 1.0))
+            self._tokens = min(self._tokens, 0.0)
+            self._slowed = self._at
+            return True
 
     def _refill(self) -> None:
         now = self._clock()
         passed = max(0.0, now - self._at)
-        self._tokens = min(self._burst, self._tokens + passed * self._rate)
-        if now - self._slowed >= 1.0:
-            since = max(0.0, now - max(self._at, self._slowed + 1.0))
-            self._rate = min(self.most, self._rate + since * self.most / 20)
+        self._tokens = min(self._full, self._tokens + passed * self._rate)
+        calm = now - max(self._at, self._slowed + _EPISODE)
+        if calm > 0 and self._rate < self.most:
+            # The exponent is bounded, for an hour of calm would overflow.
+            self._rate = min(self.most, self._rate * _GROWTH ** min(calm, 1000.0))
+        if now - self._window >= 1.0:
+            self._lately = self._sent / (now - self._window)
+            self._window, self._sent = now, 0
         self._at = now

@@ -50,6 +50,10 @@ class PosixStorage:
     def write_threads(self) -> int:
         return 0
 
+    @property
+    def rereads(self) -> int:
+        return 0
+
     def create_file(self, name: str, size: int) -> PosixWriter:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
@@ -84,6 +88,9 @@ class PosixStorage:
         except OSError as error:
             raise storage_error(error, path, "create exclusively") from error
         return created
+
+    def try_out(self, name: str) -> str:
+        return ""
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         if length is None:
@@ -130,6 +137,12 @@ class PosixStorage:
     def stored_crc64(self, name: str) -> int | None:
         self.size(name)  # raises where there is no such file
         return None
+
+    def list_unfinished(self) -> list[str]:
+        return []
+
+    def discard_unfinished(self, name: str) -> None:
+        """There is never any."""
 
     def list_dirs(self) -> list[str]:
         try:

@@ -12,12 +12,15 @@ from urllib.parse import urlencode
 
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage.base import FileInfo, Storage
+from smckpt.storage.budget import Share, part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_client import Requests
 from smckpt.storage.s3_config import S3Config
-from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_faults import BadBody, code_of, status_of
+from smckpt.storage.s3_pace import current_share
+from smckpt.storage.s3_preflight import try_out
 from smckpt.storage.s3_read import fill, split
-from smckpt.storage.s3_write import Body, S3Writer, part_size
+from smckpt.storage.s3_write import Body, S3Writer
 from smckpt.storage.urls import join_url, normal_url, parse_s3_url
 
 __all__ = ["S3Storage"]
@@ -25,23 +28,32 @@ __all__ = ["S3Storage"]
 Result = TypeVar("Result")
 
 _MAX_KEY = 1024  # bytes
+_REREADS = 2
 _READ = 16 << 20  # bytes of one ranged GET; more are asked for at once
 
 
 class S3Storage:
-    """The prefix `url`. Thread-safe; implements `Storage`. Keys are kept byte for byte."""
+    """The prefix `url`. Thread-safe; implements `Storage`. Keys are kept byte for byte.
 
-    def __init__(self, url: str, config: S3Config) -> None:
+    share: of the bucket's budget; None for the one in force where it is opened.
+    """
+
+    def __init__(self, url: str, config: S3Config, share: Share | None = None) -> None:
         self.url = normal_url(url)
         self.bucket, self._prefix = parse_s3_url(self.url)
         self.config = config
-        self._requests = Requests(config)
+        self._share = share or current_share()
+        self._requests = Requests(config, self.bucket, self._share)
         self._lock = threading.Lock()
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     @property
     def write_threads(self) -> int:
         return self.config.max_write_concurrency
+
+    @property
+    def rereads(self) -> int:
+        return _REREADS
 
     def create_file(self, name: str, size: int) -> S3Writer:
         if size < 0:
@@ -62,6 +74,9 @@ class S3Storage:
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         return self.put_new(self.key(name), self.path(name), memoryview(data), None)
+
+    def try_out(self, name: str) -> str:
+        return try_out(self, name) if self.config.preflight else ""
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         if length is None:
@@ -109,6 +124,15 @@ class S3Storage:
             )
         return head
 
+    def list_unfinished(self) -> list[str]:
+        return sorted({key[len(self._prefix) :] for key, _ in self._uploads(self._prefix)})
+
+    def discard_unfinished(self, name: str) -> None:
+        key, path = self.key(name), self.path(name)
+        for found, upload in tuple(self._uploads(key)):
+            if found == key:
+                self.abort_upload(key, upload, path)
+
     def list_dirs(self) -> list[str]:
         found = {
             each["Prefix"][len(self._prefix) : -1]
@@ -134,7 +158,7 @@ class S3Storage:
             raise UsageError(
                 f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
             )
-        return S3Storage(join_url(self.url, name), self.config)
+        return S3Storage(join_url(self.url, name), self.config, self._share)
 
     def close(self) -> None:
         with self._lock:
@@ -222,6 +246,16 @@ class S3Storage:
     def delete_key(self, key: str, path: str) -> None:
         self.run("delete", path, lambda c: c.delete_object(**self.common, Key=key))
 
+    def abort_upload(self, key: str, upload: str, path: str) -> None:
+        def request(client: Any) -> None:
+            try:
+                client.abort_multipart_upload(**self.common, Key=key, UploadId=upload)
+            except Exception as error:
+                if code_of(error) not in ("NoSuchUpload", "404"):
+                    raise
+
+        self.run("abort the upload", path, request)
+
     # -- inside --------------------------------------------------------------------------------
 
     def _refuse_missing_bucket(self, client: Any) -> None:
@@ -239,6 +273,9 @@ class S3Storage:
         head = self.head(client, key)
         if head is None or head["ContentLength"] != len(data):
             return False
+        checksum = Checksum(self.config.checksum)
+        if checksum and (kept := checksum.stored(head)) is not None:
+            return kept == checksum.text(checksum.of(data))
         body = client.get_object(**self.common, Key=key)["Body"]
         there = memoryview(bytearray(len(data)))
         fill(body, [there])
@@ -248,12 +285,20 @@ class S3Storage:
         key = self.key(name)
 
         def request(client: Any) -> bytes:
-            answer = client.get_object(**self.common, Key=key)
+            answer = client.get_object(**self.common, Key=key, ChecksumMode="ENABLED")
             data = bytearray(answer["ContentLength"])
             fill(answer["Body"], [memoryview(data)])
+            self._refuse_changed(answer, data)
             return bytes(data)
 
         return self.run("read", self.path(name), request)
+
+    def _refuse_changed(self, answer: dict[str, Any], data: bytearray) -> None:
+        """A whole object's body, against the checksum that the store keeps of it."""
+        checksum = Checksum(self.config.checksum)
+        kept = checksum.stored(answer) if checksum else None
+        if kept is not None and kept != checksum.text(checksum.of(memoryview(data))):
+            raise BadBody("the answer's body is not what the store keeps (checksum differs)")
 
     def _get(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         key = self.key(name)
@@ -292,6 +337,23 @@ class S3Storage:
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def _uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """(key, id) of the unfinished uploads of keys directly here that begin with `prefix`."""
+        more: dict[str, str] = {}
+        while True:
+            fields = {"Prefix": prefix, "Delimiter": "/", **more, **self.common}
+            page = self.run("list the uploads", self.url, partial(_list_uploads, fields))
+            for each in page.get("Uploads", ()):
+                # A store may not honour the delimiter.
+                if "/" not in each["Key"][len(self._prefix) :]:
+                    yield each["Key"], each["UploadId"]
+            if not page.get("IsTruncated"):
+                return
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
     def _readers(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
@@ -302,4 +364,9 @@ class S3Storage:
 
 def _list(fields: dict[str, Any], client: Any) -> dict[str, Any]:
     page: dict[str, Any] = client.list_objects_v2(**fields)
+    return page
+
+
+def _list_uploads(fields: dict[str, Any], client: Any) -> dict[str, Any]:
+    page: dict[str, Any] = client.list_multipart_uploads(**fields)
     return page

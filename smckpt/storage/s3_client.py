@@ -14,8 +14,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_faults import is_transient, s3_error
+from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
 
 __all__ = ["Requests"]
 
@@ -23,17 +25,19 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try
 _BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
-_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_CONNECT_SECONDS = 10
 
 log = logging.getLogger("smckpt")
 _MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes a client
 
 
 class Requests:
-    """Requests to S3 under one set of options. Thread-safe."""
+    """Requests to a bucket under one set of options, at the pace of `share`. Thread-safe."""
 
-    def __init__(self, config: S3Config) -> None:
+    def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
         self.config = config
+        self._bucket = bucket
+        self._share = share
 
     @property
     def client(self) -> Any:
@@ -47,6 +51,12 @@ class Requests:
         Raises:
             CheckpointError: it failed for good, or tries or time are used up.
         """
+        with paced(pace_of(self.config, self._bucket, self._share)) as turns:
+            return self._tried(action, url, request, turns)
+
+    def _tried(
+        self, action: str, url: str, request: Callable[[Any], Result], turns: Turns
+    ) -> Result:
         began = time.monotonic()
         tries = 0
         while True:
@@ -54,12 +64,11 @@ class Requests:
             try:
                 return request(self.client)
             except Exception as error:
-                spent = time.monotonic() - began
+                spent = time.monotonic() - began - turns.waited
                 pause = random.uniform(0.5, 1) * min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE)
-                passing = _boto_error(error) and is_transient(error)
                 if not _boto_error(error):
                     raise
-                if not passing:
+                if not is_transient(error):
                     raise s3_error(error, url, action) from error
                 if tries > self.config.retries or spent + pause > self.config.timeout_s:
                     tried = f"{tries} times in {spent:.1f} s"
@@ -71,13 +80,14 @@ class Requests:
 def _boto_error(error: BaseException) -> bool:
     """Whether the store or the way to it failed, and not our own code."""
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     from smckpt.errors import CheckpointError
-    from smckpt.storage.s3_faults import ShortBody
+    from smckpt.storage.s3_faults import BadBody
 
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BotoCoreError, ClientError, ShortBody, OSError))
+    return isinstance(error, (BotoCoreError, ClientError, ResponseParserError, BadBody, OSError))
 
 
 @lru_cache(maxsize=8)
@@ -90,7 +100,7 @@ def _client(config: S3Config, pid: int) -> Any:
         retries={"mode": "standard", "total_max_attempts": _BOTOCORE_TRIES},
         max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
         connect_timeout=_CONNECT_SECONDS,
-        read_timeout=_READ_SECONDS,
+        read_timeout=config.read_timeout_s,
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -98,9 +108,11 @@ def _client(config: S3Config, pid: int) -> Any:
     )
     try:
         session = boto3.Session(profile_name=config.profile, region_name=config.region)
-        return session.client("s3", endpoint_url=config.endpoint, config=settings)
+        client = session.client("s3", endpoint_url=config.endpoint, config=settings)
     except (BotoCoreError, ValueError) as error:
         raise s3_error(error, config.endpoint or "s3://", "make a client") from error
+    watch(client)
+    return client
 
 
 def _signs(config: S3Config) -> bool:

@@ -8,6 +8,7 @@ way are in force for its context, and otherwise those of the environment.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.storage.budget import PREFIX_LIMITS
 from smckpt.storage.urls import is_s3_url
 
 __all__ = ["S3Config", "chosen_s3", "current_s3", "s3_options", "using_s3"]
@@ -35,7 +37,11 @@ class S3Config:
         10,000 parts.
     max_write_concurrency, max_read_concurrency: requests of one rank in flight.
     retries: tries of a request that failed for a passing cause, beyond botocore's own few.
-    timeout_s: seconds that all tries of one request may take together.
+    read_timeout_s: seconds without a byte after which a try counts as failed.
+    timeout_s: seconds that all tries of one request may take together, waits for its turn aside.
+    write_rate, read_rate: requests a second that the bucket answers, for all ranks of the job
+        together: AWS promises 3,500 and 5,500 for a partitioned prefix; more where yours has more.
+    preflight: try out, at a session's first save into a bucket, all that saves will need.
     checksum: "crc64nvme", "crc32" or "none", for stores that refuse newer checksums.
     requester_pays: accept that reading is charged to us.
     sse_kms_key: id of the KMS key that encrypts new objects.
@@ -50,7 +56,11 @@ class S3Config:
     max_write_concurrency: int = 8
     max_read_concurrency: int = 8
     retries: int = 8
+    read_timeout_s: float = 60.0
     timeout_s: float = 300.0
+    write_rate: float = PREFIX_LIMITS.writes
+    read_rate: float = PREFIX_LIMITS.reads
+    preflight: bool = True
     checksum: str = "crc64nvme"
     requester_pays: bool = False
     sse_kms_key: str | None = None
@@ -66,10 +76,16 @@ class S3Config:
         for name in ("max_write_concurrency", "max_read_concurrency"):
             if not 1 <= getattr(self, name) <= 256:
                 raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 to 256")
-        if self.retries < 0 or self.timeout_s <= 0:
+        if self.retries < 0 or self.timeout_s <= 0 or self.read_timeout_s <= 0:
             raise UsageError(
-                f"retries={self.retries}, timeout_s={self.timeout_s}",
-                remedy="give retries >= 0 and a positive number of seconds",
+                f"retries={self.retries}, timeout_s={self.timeout_s}, "
+                f"read_timeout_s={self.read_timeout_s}",
+                remedy="give retries >= 0 and positive numbers of seconds",
+            )
+        if not (0 < self.write_rate < math.inf and 0 < self.read_rate < math.inf):
+            raise UsageError(
+                f"write_rate={self.write_rate}, read_rate={self.read_rate}",
+                remedy="give requests a second above 0",
             )
         if self.checksum not in ("crc64nvme", "crc32", "none"):
             raise UsageError(

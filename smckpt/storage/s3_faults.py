@@ -6,7 +6,7 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["ShortBody", "code_of", "is_transient", "s3_error", "status_of"]
+__all__ = ["BadBody", "code_of", "is_transient", "s3_error", "status_of"]
 
 # code → (what happened, what to do)
 _MEANING: dict[str, tuple[str, str]] = {
@@ -16,8 +16,8 @@ _MEANING: dict[str, tuple[str, str]] = {
     ),
     "AccessDenied": (
         "access denied",
-        "allow s3:PutObject, GetObject, ListBucket, DeleteObject and AbortMultipartUpload there "
-        "(and the KMS key, if one encrypts the bucket)",
+        "allow s3:PutObject, GetObject, ListBucket, ListBucketMultipartUploads, DeleteObject and "
+        "AbortMultipartUpload there (and the KMS key, if one encrypts the bucket)",
     ),
     "InvalidAccessKeyId": ("the access key is unknown to the store", "look at the credentials"),
     "SignatureDoesNotMatch": (
@@ -46,7 +46,12 @@ _MEANING: dict[str, tuple[str, str]] = {
     "InvalidObjectState": ("the object is archived", "restore it from its archive tier first"),
     "QuotaExceeded": ("the quota is used up", "raise it, or delete old checkpoints"),
 }
-_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint", "301")
+_REGION = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "301",
+)
 _TRANSIENT = frozenset(
     {
         "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling",
@@ -57,8 +62,8 @@ _TRANSIENT = frozenset(
 )  # fmt: skip
 
 
-class ShortBody(Exception):
-    """An answer's body ended early, or broke off."""
+class BadBody(Exception):
+    """An answer's body ended early, broke off, or was changed on its way."""
 
 
 def code_of(error: BaseException) -> str:
@@ -78,6 +83,7 @@ def status_of(error: BaseException) -> int:
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may well succeed in a moment."""
     from botocore import exceptions as bc
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, bc.ClientError):
         return code_of(error) in _TRANSIENT or status_of(error) in (429, 500, 502, 503, 504)
@@ -90,7 +96,8 @@ def is_transient(error: BaseException) -> bool:
             bc.ConnectionError,
             bc.ResponseStreamingError,
             bc.IncompleteReadError,
-            ShortBody,
+            ResponseParserError,  # no answer of S3: garbled, or a gateway's
+            BadBody,
         ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smckpt.storage.s3_faults import ShortBody
+from smckpt.storage.s3_faults import BadBody
 
 __all__ = ["fill", "split"]
 
@@ -32,7 +32,7 @@ def fill(body: Any, buffers: Sequence[memoryview]) -> None:
     """The answer's body, all of it, into `buffers`.
 
     Raises:
-        ShortBody: it ended early or broke off; the connection is dropped.
+        BadBody: it ended early or broke off; the connection is dropped.
     """
     from botocore.exceptions import BotoCoreError
     from urllib3.exceptions import HTTPError
@@ -45,11 +45,11 @@ def fill(body: Any, buffers: Sequence[memoryview]) -> None:
             while at < len(buffer):
                 count = reader.readinto(buffer[at:])
                 if not count:
-                    raise ShortBody(f"the answer's body ended {len(buffer) - at} bytes early")
+                    raise BadBody(f"the answer's body ended {len(buffer) - at} bytes early")
                 at += count
     except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
         body.close()
-        raise ShortBody(f"the answer's body broke off: {error}") from error
+        raise BadBody(f"the answer's body broke off: {error}") from error
     except BaseException:
         body.close()
         raise

@@ -7,22 +7,16 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import StorageError, UsageError
+from smckpt.storage.budget import part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_faults import code_of, status_of
 
 if TYPE_CHECKING:
     from smckpt.storage.s3 import S3Storage
 
-__all__ = ["Body", "S3Writer", "part_size"]
+__all__ = ["Body", "S3Writer"]
 
-_PARTS = 10_000  # the most that S3 takes
 _SEND = 2 << 20  # bytes handed to the socket at once
-
-
-def part_size(size: int, wanted: int) -> int:
-    """Bytes of a part of a file of `size`: as wanted, or as much as 10,000 parts need, in MiB."""
-    least = -(-size // _PARTS)
-    return max(wanted, -(-least >> 20) << 20 if least > wanted else wanted)
 
 
 class Body:
@@ -119,7 +113,7 @@ class S3Writer:
         self._gathered.clear()
         upload, self._upload = self._upload, ""
         if upload and not self._done:
-            self._store.run("abort the upload", self._path, lambda c: self._abort(c, upload))
+            self._store.abort_upload(self._key, upload, self._path)
         elif self._done or self._parts:
             self._store.delete_key(self._key, self._path)
 
@@ -209,13 +203,6 @@ class S3Writer:
             return False
         stored = self._sum.stored(head) if self._sum else None
         return stored is None or stored == self._sum.text(whole)
-
-    def _abort(self, client: Any, upload: str) -> None:
-        try:
-            client.abort_multipart_upload(**self._store.common, Key=self._key, UploadId=upload)
-        except Exception as error:
-            if code_of(error) not in ("NoSuchUpload", "404"):
-                raise
 
 
 def _exists(path: str) -> StorageError:

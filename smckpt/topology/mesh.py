@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from smckpt.errors import TopologyError, UsageError
 from smckpt.topology.ranker import DEFAULT_ORDER
 
-__all__ = ["order_of", "rank_in_job", "roles_of"]
+__all__ = ["order_of", "rank_in_job", "role_of", "roles_of"]
 
 # What the dimensions of a mesh are called in torch's, torchtitan's and transformers' examples.
 _USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -55,10 +55,15 @@ def roles_of(dim_names: tuple[str, ...], names: Mapping[str, str]) -> tuple[str,
     return roles
 
 
+def role_of(dim: str) -> str | None:
+    """The role of a mesh dimension that has a usual name."""
+    return next((role for role, usual in _USUAL_NAMES.items() if dim in usual), None)
+
+
 def _usual_role(dim: str, dim_names: tuple[str, ...]) -> str:
-    for role, usual in _USUAL_NAMES.items():
-        if dim in usual:
-            return role
+    role = role_of(dim)
+    if role is not None:
+        return role
     raise UsageError(
         f"mesh dimension {dim!r} of {dim_names} has no known role",
         remedy=f"pass names={{role: {dim!r}}} with a role out of {DEFAULT_ORDER}",

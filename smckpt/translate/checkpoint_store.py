@@ -12,7 +12,7 @@ from smckpt.checkpoint.rows import Row
 from smckpt.checkpoint.sources import Source, row_shape
 from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape
+from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape, row_major_strides
 from smckpt.topology import ParallelState
 from smckpt.translate.pieces import Held, Key
 from smckpt.translate.stores import Part
@@ -52,6 +52,7 @@ class CheckpointStore:
         self._readers = Readers(verify=True)
         self._rows: dict[Key, _Rows] = {}
         self._slots: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
+        self._views: dict[Key, Shape] = {}
         self._state: ParallelState | None = None
         if catalogue.topology is not None:
             self._state = ParallelState.from_json(catalogue.topology)
@@ -117,6 +118,9 @@ class CheckpointStore:
                 path=self.url,
             )
 
+    def view(self, key: Key, shape: Shape) -> None:
+        self._views[key] = shape
+
     def plan(self, parts: Sequence[Part]) -> ReadPlan:
         """Raises CorruptCheckpointError: some elements are in no file."""
         plan = ReadPlan()
@@ -153,14 +157,29 @@ class CheckpointStore:
         if not isinstance(rows[0][0].geometry, BoxGeometry):
             rows = rows[:1]  # the others are copies
         for row, fqn in rows:
-            box = _around(part, len(row_shape(row, fqn)))
+            own = row_shape(row, fqn)
+            viewed = part.source in self._views
+            box = Box.whole(own) if viewed else _around(part, len(own))
             sources = list(self._catalogue.pieces.meeting(row, fqn, box))
             if row.geometry is None:  # each rank has its own: that of the first that is meant
                 sources = [s for s in sources if self._is_of(s, part.source)][:1]
             for source in sources:
-                cut = _cut(part, source.piece)
+                piece = self._viewed(part.source, source.piece) if viewed else source.piece
+                cut = _cut(part, piece)
                 if cut is not None:
                     yield source, DTYPES[row.dtype].itemsize, *cut
+
+    def _viewed(self, key: Key, piece: Piece) -> Piece:
+        """A rank's whole tensor in another shape; of a part of it there is none."""
+        if piece.box != Box.whole(piece.shape) or piece.strides != row_major_strides(piece.shape):
+            raise TopologyError(
+                f"{key.name} is divided over ranks, but its experts lie folded in its memory",
+                remedy="save it without FSDP, or export the files of ranks",
+                path=self.url,
+            )
+        shape = self._views[key]
+        whole = Box.whole(shape)
+        return Piece(piece.name, shape, whole, piece.start, row_major_strides(shape))
 
     def _is_of(self, source: Source, key: Key) -> bool:
         if self._state is None or key.tp < 0:

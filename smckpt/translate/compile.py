@@ -57,6 +57,10 @@ def compile_blocks(source: Side, target: Side) -> dict[Key, list[Block]]:
                 if block is not None:
                     blocks[piece.key].append(block)
     _prove_sources(source, blocks)
+    for first, (how, others) in target.joined.items():
+        for rank in others:  # the mean of equal ones, or the sum of one and of zeros
+            blocks[rank] = blocks[first] if how == "mean" else []
+            target.padding[rank] = 0 if how == "mean" else target.shapes[rank][0]
     for first, copy in target.copies:
         blocks[copy] = blocks[first]
     _prove_targets(target, blocks)
@@ -108,6 +112,7 @@ def _prove_sources(source: Side, blocks: dict[Key, list[Block]]) -> None:
             used[block.source].append(_source_box(block, len(source.shapes[block.source])))
     painter = _Painter()
     repeated = {other for _, other in source.copies}
+    repeated.update(other for _, others in source.joined.values() for other in others)
     wrong = []
     for key, boxes in used.items():
         if key not in repeated:

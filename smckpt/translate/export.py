@@ -12,9 +12,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from smckpt.translate.config import (
 )
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output
+from smckpt.translate.finite import NonFinite
+from smckpt.translate.meta_model import hold_against
 from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
 from smckpt.translate.source import Source
@@ -60,6 +62,7 @@ class ExportReport:
     directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
     left_out: names not written because they are tied to one that is. notes: what a reader should
     know ("no config was given …"). layout: the tensor-parallel layout that it was translated from.
+    nonfinite: how many NaN and infinite elements each tensor has that has any.
     """
 
     directory: str
@@ -70,6 +73,7 @@ class ExportReport:
     notes: tuple[str, ...]
     seconds: float
     layout: str | None = None
+    nonfinite: dict[str, int] = field(default_factory=dict)
 
 
 def export_hf(
@@ -89,6 +93,8 @@ def export_hf(
     overwrite: bool = False,
     s3_region: str | None = None,
     s3client_config: Any = None,
+    allow_nonfinite: bool = False,
+    against_model: bool = True,
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
@@ -120,9 +126,14 @@ def export_hf(
         progress: called with (bytes written, bytes in all) after each chunk, one call at a time.
         overwrite: replace a model that is in `out_dir`. The old one is gone first.
         s3_region, s3client_config: where `checkpoint` or `out_dir` is in S3, as in `save`.
+        allow_nonfinite: export weights that hold NaN or infinity too; the report counts them.
+        against_model: compare names and shapes with the model that transformers makes of `config`
+            (on the meta device), where transformers is installed, before anything is written.
 
     Raises:
-        UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous.
+        UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous; weights
+            are NaN or infinite.
+        KeysMismatchError: names or shapes are not those of the config's model.
         TensorMismatchError: tensors that the config says are tied differ.
         CorruptCheckpointError: a block of the checkpoint is not what was written.
         StorageError: the disk is full, read-only, ….
@@ -139,6 +150,8 @@ def export_hf(
         found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
         files = arrange(found.targets, limit)
         output = Output(os.fspath(out_dir), files)
+    notes = [*found.notes, *_compared(found, settings if against_model else None)]
+    nonfinite = NonFinite()
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
         cleanup.callback(found.source.close)
@@ -147,10 +160,11 @@ def export_hf(
         on_failure.callback(output.abandon)
         # First: an object appears when it is whole, so a single file of weights loads from then on.
         _write_companions(output, settings, tokens, found.targets)
-        write_chunks(found.source, output, files, workers, progress)
+        write_chunks(found.source, output, files, workers, progress, nonfinite.look)
+        notes += _finite(nonfinite.counts, allow_nonfinite, output.url)
         output.publish(_index(files) if len(files) > 1 else None)
         on_failure.pop_all()
-    for note in found.notes:
+    for note in notes:
         log.warning("%s: %s", output.url, note)
     return ExportReport(
         directory=output.url,
@@ -158,9 +172,10 @@ def export_hf(
         tensors=len(found.targets),
         nbytes=sum(file.data_bytes for file in files),
         left_out=found.left_out,
-        notes=found.notes,
+        notes=tuple(notes),
         seconds=time.perf_counter() - began,
         layout=found.layout,
+        nonfinite=nonfinite.counts,
     )
 
 
@@ -212,6 +227,28 @@ def _translated(
     made = to_hub(store, settings, layout, tp, ep)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
     return _Contents(made.source, targets, made.left_out, (), made.layout)
+
+
+def _compared(found: _Contents, settings: ModelConfig | None) -> list[str]:
+    """Hold names and shapes against transformers' own model; a note where that cannot be."""
+    if settings is None:
+        return []
+    shapes = {target.name: tuple(target.shape) for target in found.targets}
+    note = hold_against(settings.complete(None), shapes, found.source.url)
+    return [note] if note else []
+
+
+def _finite(counts: Mapping[str, int], allowed: bool, url: str) -> list[str]:
+    if not counts:
+        return []
+    worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
+    more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
+    text = f"{len(counts)} tensors hold NaN or infinity: {worst}{more}"
+    if not allowed:
+        raise UsageError(
+            text, remedy="use a checkpoint before that, or pass allow_nonfinite=True", path=url
+        )
+    return [text]
 
 
 def _refuse_prefix(prefix: str | None) -> None:

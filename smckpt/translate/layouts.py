@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from smckpt.errors import UsageError
 from smckpt.translate.hub import FAMILIES, family_names
-from smckpt.translate.table import Layout, Row, rows
+from smckpt.translate.table import ZERO_CENTRED, Layout, Row, rows
 
 __all__ = ["LAYOUTS", "get_layout", "layouts_of", "register_layout"]
 
@@ -17,6 +17,7 @@ _EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_po
 # Hugging Face's modules around layers of another kind.
 _OUTER = (
     Row("{embed}", ("embed",), "vocabulary", 0),
+    Row("{pos}", ("pos",)),
     Row("{final_norm}", ("final_norm",)),
     Row("{final_norm_b}", ("final_norm_b",)),
     Row("{head}", ("head",), "vocabulary", 0),
@@ -62,6 +63,7 @@ _TE_SPLIT = tuple(
 
 _MCORE_TOP = (
     Row("embedding.word_embeddings.weight", ("embed",), "vocabulary", 0),
+    Row("embedding.position_embeddings.weight", ("pos",)),
     Row("decoder.final_layernorm.weight", ("final_norm",)),
     Row("decoder.final_layernorm.bias", ("final_norm_b",)),
     Row("output_layer.weight", ("head",), "vocabulary", 0),
@@ -81,19 +83,48 @@ _MCORE_LAYER = (
     Row("mlp.linear_fc1.bias", ("fc1_b",), tp=0),
     Row("mlp.linear_fc2.weight", ("fc2",), tp=1),
     Row("mlp.linear_fc2.bias", ("fc2_b",)),
+    Row("self_attention.core_attention.softmax_offset", ("sinks",), tp=0),
+    Row("self_attention.linear_q_proj.weight", ("q",), tp=0, when="mla"),
+    Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
+    Row("self_attention.linear_q_up_proj.weight", ("q_up",), tp=0),
+    Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
+    Row("self_attention.linear_kv_up_proj.weight", ("kv_up",), tp=0),
     Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
     Row("mlp.router.weight", ("router",)),
+    Row("mlp.router.bias", ("router_b",)),
+    Row("mlp.router.expert_bias", ("router_shift",)),
+    Row("mlp.shared_experts.linear_fc1.weight", ("s_gate", "s_up"), "per_rank", 0),
+    Row("mlp.shared_experts.linear_fc2.weight", ("s_down",), tp=1),
 )
-_GROUPED = (
-    Row("mlp.experts.linear_fc1.weight{e}", ("e_gate", "e_up"), "per_rank", 0),
-    Row("mlp.experts.linear_fc2.weight{e}", ("e_down",), tp=1),
+
+
+def _experts(fc1: str, fc2: str) -> tuple[Row, ...]:
+    """A tensor for each: names with {kind} and {e}."""
+    return (
+        Row(fc1.replace("{kind}", "weight"), ("e_gate", "e_up"), "per_rank", 0),
+        Row(fc1.replace("{kind}", "bias"), ("e_gate_b", "e_up_b"), "per_rank", 0),
+        Row(fc2.replace("{kind}", "weight"), ("e_down",), tp=1),
+        Row(fc2.replace("{kind}", "bias"), ("e_down_b",)),
+    )
+
+
+_GROUPED = _experts("mlp.experts.linear_fc1.{kind}{e}", "mlp.experts.linear_fc2.{kind}{e}")
+_SEQUENTIAL = _experts(
+    "mlp.experts.local_experts.{e}.linear_fc1.{kind}",
+    "mlp.experts.local_experts.{e}.linear_fc2.{kind}",
 )
-_SEQUENTIAL = (
-    Row("mlp.experts.local_experts.{e}.linear_fc1.weight", ("e_gate", "e_up"), "per_rank", 0),
-    Row("mlp.experts.local_experts.{e}.linear_fc2.weight", ("e_down",), tp=1),
-)
+_LEGACY = (
+    Row("mlp.experts.weight1", ("e_gate", "e_up"), "per_rank", 0, transposed=True, stacked=True,
+        folded="columns"),
+    Row("mlp.experts.weight2", ("e_down",), tp=1, transposed=True, stacked=True, folded="rows"),
+)  # fmt: skip
 _MCORE_TE_NORMS = (
-    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",)),
+    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="mha"),
+    Row("input_layernorm.weight", ("norm1",), when="mla"),
+    Row("self_attention.linear_q_up_proj.layer_norm_weight", ("q_down_norm",)),
+    Row("self_attention.linear_kv_up_proj.layer_norm_weight", ("kv_down_norm",)),
+    Row("self_attention.linear_proj.post_layernorm.weight", ("post1",)),
+    Row("mlp.linear_fc2.post_layernorm.weight", ("post2",)),
     Row("self_attention.linear_qkv.layer_norm_bias", ("norm1_b",)),
     Row("mlp.linear_fc1.layer_norm_weight", ("norm2",), when="dense"),
     Row("mlp.linear_fc1.layer_norm_bias", ("norm2_b",), when="dense"),
@@ -101,6 +132,8 @@ _MCORE_TE_NORMS = (
 _MCORE_LOCAL_NORMS = (
     Row("input_layernorm.weight", ("norm1",)),
     Row("input_layernorm.bias", ("norm1_b",)),
+    Row("self_attention.q_layernorm.weight", ("q_down_norm",)),
+    Row("self_attention.kv_layernorm.weight", ("kv_down_norm",)),
     Row("pre_mlp_layernorm.weight", ("norm2",), when="dense"),
     Row("pre_mlp_layernorm.bias", ("norm2_b",), when="dense"),
 )
@@ -174,20 +207,25 @@ _SMP_V1 = Layout(
 # transformers' own tensor parallelism, with the names that models have in memory
 _HF_CUT = {
     **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
-    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b"), 0),
-    **dict.fromkeys(("o", "down", "fc2"), 1),
+    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
+    **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
+_HF_MLP = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
 _HF_EXPERTS = (
     Row("{layers}.{i}.mlp.gate.weight", ("router",)),
     Row("{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
     Row("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
 )
+_ZERO_CENTRED = ("gemma2", "gemma3_text")
+_NO_PLAN = ("falcon", "gpt2", "gpt_oss")  # transformers has no tensor parallelism for them
 
 
 def _hf_tp(family: str) -> Layout:
     hub = FAMILIES[family]
+    # DeepSeek's attention is not divided
+    cut = {r: _HF_CUT[r] for r in _HF_MLP} if family == "deepseek_v3" else _HF_CUT
     dense = tuple(
-        replace(row, tp=_HF_CUT.get(row.roles[0]))
+        replace(row, tp=cut.get(row.roles[0]))
         for row in hub.rows
         if not row.of_experts and row.roles != ("router",)
     )
@@ -199,6 +237,7 @@ LAYOUTS: Mapping[str, Layout] = {
     for layout in (
         _te("te_split", _TE_SPLIT),
         _mcore("mcore_te", _MCORE_TE_NORMS, _GROUPED),
+        _mcore("mcore_te_legacy", _MCORE_TE_NORMS, _LEGACY),
         _mcore("mcore_te_sequential", _MCORE_TE_NORMS, _SEQUENTIAL),
         _mcore("mcore_local", _MCORE_LOCAL_NORMS, _SEQUENTIAL),
         _te_fused("te_fused", "per_rank"),
@@ -234,17 +273,24 @@ def register_layout(layout: Layout) -> None:
 
 
 def layouts_of(family: str) -> dict[str, Layout]:
-    """The layouts that a family may have, with its own names put in."""
-    found = {"hf_tp": _hf_tp(family), **LAYOUTS, **_REGISTRY.own}
+    """The layouts that a family may have, with its own names put in.
+
+    Gemma's norms are zero-centred wherever it is trained, as they are on disk.
+    """
+    own = {} if family in _NO_PLAN else {"hf_tp": _hf_tp(family)}
+    built_in = dict(LAYOUTS)
+    if family in _ZERO_CENTRED:
+        built_in = {n: replace(layout.zero_centred(), name=n) for n, layout in built_in.items()}
     return {
         name: _resolved(layout, family)
-        for name, layout in found.items()
+        for name, layout in {**own, **built_in, **_REGISTRY.own}.items()
         if layout.families is None or family in layout.families
     }
 
 
 def get_layout(layout: str | Layout, family: str) -> Layout:
-    """The layout of that name for a family.
+    """The layout of that name for a family; with `_zero_centred` behind it, its norms stored less
+    one, which names do not tell.
 
     Raises:
         UsageError: there is none; says which there are.
@@ -252,6 +298,9 @@ def get_layout(layout: str | Layout, family: str) -> Layout:
     if isinstance(layout, Layout):
         return _resolved(layout, family)
     found = layouts_of(family)
+    plain = layout.removesuffix(ZERO_CENTRED)
+    if plain != layout and plain in found and family not in _ZERO_CENTRED:
+        return found[plain].zero_centred()
     if layout not in found:
         raise UsageError(
             f"layout={layout!r} is not known for {family}",

@@ -4,22 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.layout.geometry import Shape
+from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.hub import FAMILIES
 from smckpt.translate.names import find_ties
-from smckpt.translate.pieces import Held, Key, Side, places_of
+from smckpt.translate.pieces import Held, Key, Side, folded, places_of
 from smckpt.translate.stores import Store
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
 
-__all__ = ["Translation", "from_hub", "model_dims", "to_hub"]
+__all__ = [
+    "Holder",
+    "Proof",
+    "Translation",
+    "from_hub",
+    "model_dims",
+    "prove",
+    "target_of",
+    "to_hub",
+]
+
+
+class Holder(Protocol):
+    """What a proof needs of a store."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def held(self) -> Mapping[str, Held]: ...
+
+    def view(self, key: Key, shape: Shape) -> None:
+        """Give a tensor out in another shape from now on, its elements in the same order."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +80,25 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
     return read_dims(config.values)
 
 
-def to_hub(
-    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
-) -> Translation:
-    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+@dataclass(frozen=True)
+class Proof:
+    """A translation to the hub that was proven on shapes; `tied_head`: the source has a head that
+    the config ties to the embedding."""
+
+    layout: Layout
+    side: Side
+    hub: Side
+    blocks: dict[Key, list[Block]]
+    tied_head: bool
+
+
+def prove(
+    store: Holder, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+) -> Proof:
+    """Show that what a store holds makes the hub's tensors; nothing is read.
 
     Raises:
-        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
-        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+        as `to_hub`.
     """
     dims = model_dims(config, store.url)
     chosen = choose_layout(store.held, dims, layout, ep, store.url)
@@ -73,21 +108,36 @@ def to_hub(
         dims = replace(dims, once=dims.once | {"head"})
     side = side_of_store(store, chosen, dims, tp, ep)
     hub = hub_side(dims)
-    blocks = compile_blocks(side, hub)
+    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head)
+
+
+def to_hub(
+    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+) -> Translation:
+    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+
+    Raises:
+        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
+        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+    """
+    proof = prove(store, config, layout, tp, ep)
     source = TranslatedSource(store)
-    _refuse_unequal(source, side, store)
+    _refuse_unequal(source, proof.side, store)
     dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
-    targets = [_target(key, hub, blocks[key], dtypes) for key in hub.shapes]
+    hub = proof.hub
+    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
-    if tied_head:
+    if proof.tied_head:
         targets, left_out = _without_tied(targets, source)
-    return Translation(chosen.name, tuple(targets), source, left_out)
+    return Translation(proof.layout.name, tuple(targets), source, left_out)
 
 
-def side_of_store(store: Store, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
+def side_of_store(store: Holder, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
     side = Side(layout, dims, tp, ep)
     for place in places_of(layout, dims, ep):
         side.add(place, store.held[place.name])
+    for key in side.stored:
+        store.view(key, side.shapes[key])
     return side
 
 
@@ -108,7 +158,8 @@ def side_of_ranks(layout: Layout, dims: Dims, tp: int, ep: int, multiple: int) -
     for place in places_of(layout, dims, ep):
         degree = 1 if place.row.tp is None else tp
         shape = side.local_shape(place, vocabulary, degree, ep)
-        shards = {(t, e): shape for e in range(ep) for t in range(tp)}
+        said = folded(place.row, shape)
+        shards = {(t, e): said for e in range(ep) for t in range(tp)}
         side.add(place, Held(place.name, "", shards))
     return side
 
@@ -132,7 +183,9 @@ def from_hub(
     dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
     out: dict[tuple[int, int], list[Translated]] = {}
     for key in target.shapes:
-        out.setdefault((key.tp, key.ep), []).append(_target(key, target, blocks[key], dtypes))
+        out.setdefault((key.tp, key.ep), []).append(
+            target_of(key, source, target, blocks[key], dtypes)
+        )
     return TranslatedSource(store), out
 
 
@@ -157,7 +210,9 @@ def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
         )
 
 
-def _target(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]) -> Translated:
+def target_of(
+    key: Key, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
+) -> Translated:
     found = {dtypes[block.source] for block in blocks}
     if not found and side.padding.get(side.original(key)):  # a rank's rows are all padding
         found = {max(dtypes.values(), key=list(dtypes.values()).count)}
@@ -167,10 +222,37 @@ def _target(key: Key, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
             remedy="save all parts in one dtype",
         )
     (dtype,) = found
-    shape: Any = side.shapes[key]
-    return Translated(
-        key.name, dtype, shape, dtype, tuple(blocks), side.padding.get(side.original(key), 0)
+    shape = side.shapes[key]
+    stored = side.stored.get(key)
+    made = Translated(
+        key.name, dtype, stored or shape, dtype, tuple(blocks),
+        side.padding.get(side.original(key), 0), view=shape if stored else None,
+    )  # fmt: skip
+    shifts = {side.shifts.get(key, 0.0) - source.shifts.get(b.source, 0.0) for b in blocks}
+    joins = {source.joined[b.source][0] if b.source in source.joined else "" for b in blocks}
+    if len(shifts) > 1 or len(joins) > 1:
+        raise TensorMismatchError(
+            f"{key.name} would be made of parts that are computed in different ways",
+            remedy="give the rows of what is fused there the same shift= and copies=",
+        )
+    return _computed(made, source, shifts, joins)
+
+
+def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str]) -> Translated:
+    """With the terms and the shift of its blocks."""
+    if not any(shifts | joins):
+        return made
+    if made.dtype not in CASTABLE:
+        raise TensorMismatchError(
+            f"{made.name} has dtype {made.dtype}, which is not computed with",
+            remedy=f"rows with shift= or copies= are for {', '.join(CASTABLE)}",
+        )
+    ranks = {len(source.joined[b.source][1]) for b in made.blocks if b.source in source.joined}
+    terms = tuple(
+        tuple(replace(b, source=source.joined[b.source][1][number]) for b in made.blocks)
+        for number in range(max(ranks, default=0))
     )
+    return replace(made, terms=terms, mean=joins == {"mean"}, shift=next(iter(shifts)))
 
 
 def _without_tied(

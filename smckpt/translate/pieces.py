@@ -17,7 +17,18 @@ from smckpt.translate.dims import Dims
 from smckpt.translate.runs import Run, runs_of_rank
 from smckpt.translate.table import Layout, Row
 
-__all__ = ["Axis", "Held", "Key", "Piece", "Place", "RoleKey", "Side", "dropped", "places_of"]
+__all__ = [
+    "Axis",
+    "Held",
+    "Key",
+    "Piece",
+    "Place",
+    "RoleKey",
+    "Side",
+    "dropped",
+    "folded",
+    "places_of",
+]
 
 
 class Key(NamedTuple):
@@ -80,8 +91,10 @@ class Held:
 class Side:
     """Tensors of a layout at degrees `tp`, `ep`, and the pieces of each role in them.
 
-    copies: (key, other): tensors that must be equal, of which `key` alone is used. padding: rows at
-    the end of a tensor that hold no vocabulary.
+    copies: (key, other): tensors that must be equal, of which `key` alone is used. joined: those of
+    which the mean or the sum is used, under the first one's key. padding: rows at the end of a
+    tensor that hold nothing. shifts: what a tensor has more than its roles. stored: the shape that
+    it says it has, where it is read in another.
     """
 
     layout: Layout
@@ -91,8 +104,12 @@ class Side:
     shapes: dict[Key, Shape] = field(default_factory=dict)
     pieces: dict[RoleKey, list[Piece]] = field(default_factory=dict)
     copies: list[tuple[Key, Key]] = field(default_factory=list)
+    joined: dict[Key, tuple[str, list[Key]]] = field(default_factory=dict)
     padding: dict[Key, int] = field(default_factory=dict)
+    shifts: dict[Key, float] = field(default_factory=dict)
+    stored: dict[Key, Shape] = field(default_factory=dict)
     _original: dict[Key, Key] = field(default_factory=dict)
+    _cut: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
@@ -103,19 +120,44 @@ class Side:
         row = place.row
         tps, eps = self._degrees(place, held)
         cut = row.tp is not None and not self._repeated(row, held)
+        if cut:
+            self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
         ours = self.local_shape(place, vocabulary, tps if cut else 1, eps)
+        if held.whole is not None and (row.folded or row.copies == "sum"):
+            raise TopologyError(
+                f"{held.name} is one distributed tensor, and the layout says that each rank has "
+                "one of its own", remedy="export the ranks' plain tensors or files",
+            )  # fmt: skip
         for ep in range(eps):
             for tp in range(tps):
                 key = Key(held.name, tp, ep) if held.whole is None else Key(held.name)
-                self._check(key, held, ours, self._along(row) if cut else None)
-                self.shapes[key] = held.whole or held.shards[tp, ep]
+                self._check(key, held, folded(row, ours), self._along(row) if cut else None)
+                self.shapes[key] = ours if row.folded else held.whole or held.shards[tp, ep]
+                if row.folded:
+                    self.stored[key] = folded(row, ours)
+                if row.shift:
+                    self.shifts[key] = row.shift
                 first = (tp if cut else 0, ep if row.of_experts else 0)
                 if first == (tp, ep):
                     self._add_pieces(place, key, (tp, tps if cut else 1), (ep, eps), ours)
                 elif held.whole is None:
-                    self.copies.append((Key(held.name, *first), key))
-                    self._original[key] = Key(held.name, *first)
+                    self._add_copy(row, key, Key(held.name, *first))
+
+    def _add_copy(self, row: Row, key: Key, first: Key) -> None:
+        """Another rank's own of what `first` holds."""
+        same_rank = Key(key.name, key.tp, first.ep)
+        if row.copies != "equal" and key == same_rank:
+            self.joined.setdefault(first, (row.copies, []))[1].append(key)
+            return
+        if row.copies != "equal":  # expert-parallel ranks hold the same parts of the sum or mean
+            first = same_rank
+        self.copies.append((first, key))
+        self._original[key] = first
+
+    def along(self, key: Key) -> int:
+        """The dimension of a stored tensor along which the ranks' arrays are joined."""
+        return self._cut[key.name]
 
     def original(self, key: Key) -> Key:
         """The tensor that `key` is a copy of, or `key` itself."""
@@ -263,7 +305,14 @@ def _applies(row: Row, layer: int, dims: Dims, roles: frozenset[str]) -> bool:
     if (layer >= 0) != ("{i}" in row.name) or not roles.issuperset(row.roles):
         return False
     kind = "sparse" if layer in dims.sparse_layers else "dense"
-    return row.when in (None, kind)
+    return row.when in (None, kind) or row.when in dims.traits
+
+
+def folded(row: Row, shape: Shape) -> Shape:
+    """The shape that a stacked tensor (experts, a, b) says it has."""
+    if row.folded == "columns":
+        return (shape[1], shape[0] * shape[2])
+    return (shape[0] * shape[1], shape[2]) if row.folded == "rows" else shape
 
 
 def dropped(layout: Layout, name: str) -> bool:

@@ -86,6 +86,12 @@ def _interleaved(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
         yield Run(2, at + queries + size, 1, group * size, size)
 
 
+def _alternating(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
+    """GPT-OSS's gate and up: a row of one, a row of the other."""
+    for role, size in enumerate(sizes):
+        yield Run(role, role, len(sizes), 0, size)
+
+
 def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
     """Meta's order, in which the two halves of a rotated pair are neighbours."""
     half = heads.rotary // 2
@@ -100,6 +106,7 @@ def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
 HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[Run]]] = {
     "same": _same,
     "interleaved": _interleaved,
+    "alternating": _alternating,
     "rotary": _rotary,
 }
 

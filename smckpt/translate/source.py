@@ -27,6 +27,7 @@ class Source:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
+        self.url = catalogue.url
         self._readers = Readers(verify=True)
 
     def plans(self, batches: Sequence[Sequence[Entry]]) -> list[ReadPlan]:

@@ -23,6 +23,7 @@ from smckpt.translate.pieces import Held, Key
 
 __all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
 
+_STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
@@ -52,6 +53,9 @@ class Store(Protocol):
 
     @property
     def held(self) -> Mapping[str, Held]: ...
+
+    def view(self, key: Key, shape: Shape) -> None:
+        """Read a tensor in another shape from now on, its elements in the same order."""
 
     def plan(self, parts: Sequence[Part]) -> Any:
         """How to read them; made by one thread."""
@@ -89,6 +93,9 @@ class FileStore:
             name: Held(name, dtypes[name], found) for name, found in shards.items()
         }
 
+    def view(self, key: Key, shape: Shape) -> None:
+        self._arrays[key] = self._arrays[key].reshape(shape)
+
     def plan(self, parts: Sequence[Part]) -> Sequence[Part]:
         return parts
 
@@ -114,8 +121,8 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
     """The files of all ranks, in Megatron's order: tensor parallelism innermost, then experts'.
 
     Raises:
-        UsageError: there are not tp × ep of them, one is missing or of another kind, names or
-            dtypes differ between ranks.
+        UsageError: there are not tp × ep of them, one is missing or of another kind, names,
+            dtypes or the steps recorded in them differ between ranks.
     """
     if len(paths) != tp * ep:
         raise UsageError(
@@ -125,8 +132,10 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
     names: list[set[str]] = []
+    steps: dict[str, Any] = {}
     for number, path in enumerate(paths):
-        found = _open_file(Path(os.fspath(path)))
+        found, step = _open_file(Path(os.fspath(path)))
+        steps[os.fspath(path)] = step
         names.append(set(found))
         for name, (dtype, array) in found.items():
             if dtypes.setdefault(name, dtype) != dtype:
@@ -136,6 +145,11 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
                     path=str(path),
                 )
             arrays[Key(name, number % tp, number // tp)] = array
+    if len(set(steps.values())) > 1:
+        raise UsageError(
+            f"the files are of different steps: {steps}",
+            remedy="pass files of one and the same step",
+        )
     for path, held in zip(paths, names, strict=True):
         if held != names[0]:
             differ = sorted(held ^ names[0])
@@ -172,7 +186,8 @@ def open_directory(directory: Path) -> FileStore:
     return FileStore(str(directory), arrays, dtypes)
 
 
-def _open_file(path: Path) -> dict[str, tuple[str, Array]]:
+def _open_file(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
+    """Its tensors, and the training step that it records."""
     try:
         with path.open("rb") as file:
             start = file.read(9)
@@ -182,7 +197,7 @@ def _open_file(path: Path) -> dict[str, tuple[str, Array]]:
             path=str(path),
         ) from error  # fmt: skip
     if start[8:9] == b"{":
-        return _open_safetensors(path)
+        return _open_safetensors(path), None
     return _open_torch(path)
 
 
@@ -222,7 +237,7 @@ def _damaged(path: Path, what: str) -> CorruptCheckpointError:
     )
 
 
-def _open_torch(path: Path) -> dict[str, tuple[str, Array]]:
+def _open_torch(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
     import pickle
 
     import torch
@@ -241,7 +256,8 @@ def _open_torch(path: Path) -> dict[str, tuple[str, Array]]:
         code = bits(dtype)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         out[name] = (dtype, flat.view(code).reshape(tuple(tensor.shape)))
-    return out
+    steps = [loaded[key] for key in _STEPS if isinstance(loaded.get(key), int)]
+    return out, steps[0] if steps else None
 
 
 def _model_of(loaded: Any, path: Path) -> Mapping[str, Any]:

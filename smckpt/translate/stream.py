@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 
 from smckpt.errors import UsageError
+from smckpt.storage.pool import pool_here
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Output, aligned
 from smckpt.translate.targets import Chunk, OutputFile, Range
@@ -40,8 +41,12 @@ def write_chunks(
     files: Sequence[OutputFile],
     threads: int,
     progress: Callable[[int, int], None] | None,
+    look: Callable[[str, str, memoryview], None] | None = None,
 ) -> None:
-    """All chunks of all files, in order, by `threads` workers; the first failure ends it."""
+    """All chunks of all files, in order, by `threads` workers; the first failure ends it.
+
+    look: shown name, dtype and bytes of everything before it is written; by several threads.
+    """
     meter = _Meter(sum(file.data_bytes for file in files), progress)
     idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
     for _ in range(threads):
@@ -51,6 +56,10 @@ def write_chunks(
         scratch = idle.get()
         try:
             data = scratch.fill(source, chunk, plan)
+            if look is not None:
+                for item in chunk.ranges:
+                    view = data[item.offset : item.offset + item.nbytes]
+                    look(item.target.name, item.target.dtype, view)
             output.writer(file, count).write_at(chunk.offset, data)
         finally:
             idle.put(scratch)
@@ -58,7 +67,7 @@ def write_chunks(
         meter.add(chunk.length)
 
     with ExitStack() as stack:
-        pool = ThreadPoolExecutor(threads, "smckpt-export")
+        pool = pool_here(threads, "smckpt-export")
         stack.callback(pool.shutdown, cancel_futures=True)
         before: list[Future[None]] = []
         for file in files:

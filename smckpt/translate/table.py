@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Layout", "Row", "rows"]
+from smckpt.errors import UsageError
+
+__all__ = ["NORMS", "ZERO_CENTRED", "Layout", "Row", "rows"]
+
+ZERO_CENTRED = "_zero_centred"
+NORMS = frozenset({
+    "final_norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "q_down_norm",
+    "kv_down_norm",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,22 +28,45 @@ class Row:
     roles: what it holds; more than one where it is fused.
     how: in which order: "same" (one role, or several one after the other), "per_rank" (each
         tensor-parallel rank joins its own parts), "interleaved" (queries, key, value of each
-        group), "rotary" (pairs side by side, as Meta has them), "vocabulary" (as "same", with rows
-        of padding at the end).
-    tp: the dimension of the role that tensor parallelism cuts. None: each rank has all of it, and
-        all have the same, which is checked.
+        group), "alternating" (a row of each in turn), "rotary" (pairs side by side, as Meta has
+        them), "vocabulary" (as "same", with rows of padding at the end).
+    tp: the dimension of the role that tensor parallelism cuts. None: each rank has all of it.
+    copies: where each rank has all of it, the role is what all have ("equal", which is checked),
+        their mean ("mean") or their sum ("sum"; an import gives all of it to the first).
+    shift: what the stored tensor has more than the role: -1 for zero-centred norms.
     transposed: the role's two dimensions are swapped in the stored tensor.
     stacked: the stored tensor has the experts as one more dimension, in front.
-    when: "dense" or "sparse": only in layers of that kind.
+    folded: the bytes are those of a stacked tensor, but its shape says "columns" (hidden × all
+        experts' columns) or "rows" (all experts' rows × hidden): Megatron's legacy weights.
+    when: "dense" or "sparse": only in layers of that kind; or a trait of the model (`Dims.traits`).
     """
 
     name: str
     roles: tuple[str, ...]
     how: str = "same"
     tp: int | None = None
+    copies: str = "equal"
+    shift: float = 0.0
     transposed: bool = False
     stacked: bool = False
+    folded: str | None = None
     when: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, value, known in (
+            ("copies", self.copies, ("equal", "mean", "sum")),
+            ("folded", self.folded, (None, "columns", "rows")),
+        ):
+            if value not in known:
+                raise UsageError(
+                    f"the row {self.name} has {field}={value!r}",
+                    remedy=f"pass one of {', '.join(map(str, known))}",
+                )
+        if self.copies != "equal" and self.tp is not None:
+            raise UsageError(
+                f"the row {self.name} is cut by tensor parallelism and has copies={self.copies!r}",
+                remedy="leave out tp=, or copies=",
+            )
 
     @property
     def of_experts(self) -> bool:
@@ -66,6 +97,13 @@ class Layout:
                 text = text.replace(old, new)
             changed.append(replace(row, name=text))
         return replace(self, name=name, rows=tuple(changed))
+
+    def zero_centred(self) -> Layout:
+        """This layout where the weights of norms are stored less one (`zero_centered_gamma`)."""
+        shifted = tuple(
+            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) else row for row in self.rows
+        )
+        return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
 
 
 def rows(prefix: str, table: Iterable[Row]) -> tuple[Row, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.geometry import Box, Shape, boxes_of_range, row_major_strides
+from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.compile import Block, Span
 from smckpt.translate.files import aligned
 from smckpt.translate.pieces import Key
@@ -19,10 +20,17 @@ from smckpt.translate.targets import Chunk, Range
 
 __all__ = ["Translated", "TranslatedSource", "whole"]
 
+_AT_ONCE = 1 << 17  # elements computed at once: their arrays stay in the processor's cache
+
 
 @dataclass(frozen=True)
 class Translated:
-    """A target made of blocks. `padding`: rows at its end that no block fills; they are zero."""
+    """A target made of blocks.
+
+    padding: rows at its end that no block fills; they are zero. terms: blocks of other ranks that
+    are added; with `mean`, the sum is divided by their number and one. shift: added to all. view:
+    the shape that the blocks are of, where the target says it has another.
+    """
 
     name: str
     dtype: str
@@ -30,6 +38,14 @@ class Translated:
     source_dtype: str
     blocks: tuple[Block, ...]
     padding: int = 0
+    terms: tuple[tuple[Block, ...], ...] = ()
+    mean: bool = False
+    shift: float = 0.0
+    view: Shape | None = None
+
+    @property
+    def computed(self) -> bool:
+        return bool(self.terms or self.shift)
 
     def entry(self, start: int, stop: int) -> Entry:
         raise NotImplementedError("a translated tensor is read by its blocks")
@@ -40,6 +56,7 @@ class TranslatedSource:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.url = store.url
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """A plan for each chunk."""
@@ -47,10 +64,27 @@ class TranslatedSource:
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers of a chunk's ranges."""
-        own, padded = plan
+        own, padded, computed = plan
         for number in padded:
             np.frombuffer(buffers[number], np.uint8)[:] = 0
         self.store.read(own, buffers)
+        for number, target, terms in computed:
+            self._compute(target, terms, buffers[number])
+
+    def _compute(self, target: Translated, terms: Sequence[Any], buffer: memoryview) -> None:
+        """Add the other ranks' and the shift, exactly in float64, rounded once a term."""
+        values = np.frombuffer(buffer, stored_type(target.dtype))
+        others = [aligned(len(buffer)) for _ in terms]
+        for plan, other in zip(terms, others, strict=True):
+            self.store.read(plan, [other])
+        for at in range(0, len(values), _AT_ONCE):
+            where = slice(at, at + _AT_ONCE)
+            total = cast(values[where], target.dtype, "float64")
+            for other in others:
+                term = np.frombuffer(other, stored_type(target.dtype))[where]
+                total = total + cast(term, target.dtype, "float64")
+            total = total / (len(others) + 1) if target.mean else total
+            values[where] = cast(total + target.shift, "float64", target.dtype)
 
     def close(self) -> None:
         self.store.close()
@@ -70,24 +104,32 @@ class TranslatedSource:
                 return False
         return True
 
-    def _plan(self, ranges: Sequence[Range]) -> tuple[Any, tuple[int, ...]]:
+    def _plan(self, ranges: Sequence[Range]) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
         parts: list[Part] = []
-        padded = []
+        padded, computed = [], []
         for number, item in enumerate(ranges):
             target = item.target
             assert isinstance(target, Translated)
             if target.padding:
                 padded.append(number)
-            parts += _parts(target, item.start, item.stop, number)
-        return self.store.plan(parts), tuple(padded)
+            parts += _parts(target, target.blocks, item.start, item.stop, number)
+            if target.computed:
+                terms = [
+                    self.store.plan(list(_parts(target, blocks, item.start, item.stop, 0)))
+                    for blocks in target.terms
+                ]
+                computed.append((number, target, terms))
+        return self.store.plan(parts), tuple(padded), tuple(computed)
 
 
-def _parts(target: Translated, start: int, stop: int, buffer: int) -> Iterator[Part]:
+def _parts(
+    target: Translated, blocks: Sequence[Block], start: int, stop: int, buffer: int
+) -> Iterator[Part]:
     """What to read for elements [start, stop) of a target, into buffer number `buffer`."""
     done = 0
-    for box in boxes_of_range(target.shape, start, stop):
+    for box in boxes_of_range(target.view or target.shape, start, stop):
         strides = row_major_strides(box.sizes)
-        for block in target.blocks:
+        for block in blocks:
             part = _part(block, box, done, strides, buffer)
             if part is not None:
                 yield part

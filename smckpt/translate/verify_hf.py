@@ -17,16 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
+from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.config import CONFIG
+from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
+from smckpt.translate.config import CONFIG, read_config
+from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import aligned
+from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
 from smckpt.translate.source import Source
-from smckpt.translate.targets import Same
+from smckpt.translate.targets import Chunk, Range, Same, Target
+from smckpt.translate.translated import TranslatedSource
 
 __all__ = ["HFReport", "verify_hf"]
 
@@ -82,8 +86,9 @@ def verify_hf(
 
     Args:
         directory: with config.json and safetensors files.
-        against: a checkpoint with Hugging Face's names; every tensor must equal its own, after the
-            cast where the directory has another floating dtype.
+        against: a checkpoint; every tensor must equal its own, after the cast where the directory
+            has another floating dtype. A tensor-parallel layout is found from its names, degrees
+            are those recorded, sizes those of the directory's config.
         reference: a directory of the same model; logits in float32 are compared, on fixed tokens.
         prefix: dotted place of the model in the checkpoint, as for `export_hf`.
         progress: called with (bytes compared, bytes in all).
@@ -175,17 +180,16 @@ def _differences(
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> list[str]:
-    catalogue = open_catalogue(checkpoint)
-    tensors = model_tensors(catalogue, prefix)
-    left_out = _tied_names(folder, tensors)
-    problems = [f"{name} is in the checkpoint only" for name in tensors
+    theirs, source = _of_checkpoint(checkpoint, prefix, folder)
+    left_out = _tied_names(folder, theirs)
+    problems = [f"{name} is in the checkpoint only" for name in theirs
                 if name not in stored and name not in left_out]  # fmt: skip
-    problems += [f"{name} is not in the checkpoint" for name in stored if name not in tensors]
+    problems += [f"{name} is not in the checkpoint" for name in stored if name not in theirs]
     total, done = sum(_nbytes(t) for t in stored.values()), 0
-    with closing(Source(catalogue)) as source:
+    with closing(source):
         for name, ours in stored.items():
-            if name in tensors:
-                problem = _difference(source, tensors[name], ours)
+            if name in theirs:
+                problem = _difference(source, theirs[name], ours)
                 problems += [f"{name}: {problem}"] if problem else []
             done += _nbytes(ours)
             if progress is not None:
@@ -193,7 +197,27 @@ def _differences(
     return problems
 
 
-def _tied_names(folder: Path, tensors: Mapping[str, LogicalTensor]) -> set[str]:
+def _of_checkpoint(
+    checkpoint: str, prefix: str | None, folder: Path
+) -> tuple[Mapping[str, Target], Source | TranslatedSource]:
+    """The checkpoint's tensors by Hugging Face's names, and what reads them. Where they are made of
+    those of a tensor-parallel layout, each element of either side stands for one of the other: that
+    is proven. So what is equal here makes the inverse, bit for bit, the checkpoint."""
+    catalogue = open_catalogue(checkpoint)
+    tensors = model_tensors(catalogue, prefix)
+    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    family = config.values["model_type"] if config is not None else None
+    if looks_transformed(tensors, family):
+        degrees = degrees_of(catalogue, None, None)
+        made = to_hub(CheckpointStore(catalogue, tensors, *degrees), config, None, *degrees)
+        return {target.name: target for target in made.targets}, made.source
+    own = {
+        name: Same(t.name, t.dtype, tuple(t.shape), t.name, t.dtype) for name, t in tensors.items()
+    }
+    return own, Source(catalogue)
+
+
+def _tied_names(folder: Path, tensors: Mapping[str, Target]) -> set[str]:
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     text = config.get("text_config", config)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
@@ -204,14 +228,13 @@ def _nbytes(tensor: _Stored) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
-def _difference(source: Source, theirs: LogicalTensor, ours: _Stored) -> str | None:
+def _difference(source: Source | TranslatedSource, theirs: Target, ours: _Stored) -> str | None:
     """What tells a tensor of the directory from the checkpoint's, or None."""
     if tuple(theirs.shape) != ours.shape:
         return f"shape {list(ours.shape)}, the checkpoint has {list(theirs.shape)}"
     casts = theirs.dtype != ours.dtype
     if casts and not {theirs.dtype, ours.dtype} <= set(CASTABLE):
         return f"dtype {ours.dtype}, the checkpoint has {theirs.dtype}"
-    whole = Same(theirs.name, theirs.dtype, ours.shape, theirs.name, theirs.dtype)
     itemsize, wide = DTYPES[ours.dtype].itemsize, DTYPES[theirs.dtype].itemsize
     numel, step = math.prod(ours.shape), CHUNK // max(itemsize, wide)
     memory = aligned(step * wide)
@@ -219,7 +242,8 @@ def _difference(source: Source, theirs: LogicalTensor, ours: _Stored) -> str | N
         for start in range(0, numel, step):
             stop = min(numel, start + step)
             view = memory[: (stop - start) * wide]
-            (plan,) = source.plans([[whole.entry(start, stop)]])
+            chunk = Chunk(0, (stop - start) * wide, (Range(theirs, start, stop, 0),))
+            (plan,) = source.plans_of([chunk])
             source.read(plan, [view])
             wanted = bytes(view)
             if casts:

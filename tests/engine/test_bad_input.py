@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,10 @@ import torch.distributed as dist
 import smckpt
 from smckpt import errors
 from smckpt.checkpoint.format import open_json, seal_json
+from smckpt.engine.worker_client import Worker
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
+from tests.support.workers import kill_in_mid_request
 
 Said = dict[str, tuple[str, str, str, float]]
 
@@ -34,11 +34,11 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
     return "", "nothing was raised"
 
 
-def worker_of_this_rank() -> int:
+def worker_of_this_rank() -> Worker:
     from smckpt.engine import api
 
     [queue] = api._RUNTIME.queues(None, "default")
-    return queue._worker.pid
+    return queue._worker
 
 
 def bad_saves(folder: str) -> Said:
@@ -56,7 +56,7 @@ def bad_saves(folder: str) -> Said:
 
     def dead_worker() -> None:
         if rank == 1:
-            os.kill(worker_of_this_rank(), signal.SIGKILL)
+            kill_in_mid_request(worker_of_this_rank())
         smckpt.save(state(2), checkpoint_id=good)
 
     cases = {

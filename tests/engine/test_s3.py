@@ -15,6 +15,8 @@ import smckpt
 from smckpt.storage import open_storage
 from smckpt.storage.s3_config import using_s3
 from tests.support.launch import ROOT, run_ranks
+from tests.support.proxy import faulty_proxy
+from tests.support.s3 import Server
 
 BIG = 3 << 20  # float32: 12 MiB, three parts of 5 MiB
 
@@ -43,6 +45,45 @@ def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) ->
     report = smckpt.verify_checkpoint(f"{s3_root}/step1")
     assert report.ok
     assert report.nbytes > 4 * BIG
+
+
+def saved_slowly(root: str) -> float:
+    """Seconds in which a rank of two wrote its seven requests, where ten a second are allowed."""
+    handle = smckpt.save(
+        state(1.0, BIG),
+        checkpoint_id=root,
+        s3client_config={"chunk_size_MB": 5, "write_rate": 11.5, "preflight": False},
+    )
+    return handle.timings.written
+
+
+def test_each_rank_writes_at_its_share_of_the_budget(s3_root: str) -> None:
+    assert min(run_ranks(saved_slowly, 2, s3_root)) >= 6 / 5
+
+
+def refused(root: str, endpoint: str) -> tuple[str, str]:
+    config = {"endpoint": endpoint, "retries": 1}
+    said = []
+    for size in (1000, BIG):
+        try:
+            smckpt.save(state(1.0, size), checkpoint_id=root, s3client_config=config)
+        except smckpt.SaveFailedError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_ignores_conditions_is_refused_on_every_rank_before_data_is_sent(
+    s3_root: str, s3_server: Server, ranks: int
+) -> None:
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        proxy.spoil("PUT", "unconditional", 1000)
+        for said in run_ranks(refused, ranks, s3_root, proxy.endpoint):
+            assert all("ignores If-None-Match" in text for text in said), said
+        sent = [line for line in proxy.seen if line.startswith(("PUT", "POST"))]
+    assert sent
+    assert all("/probe-" in line for line in sent), "only what is small"
+    assert open_storage(s3_root).list() == []
 
 
 def overwritten(where: str) -> tuple[float, int]:

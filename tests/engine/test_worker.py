@@ -25,6 +25,7 @@ from smckpt.engine.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError
 from smckpt.staging.arena import Arena
 from tests.support import child, refuse
+from tests.support.workers import kill_in_mid_request
 
 ATTEMPT = "0123456789ab-00000007"
 
@@ -120,8 +121,7 @@ def test_giving_an_arena_back_does_not_need_a_healthy_worker(
     with closing(filled(BLOCK)) as arena:
         number = worker.attach(arena)
         worker.call("write_part", request(tmp_path, number, BLOCK), timeout=30)
-        kill(worker.pid, signal.SIGSTOP)
-        threading.Timer(0.2, kill, (worker.pid,)).start()
+        kill_in_mid_request(worker)
         worker.detach(number)
         assert not worker.alive
         worker.detach(number)
@@ -297,8 +297,7 @@ def test_a_killed_worker_is_noticed_at_once_and_replaced(tmp_path: Path, worker:
         number = worker.attach(arena)
         worker.call("write_part", request(tmp_path / "a", number, BLOCK), timeout=30)
         pid = worker.pid
-        kill(pid, signal.SIGSTOP)  # so that it is busy when the kill comes
-        threading.Timer(0.3, kill, (pid,)).start()
+        kill_in_mid_request(worker)
         began = time.monotonic()
         with pytest.raises(WorkerError, match="was killed by SIGKILL during write_part"):
             worker.call("write_part", request(tmp_path / "b", number, BLOCK), timeout=60)

@@ -13,6 +13,7 @@ from smckpt.errors import UsageError
 from smckpt.storage.budget import (
     MAX_PARTS,
     PREFIX_LIMITS,
+    Share,
     TokenBucket,
     part_size,
     rank_rate,
@@ -79,20 +80,42 @@ def test_a_bucket_lets_its_burst_through_and_then_its_rate():
 
 def test_a_503_halves_the_rate_once_a_second_and_it_comes_back_smoothly():
     held, clock = bucket(100)
-    for _ in range(8):  # eight threads hear of one episode
-        held.slow_down()
-    assert held.rate == 50
+    for _ in range(300):
+        held.take()  # at its full rate
+    told = [held.slow_down() for _ in range(8)]  # eight threads hear of one episode
+    assert told == [True] + [False] * 7
+    assert held.rate == pytest.approx(50, rel=0.02)
     clock.now += 1
     held.slow_down()
-    assert held.rate == 25
-    clock.now += 2
-    assert held.rate == pytest.approx(30)
+    assert held.rate == pytest.approx(25, rel=0.02)
+    clock.now += 2  # one of them calm
+    assert held.rate == pytest.approx(25 * 1.25, rel=0.02)
     clock.now += 100
     assert held.rate == 100
     for _ in range(100):
         clock.now += 1
         held.slow_down()
-    assert held.rate >= 100 / 64  # never stuck
+    assert held.rate == pytest.approx(1)  # never stuck
+
+
+def test_a_503_slows_a_process_that_is_far_below_its_share():
+    held, clock = bucket(3000)
+    for _ in range(100):  # twenty a second
+        held.take()
+        clock.now += 0.05
+    held.slow_down()
+    assert held.rate == pytest.approx(10, rel=0.1)
+
+
+def test_the_shares_of_all_ranks_and_coordinators_are_the_whole_budget():
+    ranks = [Share.of_rank(rank, 512) for rank in range(512)]
+    coordinators = [Share.of_coordinator(turn, 8) for turn in range(8)]
+    assert sum(s.writes for s in ranks + coordinators) == pytest.approx(1)
+    assert sum(s.reads for s in ranks) == pytest.approx(1 / 1.15)
+    assert sum(s.reads for s in coordinators) == pytest.approx(1 / 1.15)
+    assert len({s.phase for s in ranks}) == 512
+    with pytest.raises(UsageError, match="fractions"):
+        Share(writes=0)
 
 
 def test_threads_that_share_a_bucket_share_its_rate():
@@ -153,8 +176,12 @@ def test_a_store_that_throttles_refuses_nothing_within_the_budget_and_much_beyon
 def test_ranks_that_begin_in_one_instant_do_not_come_at_once():
     clocks = [Time() for _ in range(10)]
     for number, clock in enumerate(clocks):
-        TokenBucket(2, phase=number / 10, clock=clock, wait=clock.wait).take()
-    assert [round(clock.now, 3) for clock in clocks] == [n / 20 for n in range(10)]
+        held = TokenBucket(2, phase=number / 10, clock=clock, wait=clock.wait)
+        held.take()
+        assert clock.now == pytest.approx(number / 20)
+        began = clock.now = clock.now + 100  # nor after a pause
+        held.take()
+        assert clock.now - began == pytest.approx(number / 20)
 
 
 def test_a_405b_model_on_16384_ranks_needs_several_prefixes_to_be_quick():

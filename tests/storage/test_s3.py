@@ -19,10 +19,11 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import FileInfo, Storage, open_storage
+from smckpt.storage.budget import part_size
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_read import fill
-from smckpt.storage.s3_write import Body, part_size
+from smckpt.storage.s3_write import Body
 from tests.support import child
 from tests.support.s3 import BUCKET, Server
 

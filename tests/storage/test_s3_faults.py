@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
+import botocore.auth
 import pytest
 
-from smckpt.errors import StorageError
+from smckpt.checkpoint.blocks import Readers
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.errors import CorruptCheckpointError, StorageError
+from smckpt.storage import open_storage
 from smckpt.storage.s3 import S3Storage
-from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
-from tests.support.s3 import Server
+from tests.support.s3 import KEY, SECRET, Server
 
 MIB = 1 << 20
 MORE_THAN_BOTOCORES = 4  # its own tries are three; the fourth fault is ours to get over
@@ -95,3 +105,135 @@ def test_the_deadline_ends_the_tries(proxy: FaultyProxy, s3_root: str) -> None:
     proxy.spoil("PUT", "500", 1000)
     with pytest.raises(StorageError, match=r"tried \d+ times in"):
         store.put("data", b"x")
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_a_slow_answer_is_waited_for_and_one_that_is_too_slow_is_asked_for_again(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root, read_timeout_s=0.5)
+    proxy.spoil("PUT", "late 0.2")
+    store.put("slow", b"x" * 1000)
+    assert len(proxy.seen) == 1
+    proxy.spoil("PUT", "late 5")
+    store.put("too slow", b"y" * 1000)
+    assert len(proxy.seen) > 2
+    assert store.read("slow") + store.read("too slow") == b"x" * 1000 + b"y" * 1000
+    proxy.spoil("GET", "late 5", 100)
+    with pytest.raises(StorageError, match=r"ReadTimeoutError.*tried 2 times"):
+        through(proxy, s3_root, read_timeout_s=0.1, retries=1).read("slow")
+
+
+def test_a_server_that_is_paused_is_waited_for_and_everything_is_written_once(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server
+) -> None:
+    store, data = through(proxy, s3_root, read_timeout_s=0.5), os.urandom(6 * MIB)
+    os.kill(s3_server.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            writing = pool.submit(write, store, "data", data)
+            creating = pool.submit(store.put_exclusive, "manifest", b"ours")
+            proxy.wait_for(4)  # both have tried again
+            os.kill(s3_server.pid, signal.SIGCONT)
+            writing.result(60)
+            assert creating.result(60) is True
+    finally:
+        os.kill(s3_server.pid, signal.SIGCONT)
+    assert store.read("data", 0, len(data)) == data
+    assert store.read("manifest") == b"ours"
+
+
+# -- wrong bytes ----------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_block_that_change_on_the_way_are_read_again_and_then_named(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    from tests.support.saves import Group, hybrid, state_of
+
+    group = Group(s3_root, range(1), state=state_of(hybrid(range(1), 1)))  # type: ignore[arg-type]
+    group.save()
+    config = S3Config.from_mapping({"endpoint": proxy.endpoint}, S3Config.from_environment())
+    with using_s3(config):
+        [file] = open_catalogue(s3_root).files
+        proxy.spoil("GET", "wrong answer", 2, path=file.record.name)
+        whole = Readers(verify=True).of(file).read(0, file.record.size)
+        assert proxy.left == 0
+        assert whole == open_storage(s3_root).read(file.record.name)
+        proxy.spoil("GET", "wrong answer", 3, path=file.record.name)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            Readers(verify=True).of(file).read(0, file.record.size)
+    assert f"bytes 0 to {file.record.size} of {file.record.name}" in str(caught.value)
+
+
+def test_a_small_file_or_a_listing_that_changes_on_the_way_is_read_again(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root)
+    store.put("manifest", b"{}" * 100)
+    proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES)
+    assert store.read("manifest") == b"{}" * 100
+    proxy.spoil("GET", "wrong answer", 1, path="list-type")
+    assert [info.name for info in store.list()] == ["manifest"]
+    assert proxy.left == 0
+
+
+# -- who and where --------------------------------------------------------------------------------
+
+
+def test_a_clock_that_is_wrong_is_named_by_the_real_server(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = botocore.auth.get_current_datetime
+    for module in ("botocore.auth", "botocore.crt.auth"):
+        monkeypatch.setattr(
+            f"{module}.get_current_datetime", lambda *a, **k: real(*a, **k) - timedelta(hours=1)
+        )
+    store = S3Storage(s3_root, S3Config.from_environment())
+    for verb in (lambda: store.put("data", b"x"), lambda: store.read("data")):
+        with pytest.raises(StorageError, match="clock differs.*set the clock"):
+            verb()
+
+
+def test_credentials_that_expire_are_fetched_again_and_expired_ones_fail_at_once(
+    proxy: FaultyProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, program = tmp_path / "calls", tmp_path / "credentials"
+    said = {"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET}
+    # So near its end that botocore fetches it anew for each request.
+    said["Expiration"] = (datetime.now(timezone.utc) + timedelta(minutes=2)).isoformat()
+    program.write_text(f"#!/bin/sh\necho x >> {calls}\ncat <<'END'\n{json.dumps(said)}\nEND\n")
+    program.chmod(0o700)
+    (tmp_path / "config").write_text(f"[profile job]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    store = through(proxy, s3_root, profile="job")
+    store.put("first", b"x")
+    fetched = len(calls.read_text())
+    store.put("second", b"x")
+    assert len(calls.read_text()) > fetched
+    proxy.spoil("PUT", "400 ExpiredToken", 100)
+    with pytest.raises(StorageError, match="credentials have expired.*refresh themselves"):
+        store.put("third", b"x")
+    assert proxy.left == 99
+
+
+def test_a_name_that_no_resolver_knows_is_told_with_what_was_tried(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *rest: Any, **more: Any) -> Any:
+        if host == "s3.example":  # asking the network's resolvers would leave this host
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    config = S3Config.from_mapping(
+        {"endpoint": "http://s3.example:8333", "retries": 1}, S3Config.from_environment()
+    )
+    with pytest.raises(StorageError, match=r"cannot be reached.*tried 2 times.*the endpoint"):
+        S3Storage(s3_root, config).put("data", b"x")

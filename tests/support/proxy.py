@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["FaultyProxy", "faulty_proxy"]
+__all__ = ["FAULTS", "FaultyProxy", "faulty_proxy"]
 
-_BUSY = (
-    b'<?xml version="1.0"?><Error><Code>%s</Code><Message>spoiled</Message>'
-    b"<RequestId>1</RequestId></Error>"
+FAULTS = ("503", "500", "before", "after", "half", "wrong", "wrong answer")
+_CODES = {"503": "SlowDown", "500": "InternalError"}
+_REFUSED = (
+    '<?xml version="1.0"?><Error><Code>{}</Code><Message>spoiled</Message>'
+    "<RequestId>1</RequestId></Error>"
 )
 
 
@@ -24,18 +28,40 @@ class FaultyProxy:
         self.upstream = upstream.partition("://")[2]
         self.endpoint = ""
         self.seen: list[str] = []
+        self.spoiled = 0  # by chance
+        self.ended = threading.Event()
         self._plan: list[tuple[str, str, str]] = []
-        self._lock = threading.Lock()
+        self._end: tuple[int, Callable[[], None]] | None = None
+        self._chance: tuple[random.Random, float, Sequence[str]] | None = None
+        self._lock = threading.Condition()
 
     def spoil(self, method: str, fault: str, times: int = 1, path: str = "") -> None:
         """The next `times` requests by `method` with `path` in their target suffer `fault`:
 
-        503, 500: refused with that answer. before, after: the connection is cut before, or after,
-        the request is carried out. half: the answer's body breaks off in the middle. wrong: a byte
-        of the request's body is changed on its way.
+        503, 500, or a status with a code ("403 ExpiredToken"): refused with that answer. before,
+        after: the connection is cut before, or after, the request is carried out. half: the
+        answer's body breaks off in the middle. wrong, wrong answer: a byte of a PUT's body, or of a
+        GET's answer, is changed on its way. late N: answered N seconds later. unconditional: what
+        stands under the name is deleted first, as if the store ignored If-None-Match.
         """
         with self._lock:
             self._plan += [(method, path, fault)] * times
+
+    def spoil_at_random(self, share: float, faults: Sequence[str] = FAULTS, seed: int = 0) -> None:
+        """From now on that share of all requests suffers one of the faults."""
+        with self._lock:
+            self._chance = (random.Random(seed), share, faults) if share else None
+
+    def end_at(self, number: int, call: Callable[[], None]) -> None:
+        """Call `call` when request `number`, counted from now as 1, arrives. It and what comes
+        after it is not carried out."""
+        with self._lock:
+            self._end = (len(self.seen) + number, call)
+
+    def wait_for(self, count: int, timeout: float = 30) -> None:
+        """Until so many requests have arrived in all."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self.seen) >= count, timeout), self.seen
 
     @property
     def left(self) -> int:
@@ -46,10 +72,20 @@ class FaultyProxy:
     def fault(self, method: str, target: str) -> str:
         with self._lock:
             self.seen.append(f"{method} {target}")
+            self._lock.notify_all()
+            if self._end is not None and len(self.seen) >= self._end[0]:
+                if len(self.seen) == self._end[0]:
+                    self._end[1]()
+                return "before"
             for item in self._plan:
                 if item[0] == method and item[1] in target:
                     self._plan.remove(item)
                     return item[2]
+            if self._chance is not None:
+                dice, share, faults = self._chance
+                if dice.random() < share:
+                    self.spoiled += 1
+                    return dice.choice(faults)
         return ""
 
 
@@ -69,6 +105,7 @@ def faulty_proxy(upstream: str) -> Iterator[FaultyProxy]:
     try:
         yield proxy
     finally:
+        proxy.ended.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -83,15 +120,23 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if fault == "before":
             return self._cut()
-        if fault in ("500", "503"):
-            code = b"SlowDown" if fault == "503" else b"InternalError"
-            return self._answer(int(fault), [("Content-Type", "application/xml")], _BUSY % code)
-        if fault == "wrong" and body:
-            body = body[:-1] + bytes([body[-1] ^ 1])
+        if fault[:3].isdigit():
+            code = fault[4:] or _CODES[fault]
+            answer = _REFUSED.format(code).encode()
+            return self._answer(int(fault[:3]), [("Content-Type", "application/xml")], answer)
+        if fault.startswith("late "):
+            self.plan.ended.wait(float(fault[5:]))
+        if fault == "unconditional":
+            _delete(self.plan.upstream, self.path)
+        if fault == "wrong" and self.command == "PUT":
+            body = _changed(body)
         status, headers, answer = self._forward(body)
         if fault == "after":
             return self._cut()
-        self._answer(status, headers, answer, half=fault == "half")
+        if fault == "wrong answer" and self.command == "GET" and status in (200, 206):
+            answer = _changed(answer)
+        with contextlib.suppress(ConnectionError):  # it may have given up waiting
+            self._answer(status, headers, answer, half=fault == "half")
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_one
 
@@ -132,3 +177,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _cut(self) -> None:
         self.close_connection = True
+
+
+def _changed(body: bytes) -> bytes:
+    return body[:-1] + bytes([body[-1] ^ 1]) if body else body
+
+
+def _delete(upstream: str, target: str) -> None:
+    import boto3
+
+    bucket, _, key = unquote(target.partition("?")[0]).lstrip("/").partition("/")
+    client = boto3.client("s3", endpoint_url=f"http://{upstream}", region_name="us-east-1")
+    client.delete_object(Bucket=bucket, Key=key)

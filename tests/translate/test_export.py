@@ -407,7 +407,8 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path):
     code = """
     import sys
     from smckpt import export_hf
-    export_hf(sys.argv[1], sys.argv[2], dtype="bfloat16", config={"model_type": "llama"})
+    export_hf(sys.argv[1], sys.argv[2], dtype="bfloat16", config={"model_type": "llama"},
+              against_model=False)
     print(sorted({"torch", "transformers"} & set(sys.modules)))
     """
     assert child.run(code, str(checkpoint), str(tmp_path / "hf")) == "[]"

@@ -1,0 +1,164 @@
+"""Train a tensor-parallel Llama, save it as it is, export it, and hold the export against it.
+
+    python examples/train_tp.py                      # starts itself under torchrun, 4 processes
+
+A fresh Hugging Face model is imported into Transformer Engine's layout for two tensor-parallel
+ranks, each of which FSDP shards over two. After some steps the ranks save a LOCAL checkpoint, as
+they hold it. One process exports it as a Hugging Face directory, and then three things are shown:
+transformers finds every tensor, each is the checkpoint's bit for bit, and the exported model's
+logits are those of the model in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from corpus import VOCABULARY, Batches, read_text
+from launch import join, leave, say, start_torchrun, under_torchrun
+from safetensors.torch import load_file
+from tensor_parallel import ParallelLlama
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from smckpt import (
+    LOCAL,
+    ParallelState,
+    async_save,
+    export_hf,
+    import_hf,
+    maybe_finalize_async_calls,
+    sm_state_dict_type,
+    verify_hf,
+)
+
+CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in another order
+
+
+def main() -> None:
+    args = arguments()
+    if not under_torchrun():
+        start_torchrun(args.tp * args.shard)
+    device = join()
+    degrees = ParallelState(dist.get_world_size(), tensor_parallel_degree=args.tp)
+    if dist.get_rank() == 0:
+        make_ranks_files(args)
+    dist.barrier()
+    model = load_model(args.out / "ranks", degrees, device)
+    train(args, model, degrees, device)
+    save(args.out / "checkpoint", model, degrees, args.steps)
+    same = export_and_compare(args, model, device)
+    leave()
+    sys.exit(0 if same else 1)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/tensor-parallel"), help="directory of the run")
+    add("--tp", type=int, default=2, help="tensor-parallel degree (default 2)")
+    add("--shard", type=int, default=2, help="ranks that FSDP shards over (default 2)")
+    add("--steps", type=int, default=20)
+    add("--hidden", type=int, default=64)
+    add("--layers", type=int, default=2)
+    add("--batch", type=int, default=4, help="windows per data-parallel rank (default 4)")
+    add("--length", type=int, default=64, help="bytes in a window (default 64)")
+    return parser.parse_args()
+
+
+def make_ranks_files(args: argparse.Namespace) -> None:
+    """A fresh model as transformers saves it, then a file for each tensor-parallel rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=0.08,  # a small model learns sooner from larger weights
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(args.out / "start")
+    import_hf(
+        args.out / "start", args.out / "ranks", "te_split", tp=args.tp,
+        pad_vocab_to_multiple_of=48, overwrite=True,
+    )  # fmt: skip
+
+
+def load_model(files: Path, degrees: ParallelState, device: torch.device) -> nn.Module:
+    """This rank's part: plain tensors of its tensor-parallel rank, then FSDP's shards of those."""
+    mesh = init_device_mesh(
+        device.type, (degrees.fsdp_size, degrees.tp_size), mesh_dim_names=("shard", "tp")
+    )
+    config: dict[str, Any] = json.loads((files / "config.json").read_text())
+    weights = load_file(files / f"tp{degrees.tp_rank:02d}-ep00.safetensors")
+    rows = degrees.tp_size * len(weights["lm_head.weight"])
+    model = ParallelLlama(config, rows, mesh["tp"].get_group()).to(device)
+    model.load_state_dict(weights)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh["shard"])
+    return model
+
+
+def train(
+    args: argparse.Namespace, model: nn.Module, degrees: ParallelState, device: torch.device
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # ranks of one tensor-parallel group read the same batches
+    share = {"rank": degrees.fsdp_rank, "ranks": degrees.fsdp_size}
+    batches = Batches(read_text([]), length=args.length, batch=args.batch, seed=1, **share)
+    for step in range(1, args.steps + 1):
+        tokens = batches.next().to(device)
+        logits = model(tokens)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, args.steps):
+            say(f"step {step}: loss {loss.item():.3f}")
+
+
+def save(checkpoint: Path, model: nn.Module, degrees: ParallelState, step: int) -> None:
+    with sm_state_dict_type(model, LOCAL):
+        state = {"model": model.state_dict()}
+    # the state says who is which tensor-parallel rank: their tensors have the same names
+    async_save(state, checkpoint_id=checkpoint, parallel_state=degrees, step=step)
+    maybe_finalize_async_calls()
+
+
+def export_and_compare(args: argparse.Namespace, model: nn.Module, device: torch.device) -> bool:
+    """Whether the exported model is the trained one."""
+    tokens = torch.tensor([list(b"import torch\n\n\ndef main() -> None:\n    ")])
+    with torch.no_grad():
+        trained = model(tokens.to(device)).cpu()  # all ranks take part
+    if dist.get_rank():
+        return True
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, exported = args.out / "checkpoint", args.out / "exported"
+    report = export_hf(checkpoint, exported, config=args.out / "start", overwrite=True)
+    say(f"exported {report.tensors} tensors from the layout {report.layout} to {exported}")
+    checked = verify_hf(exported, against=checkpoint)
+    say(f"every tensor is found and is the checkpoint's: {checked.ok}")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(exported)(tokens).logits
+    apart = float((logits - trained).abs().max())
+    say(f"logits of the training model and of the exported one differ by at most {apart:.1e}")
+    return bool(checked.ok) and apart <= CLOSE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A model's tensors from all ranks to rank 0, one after the other.
+
+Every rank tells what its arrays hold (`meet`), rank 0 decides what is to be sent and says so, or
+says why not (`agree`), and the arrays follow in that order (`Wire`): point to point, so that it
+makes no difference which wrapper, mesh or parallelism cut them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from smckpt.errors import CheckpointError, PeerError
+from smckpt.layout.geometry import FlatGeometry, Geometry, MeshGeometry, Piece, Shape
+from smckpt.state_dict.model import view_of
+from smckpt.state_dict.names import canonical
+from smckpt.state_dict.private import fsdp1_units
+from smckpt.state_dict.select import Selector
+
+__all__ = [
+    "Array",
+    "Told",
+    "Wire",
+    "agree",
+    "arrays_of",
+    "assembled",
+    "meet",
+    "names_of",
+    "own_rank",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank says of its array under one name.
+
+    shape: of the tensor that it is a part of. numel: of the array. ranks: those that share the
+    tensor. dims: name, size and this rank's index of each dimension of the mesh that cuts it.
+    """
+
+    dtype: str
+    shape: Shape
+    numel: int
+    pieces: tuple[Piece, ...]
+    ranks: tuple[int, ...]
+    dims: tuple[tuple[str, int, int], ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Array:
+    tensor: torch.Tensor
+    told: Told
+
+
+def own_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if _many() else 0
+
+
+def _many() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def names_of(model: nn.Module) -> set[str]:
+    """The canonical names of the model's parameters, however it is wrapped."""
+    ddp = type(model).__name__ == "DistributedDataParallel"
+    names = {canonical(n, ddp=ddp) for n, _ in model.named_parameters(remove_duplicate=False)}
+    for raw, _, handle in fsdp1_units(model):
+        prefix = canonical(raw)
+        dotted = f"{prefix}." if prefix else ""
+        names.update(f"{dotted}{canonical(fqn)}" for fqn in handle.flat_param._fqns)
+    return names
+
+
+def arrays_of(model: nn.Module) -> dict[str, Array]:
+    """This rank's arrays by canonical name, live, without a collective."""
+    state = view_of(model).tensors("SHARDED")
+    rank = own_rank()
+    chosen = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not chosen:
+        return {}
+    selection = Selector(rank).select(chosen)
+    return {
+        str(entry.path[0]): Array(tensor, _told(entry.dtype, tensor, entry.geometry, rank))
+        for entry, tensor in zip(selection.entries, selection.tensors, strict=True)
+    }
+
+
+def _told(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> Told:
+    dims: tuple[tuple[str, int, int], ...] = ()
+    if isinstance(geometry, FlatGeometry):
+        assert geometry.member is not None  # SHARDED state is by parameter
+        shape = geometry.unit.segments[geometry.member].shape
+    else:
+        shape = geometry.shape
+    if isinstance(geometry, (FlatGeometry, MeshGeometry)):
+        mesh = geometry.mesh
+        dims = tuple(zip(mesh.dim_names, mesh.shape, mesh.coordinate(rank), strict=True))
+    return Told(
+        dtype, tuple(shape), tensor.numel(), tuple(geometry.pieces(rank)), tuple(geometry.ranks),
+        dims, tensor.device.type,
+    )  # fmt: skip
+
+
+def meet(take: Callable[[], T]) -> tuple[T | None, list[T | CheckpointError] | None]:
+    """(what `take` gives here, what it gave on every rank: on rank 0). An error on a rank travels
+    instead of its answer, so that nobody waits for it."""
+    import torch.distributed as dist
+
+    answer: T | None = None
+    failure: CheckpointError | None = None
+    try:
+        answer = take()
+    except Exception as error:
+        failure = _as_ours(error)
+    said: Any = answer if failure is None else failure
+    if not _many():
+        return answer, [said]
+    everyone: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None
+    dist.gather_object(said, everyone, dst=0)
+    return answer, everyone
+
+
+def agree(decide: Callable[[], T]) -> T:
+    """What `decide` gives on rank 0, everywhere; what it raises is raised everywhere."""
+    import torch.distributed as dist
+
+    said: list[Any] = [None, None]
+    cause: Exception | None = None
+    if own_rank() == 0:
+        try:
+            said[0] = decide()
+        except Exception as error:
+            cause = error
+            said[1] = _as_ours(error)
+    if _many():
+        dist.broadcast_object_list(said, src=0)
+    if cause is not None:
+        raise cause
+    if said[1] is not None:
+        raise said[1]
+    out: T = said[0]
+    return out
+
+
+def _as_ours(error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return PeerError(
+        f"gathering the state failed: {type(error).__name__}: {error}",
+        remedy="see that rank's own traceback",
+        rank=own_rank(),
+    )
+
+
+class Wire:
+    """Bytes of tensors between this rank and rank 0. With NCCL they travel by way of the GPU."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._gpu = _many() and dist.get_backend() == "nccl"
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """To rank 0, which must be receiving."""
+        import torch.distributed as dist
+
+        self._run(dist.isend, self._out(tensor), 0)
+
+    def receive(self, told: Told, rank: int) -> torch.Tensor:
+        """The array of another rank, flat."""
+        import torch.distributed as dist
+
+        dtype = getattr(torch, told.dtype)
+        flat = torch.empty(told.numel, dtype=dtype, device=self._device(told.device))
+        if told.numel:
+            self._run(dist.irecv, flat.view(torch.uint8), rank)
+        return flat
+
+    def share(
+        self, tensor: torch.Tensor | None, dtype: str, shape: Shape, device: str
+    ) -> torch.Tensor:
+        """Rank 0's tensor, on all ranks."""
+        import torch.distributed as dist
+
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(device))
+        if _many() and tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+        return tensor
+
+    def _out(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        return flat.cuda() if self._gpu and not flat.is_cuda else flat
+
+    def _device(self, kind: str) -> torch.device:
+        if self._gpu or kind == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @staticmethod
+    def _run(operation: Any, flat: torch.Tensor, peer: int) -> None:
+        import torch.distributed as dist
+
+        # In a batch, for NCCL then uses the job's communicator and makes none for each pair.
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, flat, peer)]):
+            work.wait()
+
+
+def assembled(
+    shape: Shape, dtype: str, parts: Sequence[tuple[torch.Tensor, Sequence[Piece]]]
+) -> torch.Tensor:
+    """The tensor of which each flat array holds pieces."""
+    device = parts[0][0].device if parts else None  # None: it has no elements
+    out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    for flat, pieces in parts:
+        for piece in pieces:
+            box = piece.box
+            target = out[
+                tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            ]
+            target.copy_(
+                torch.as_strided(
+                    flat, box.sizes, piece.strides, flat.storage_offset() + piece.start
+                )
+            )
+    return out

@@ -1,0 +1,106 @@
+"""The budget in force: requests wait for their turn, and a 503 slows the whole host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smckpt.storage.budget import Share
+from smckpt.storage.host_signal import HostSignal
+from smckpt.storage.pool import pool_here
+from smckpt.storage.s3 import S3Storage
+from smckpt.storage.s3_config import S3Config, current_s3, using_s3
+from smckpt.storage.s3_pace import current_share, pace_of, sharing
+from tests.support import child
+from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.s3 import BUCKET, Server
+
+
+@pytest.fixture
+def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3_server.endpoint) as made:
+        yield made
+
+
+def config(proxy: FaultyProxy, **options: Any) -> S3Config:
+    return S3Config.from_mapping(
+        {"endpoint": proxy.endpoint, **options}, S3Config.from_environment()
+    )
+
+
+def test_requests_of_all_stores_in_a_bucket_keep_to_one_share(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    options = config(proxy, write_rate=46, read_rate=4600)
+    half = Share.of_rank(0, 2)  # twenty writes a second
+    stores = [S3Storage(f"{s3_root}/{n}", options, half).join("deeper") for n in range(3)]
+    began = time.monotonic()
+    with pool_here(12) as pool:
+        list(pool.map(lambda n: stores[n % 3].put(f"file{n}", b"x"), range(12)))
+    assert time.monotonic() - began >= 11 / 20
+    began = time.monotonic()
+    assert [len(store.list()) for store in stores] == [4, 4, 4]
+    assert time.monotonic() - began < 11 / 20, "reads have a budget of their own"
+
+
+def test_every_repetition_counts_and_a_503_slows_down(proxy: FaultyProxy, s3_root: str) -> None:
+    options = config(proxy, write_rate=23)
+    store = S3Storage(s3_root, options)
+    bucket = pace_of(options, BUCKET, Share()).writes.bucket
+    assert bucket.rate == bucket.most == pytest.approx(20)
+    proxy.spoil("PUT", "503", 2)  # botocore's own tries get over these
+    began = time.monotonic()
+    store.put("data", b"x")
+    spent = time.monotonic() - began
+    assert [line.split()[0] for line in proxy.seen] == ["PUT"] * 3
+    # The first is free; eight a second after a 503 to one who had hardly begun.
+    assert spent >= 2 / 8.5
+    assert bucket.rate < 15
+    assert pace_of(options, BUCKET, Share()).reads.bucket.rate > 4000, "reads were not refused"
+
+
+def test_a_503_to_one_process_slows_the_others_of_the_host(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server
+) -> None:
+    lane = pace_of(config(proxy), BUCKET, Share()).writes
+    lane.take()
+    assert lane.bucket.rate == lane.bucket.most
+    proxy.spoil("PUT", "503")
+    child.run(
+        """
+        import sys
+        from smckpt.storage import open_storage
+        open_storage(sys.argv[1]).put("a", b"x")
+        """,
+        s3_root,
+        **{**s3_server.environment, "SMCKPT_S3_ENDPOINT": proxy.endpoint},
+    )
+    assert proxy.left == 0
+    lane.take()
+    assert lane.bucket.rate < 100
+
+
+def test_a_folder_that_is_not_ours_is_not_trusted_and_nothing_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = HostSignal("x"), HostSignal("x")
+    (tmp_path / f"smckpt-{os.getuid()}").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"smckpt-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    first.raise_()
+    second._looked = 0
+    assert not second.raised()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_threads_of_a_pool_open_stores_under_the_callers_options() -> None:
+    chosen, share = S3Config(retries=3), Share.of_rank(3, 4)
+    with using_s3(chosen), sharing(share), pool_here(2) as pool:
+        found = set(pool.map(lambda _: (current_s3(), current_share()), range(8)))
+    assert found == {(chosen, share)}

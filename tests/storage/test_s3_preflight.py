@@ -1,0 +1,105 @@
+"""What hinders saves to S3 is found and named before the first of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from smckpt.checkpoint.claims import probe
+from smckpt.errors import CheckpointError, StorageError, UsageError
+from smckpt.storage.s3 import S3Storage
+from smckpt.storage.s3_config import S3Config, using_s3
+from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.s3 import Server
+
+SESSION = "0123456789ab"
+
+
+@pytest.fixture
+def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3_server.endpoint) as made:
+        yield made
+
+
+def try_out(proxy: FaultyProxy, url: str, **options: Any) -> dict[str, Any]:
+    fields = {"endpoint": proxy.endpoint, "retries": 1, **options}
+    with using_s3(S3Config.from_mapping(fields, S3Config.from_environment())):
+        return probe(url, SESSION, create=True, leave=False)
+
+
+def test_a_sound_store_is_tried_by_five_requests_that_leave_nothing(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    assert try_out(proxy, s3_root) == {"seen": True}
+    # The second PUT meets the first's object, whose size is then looked at: it might be our own.
+    assert [line.split()[0] for line in proxy.seen] == ["PUT", "PUT", "HEAD", "GET", "DELETE"]
+    assert all(f"probe-{SESSION}.json" in line for line in proxy.seen)
+    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+
+
+def test_it_can_be_switched_off(proxy: FaultyProxy, s3_root: str) -> None:
+    assert try_out(proxy, s3_root, preflight=False) == {"seen": True}
+    assert proxy.seen == []
+
+
+def test_a_store_that_ignores_conditions_is_refused(proxy: FaultyProxy, s3_root: str) -> None:
+    proxy.spoil("PUT", "unconditional", 2)
+    with pytest.raises(StorageError, match="ignores If-None-Match"):
+        try_out(proxy, s3_root)
+    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "said"),
+    [
+        ("PUT", "403 AccessDenied", "cannot write: access denied.*allow s3:PutObject"),
+        ("GET", "403 AccessDenied", "cannot read: access denied.*GetObject"),
+        ("DELETE", "403 AccessDenied", "written here but not deleted.*object lock"),
+        ("PUT", "400 ExpiredToken", "credentials have expired"),
+        ("PUT", "403 RequestTimeTooSkewed", "clock differs.*set the clock"),
+        ("PUT", "501 NotImplemented", "lacks this operation.*conditional PUT it must have"),
+        ("PUT", "400 IllegalLocationConstraintException", "in another region.*SMCKPT_S3_REGION"),
+        ("PUT", "301 PermanentRedirect", "in another region.*s3_region="),
+        ("PUT", "400 InvalidRequest", "InvalidRequest"),
+    ],
+)
+def test_what_the_store_refuses_is_told_at_once(
+    proxy: FaultyProxy, s3_root: str, method: str, answer: str, said: str
+) -> None:
+    proxy.spoil(method, answer, 100)
+    with pytest.raises(StorageError) as caught:
+        try_out(proxy, s3_root)
+    assert re.search(said, str(caught.value), re.DOTALL), caught.value
+    assert sum(line.startswith(method) for line in proxy.seen) <= 2, "no retries of what stays"
+
+
+def test_no_bucket_and_too_long_a_key_are_told(proxy: FaultyProxy, s3_root: str) -> None:
+    with pytest.raises(StorageError, match="no such bucket"):
+        try_out(proxy, "s3://no-such-bucket/x")
+    with pytest.raises(UsageError, match="S3 takes 1,024"):
+        try_out(proxy, f"{s3_root}/{'x' * 960}")  # a probe's key would do, a data file's not
+
+
+def test_a_bucket_that_keeps_versions_is_remarked(proxy: FaultyProxy, s3_root: str) -> None:
+    store = S3Storage("s3://versioned/x", S3Config.from_environment())
+    store.run("make", "", lambda client: client.create_bucket(Bucket="versioned"))
+    store.run(
+        "version",
+        "",
+        lambda client: client.put_bucket_versioning(
+            Bucket="versioned", VersioningConfiguration={"Status": "Enabled"}
+        ),
+    )
+    assert "keeps versions" in try_out(proxy, "s3://versioned/x")["remark"]
+
+
+def test_peers_are_told_why_they_cannot_read(proxy: FaultyProxy, s3_root: str) -> None:
+    with using_s3(S3Config(endpoint=proxy.endpoint, region="us-east-1", retries=0)):
+        assert probe(s3_root, SESSION, create=True) == {"seen": True}
+        assert probe(s3_root, SESSION, create=False) == {"seen": True}
+        proxy.spoil("GET", "403 RequestTimeTooSkewed")
+        with pytest.raises(CheckpointError, match="clock"):
+            probe(s3_root, SESSION, create=False)

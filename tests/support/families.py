@@ -1,0 +1,346 @@
+"""More families for the references: shards of Gemma, Phi-3, GPT-OSS, DeepSeek-V3, Falcon and GPT-2,
+cut from a Hugging Face state dict by straight torch code that knows nothing of smckpt's tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.references import D, G, H, State, V, _chunk, _interleaved, _layers, padded
+
+FAMILIES = (
+    "gemma2", "gemma3_text", "phi3", "gpt_oss", "deepseek_v3", "falcon", "falcon_7b", "falcon_rw",
+    "gpt2",
+)  # fmt: skip
+
+
+def config(family: str, **more: Any) -> Any:
+    import transformers as tf
+
+    common: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "vocab_size": V,
+        "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    falcon = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": H,
+              "vocab_size": V, "ffn_hidden_size": 160, "bos_token_id": 1,
+              "eos_token_id": 2}  # fmt: skip
+    if family == "gpt2":
+        return tf.GPT2Config(n_embd=128, n_layer=2, n_head=H, n_inner=160, vocab_size=V,
+                             n_positions=64, bos_token_id=1, eos_token_id=2, **more)  # fmt: skip
+    if family == "falcon":
+        return tf.FalconConfig(
+            **falcon, new_decoder_architecture=True, num_kv_heads=G, bias=True, **more
+        )
+    if family == "falcon_7b":
+        return tf.FalconConfig(**falcon, multi_query=True, parallel_attn=True, **more)
+    if family == "falcon_rw":
+        return tf.FalconConfig(
+            **falcon, multi_query=False, parallel_attn=False, bias=True, alibi=True, **more
+        )
+    theta: dict[str, Any] = {"rope_theta": 5e5}
+    if family == "gemma2":
+        return tf.Gemma2Config(**common, **theta, sliding_window=8, query_pre_attn_scalar=16)
+    if family == "gemma3_text":
+        return tf.Gemma3TextConfig(**common, sliding_window=8, query_pre_attn_scalar=16)
+    if family == "phi3":
+        own = {**common, "hidden_size": 128}
+        del own["head_dim"]
+        return tf.Phi3Config(**own, **theta, original_max_position_embeddings=64)
+    if family == "gpt_oss":
+        return tf.GptOssConfig(**{**common, "intermediate_size": 48}, num_local_experts=8,
+                               num_experts_per_tok=2, sliding_window=8)  # fmt: skip
+    assert family == "deepseek_v3"
+    common = {k: v for k, v in common.items() if k not in ("head_dim", "num_key_value_heads")}
+    return tf.DeepseekV3Config(
+        **common, **theta, num_key_value_heads=H, moe_intermediate_size=48, n_shared_experts=2,
+        n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, kv_lora_rank=24,
+        q_lora_rank=40, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+        first_k_dense_replace=1, **more,
+    )  # fmt: skip
+
+
+def model(family: str, **more: Any) -> Any:
+    """Random in all of its parameters and in the buffers that are saved."""
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_config(config(family, **more))
+    torch.manual_seed(13)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn(buffer.shape))
+    return made.eval()
+
+
+def _top(hf: State) -> State:
+    """The tensors outside the layers, by short names."""
+    names = {
+        "embed": ("model.embed_tokens.weight", "transformer.word_embeddings.weight",
+                  "transformer.wte.weight"),
+        "pos": ("transformer.wpe.weight",),
+        "norm": ("model.norm.weight", "transformer.ln_f.weight"),
+        "norm_b": ("transformer.ln_f.bias",), "head": ("lm_head.weight",),
+    }  # fmt: skip
+    return {short: hf[n] for short, many in names.items() for n in many if n in hf}
+
+
+def _layer(hf: State, i: int) -> State:
+    for at in (f"model.layers.{i}.", f"transformer.h.{i}."):
+        own = {n[len(at) :]: t for n, t in hf.items() if n.startswith(at)}
+        if own:
+            return own
+    raise AssertionError(i)
+
+
+def _attention(family: str, own: State) -> State:
+    """Query, key, value and output, weights and biases, and norms, by short names."""
+    out: State = {}
+    for kind, tail in (("weight", ""), ("bias", "_b")):
+        if family == "gpt2":
+            fused = own[f"attn.c_attn.{kind}"]
+            fused = fused if tail else fused.T
+            parts = [p.contiguous() for p in fused.chunk(3)]
+            o = own[f"attn.c_proj.{kind}"]
+            out["o" + tail] = o if tail else o.T.contiguous()
+            out["norm1" + tail], out["norm2" + tail] = own[f"ln_1.{kind}"], own[f"ln_2.{kind}"]
+        elif family.startswith("falcon"):
+            first, second = "input_layernorm", "post_attention_layernorm"
+            if "ln_attn.weight" in own:
+                first, second = "ln_attn", "ln_mlp"
+            out["norm1" + tail] = own[f"{first}.{kind}"]
+            if f"{second}.{kind}" in own:
+                out["norm2" + tail] = own[f"{second}.{kind}"]
+            if f"self_attention.dense.{kind}" not in own:
+                continue
+            groups = {"falcon": G, "falcon_7b": 1, "falcon_rw": H}[family]
+            fused = own[f"self_attention.query_key_value.{kind}"]
+            cut = fused.view(groups, H // groups + 2, D, *fused.shape[1:])
+            flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731
+            parts = [flat(cut[:, :-2]), flat(cut[:, -2:-1]), flat(cut[:, -1:])]
+            out["o" + tail] = own[f"self_attention.dense.{kind}"]
+        elif family == "phi3":
+            if tail:
+                continue
+            parts = list(own["self_attn.qkv_proj.weight"].split([H * D, G * D, G * D]))
+            out["o"] = own["self_attn.o_proj.weight"]
+        else:
+            if f"self_attn.o_proj.{kind}" in own:
+                out["o" + tail] = own[f"self_attn.o_proj.{kind}"]
+            if f"self_attn.k_proj.{kind}" not in own:
+                continue
+            parts = [own[f"self_attn.{p}_proj.{kind}"] for p in "qkv"]
+        out |= {p + tail: part.contiguous() for p, part in zip("qkv", parts, strict=True)}
+    for short, name in (
+        ("norm1", "input_layernorm.weight"), ("norm2", "post_attention_layernorm.weight"),
+        ("q_norm", "self_attn.q_norm.weight"), ("k_norm", "self_attn.k_norm.weight"),
+        ("sinks", "self_attn.sinks"),
+    ):  # fmt: skip
+        if name in own and short not in out:
+            out[short] = own[name]
+    if "pre_feedforward_layernorm.weight" in own:  # Gemma: before and after
+        out["post1"] = out["norm2"]
+        out["norm2"] = own["pre_feedforward_layernorm.weight"]
+        out["post2"] = own["post_feedforward_layernorm.weight"]
+    return out
+
+
+def _mlp(own: State) -> State:
+    """The dense MLP by short names."""
+    out: State = {}
+    if "mlp.gate_up_proj.weight" in own:
+        gate, up = own["mlp.gate_up_proj.weight"].chunk(2)
+        return {"gate": gate, "up": up, "down": own["mlp.down_proj.weight"]}
+    for short, names in (
+        ("gate", ("gate_proj",)), ("up", ("up_proj",)), ("down", ("down_proj",)),
+        ("fc1", ("dense_h_to_4h", "c_fc")), ("fc2", ("dense_4h_to_h", "c_proj")),
+    ):  # fmt: skip
+        for name in names:
+            for kind, tail in (("weight", ""), ("bias", "_b")):
+                tensor = own.get(f"mlp.{name}.{kind}")
+                if tensor is not None:
+                    flip = name.startswith("c_") and not tail
+                    out[short + tail] = tensor.T.contiguous() if flip else tensor
+    return out
+
+
+def _each_expert(own: State) -> list[State]:
+    if "mlp.experts.gate_up_proj" in own:  # GPT-OSS: gate and up alternate, transposed
+        both, bias = own["mlp.experts.gate_up_proj"], own["mlp.experts.gate_up_proj_bias"]
+        return [
+            {"gate": both[e, :, ::2].T, "up": both[e, :, 1::2].T, "gate_b": bias[e, ::2],
+             "up_b": bias[e, 1::2], "down": own["mlp.experts.down_proj"][e].T,
+             "down_b": own["mlp.experts.down_proj_bias"][e]}
+            for e in range(len(both))
+        ]  # fmt: skip
+    count = len(own["mlp.gate.weight"]) if "mlp.gate.weight" in own else 0
+    return [
+        {p: own[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
+        for e in range(count)
+    ]
+
+
+def _gated(part: State, t: int, r: int, tail: str = "") -> Tensor:
+    return torch.cat([_chunk(part["gate" + tail], t, r), _chunk(part["up" + tail], t, r)])
+
+
+def mcore(
+    family: str, hf: State, t: int, r: int, ep: int = 1, er: int = 0, *, local: bool = False,
+) -> State:  # fmt: skip
+    """Megatron-core's GPTModel: with Transformer Engine's names and grouped experts, or the local
+    spec's and experts one by one."""
+    top = _top(hf)
+    out = {"embedding.word_embeddings.weight": _chunk(padded(top["embed"], 128), t, r)}
+    for short, name in (("pos", "embedding.position_embeddings.weight"),
+                        ("norm", "decoder.final_layernorm.weight"),
+                        ("norm_b", "decoder.final_layernorm.bias")):  # fmt: skip
+        if short in top:
+            out[name] = top[short]
+    if "head" in top:
+        out["output_layer.weight"] = _chunk(padded(top["head"], 128), t, r)
+    for i in range(_layers(hf) if any("layers." in n for n in hf) else 2):
+        own = _layer(hf, i)
+        layer = _mcore_attention(family, own, t, r, local)
+        experts = _each_expert(own)
+        mlp = _mlp(own)
+        attention = _attention(family, own)
+        for kind, tail in (("weight", ""), ("bias", "_b")):
+            if "norm2" + tail in attention:
+                inside = f"mlp.linear_fc1.layer_norm_{kind}"
+                apart = f"pre_mlp_layernorm.{kind}"
+                layer[apart if local or experts else inside] = attention["norm2" + tail]
+            if "fc1" + tail in mlp:
+                layer[f"mlp.linear_fc1.{kind}"] = _chunk(mlp["fc1" + tail], t, r)
+                fc2 = mlp["fc2" + tail]
+                layer[f"mlp.linear_fc2.{kind}"] = fc2 if tail else _chunk(fc2, t, r, 1)
+        if not experts and "gate" in mlp:
+            layer["mlp.linear_fc1.weight"] = _gated(mlp, t, r)
+            layer["mlp.linear_fc2.weight"] = _chunk(mlp["down"], t, r, 1)
+        if "post2" in attention:
+            layer["mlp.linear_fc2.post_layernorm.weight"] = attention["post2"]
+        if experts:
+            layer |= _mcore_experts(own, experts, t, r, ep, er, local)
+        out |= {f"decoder.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return out
+
+
+def _mcore_attention(family: str, own: State, t: int, r: int, local: bool) -> State:
+    part = _attention(family, own)
+    mla = "self_attn.kv_a_proj_with_mqa.weight" in own
+    out: State = {"self_attention.linear_proj.weight": _chunk(part["o"], t, r, 1)}
+    for kind, tail in (("weight", ""), ("bias", "_b")):
+        if "q" + tail in part:
+            fused = _interleaved(*(part[p + tail] for p in "qkv"), H, len(part["k"]) // D, D)
+            out[f"self_attention.linear_qkv.{kind}"] = _chunk(fused, t, r)
+        if "norm1" + tail in part:
+            inside = f"self_attention.linear_qkv.layer_norm_{kind}"
+            out[f"input_layernorm.{kind}" if local or mla else inside] = part["norm1" + tail]
+    for short, name in (("o_b", "linear_proj.bias"), ("q_norm", "q_layernorm.weight"),
+                        ("k_norm", "k_layernorm.weight"),
+                        ("post1", "linear_proj.post_layernorm.weight")):  # fmt: skip
+        if short in part:
+            out["self_attention." + name] = part[short]
+    if "sinks" in part:
+        out["self_attention.core_attention.softmax_offset"] = _chunk(part["sinks"], t, r)
+    if mla:
+        norms = (
+            ("q_layernorm.weight", "kv_layernorm.weight")
+            if local
+            else ("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
+        )
+        at = "self_attention."
+        out[at + "linear_q_down_proj.weight"] = own["self_attn.q_a_proj.weight"]
+        out[at + norms[0]] = own["self_attn.q_a_layernorm.weight"]
+        out[at + "linear_q_up_proj.weight"] = _chunk(own["self_attn.q_b_proj.weight"], t, r)
+        out[at + "linear_kv_down_proj.weight"] = own["self_attn.kv_a_proj_with_mqa.weight"]
+        out[at + norms[1]] = own["self_attn.kv_a_layernorm.weight"]
+        out[at + "linear_kv_up_proj.weight"] = _chunk(own["self_attn.kv_b_proj.weight"], t, r)
+    return out
+
+
+def _mcore_experts(
+    own: State, experts: list[State], t: int, r: int, ep: int, er: int, local: bool
+) -> State:
+    oss = "mlp.router.weight" in own
+    out = {"mlp.router.weight": own["mlp.router.weight" if oss else "mlp.gate.weight"]}
+    if oss:
+        out["mlp.router.bias"] = own["mlp.router.bias"]
+    if "mlp.gate.e_score_correction_bias" in own:
+        out["mlp.router.expert_bias"] = own["mlp.gate.e_score_correction_bias"]
+    shared = {p: own[n] for p in ("gate", "up", "down")
+              if (n := f"mlp.shared_experts.{p}_proj.weight") in own}  # fmt: skip
+    if shared:
+        out["mlp.shared_experts.linear_fc1.weight"] = _gated(shared, t, r)
+        out["mlp.shared_experts.linear_fc2.weight"] = _chunk(shared["down"], t, r, 1)
+    each = len(experts) // ep
+    for e in range(each):
+        expert = experts[er * each + e]
+        at = f"mlp.experts.local_experts.{e}." if local else "mlp.experts."
+        end = "" if local else str(e)
+        out[f"{at}linear_fc1.weight{end}"] = _gated(expert, t, r)
+        out[f"{at}linear_fc2.weight{end}"] = _chunk(expert["down"], t, r, 1)
+        if "gate_b" in expert:
+            out[f"{at}linear_fc1.bias{end}"] = _gated(expert, t, r, "_b")
+            out[f"{at}linear_fc2.bias{end}"] = expert["down_b"].contiguous()
+    return out
+
+
+def te(family: str, hf: State, t: int, r: int) -> State:
+    """Transformer Engine's TransformerLayer, split, in Hugging Face's outer modules."""
+    prefix = "model.layers" if any(n.startswith("model.layers") for n in hf) else "transformer.h"
+    out: State = {}
+    for name, tensor in hf.items():
+        if f"{prefix}." not in name:
+            cut = name.endswith(("embed_tokens.weight", "word_embeddings.weight", "wte.weight",
+                                 "lm_head.weight"))  # fmt: skip
+            out[name] = _chunk(padded(tensor, 128), t, r) if cut else tensor
+    for i in range(2):
+        own = _layer(hf, i)
+        part, mlp = _attention(family, own), _mlp(own)
+        layer = {"self_attention.proj.weight": _chunk(part["o"], t, r, 1)}
+        if "o_b" in part:
+            layer["self_attention.proj.bias"] = part["o_b"]
+        for kind, tail in (("weight", ""), ("bias", "_b")):
+            for word, short in (("query", "q"), ("key", "k"), ("value", "v")):
+                if short + tail in part:
+                    layer[f"self_attention.layernorm_qkv.{word}_{kind}"] = _chunk(
+                        part[short + tail], t, r)  # fmt: skip
+            if "norm1" + tail in part:
+                layer[f"self_attention.layernorm_qkv.layer_norm_{kind}"] = part["norm1" + tail]
+            if "norm2" + tail in part:
+                layer[f"layernorm_mlp.layer_norm_{kind}"] = part["norm2" + tail]
+            if "fc1" + tail in mlp:
+                layer[f"layernorm_mlp.fc1_{kind}"] = _chunk(mlp["fc1" + tail], t, r)
+                fc2 = mlp["fc2" + tail]
+                layer[f"layernorm_mlp.fc2_{kind}"] = fc2 if tail else _chunk(fc2, t, r, 1)
+        if "gate" in mlp:
+            layer["layernorm_mlp.fc1_weight"] = _gated(mlp, t, r)
+            layer["layernorm_mlp.fc2_weight"] = _chunk(mlp["down"], t, r, 1)
+        out |= {f"{prefix}.{i}.{name}": tensor for name, tensor in layer.items()}
+    return out
+
+
+def hf_tp(family: str, made: Any, t: int, r: int) -> State:
+    """What each rank holds under transformers' own plan, names as in memory."""
+    out = {}
+    for name, tensor in made.state_dict().items():
+        last = name.split(".")[-2] if not name.endswith("_proj") else name.split(".")[-1]
+        mla = family == "deepseek_v3" and ".self_attn." in name
+        if last in ("o_proj", "down_proj") and not mla:
+            out[name] = _chunk(tensor, t, r, tensor.dim() - 1)
+        elif last == "gate_up_proj" and tensor.dim() == 3:
+            gate, up = tensor.chunk(2, 1)
+            out[name] = torch.cat([_chunk(gate, t, r, 1), _chunk(up, t, r, 1)], 1)
+        elif not mla and last in (
+            "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head",
+            "qkv_proj", "gate_up_proj",
+        ):  # fmt: skip
+            out[name] = _chunk(tensor, t, r)
+        else:
+            out[name] = tensor
+    return out

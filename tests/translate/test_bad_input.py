@@ -1,0 +1,200 @@
+"""What must not become a model in silence: names and shapes of another one, NaN, mixed dtypes,
+shards that are missing or of another step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smckpt import errors, export_hf
+from smckpt.translate.meta_model import compare
+from tests.support import child, shards
+from tests.support import references as ref
+
+State = dict[str, torch.Tensor]
+
+
+@cache
+def _model(family: str = "llama") -> Any:
+    return ref.model(family)
+
+
+def state_of(family: str = "llama") -> State:
+    return {name: tensor.clone() for name, tensor in _model(family).state_dict().items()}
+
+
+def saved(folder: Path, state: State, world: int = 1) -> Path:
+    return shards.write(folder / "ckpt", world, lambda r: shards.fsdp2(state, r, world))
+
+
+# -- another model than the config's ---------------------------------------------------------------
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_listed(tmp_path):
+    state = state_of()
+    state["model.layers.0.surprise"] = state.pop("model.layers.1.mlp.up_proj.weight")
+    state["model.norm.weight"] = torch.ones(32)
+    with pytest.raises(errors.KeysMismatchError) as caught:
+        export_hf(saved(tmp_path, state), tmp_path / "hf", config=_model().config)
+    assert "LlamaForCausalLM" in str(caught.value)
+    for text in (
+        "model.layers.1.mlp.up_proj.weight is missing",
+        "model.layers.0.surprise is unexpected",
+        "model.norm.weight has the shape (32,), not (64,)",
+    ):
+        assert text in str(caught.value)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 128), ("intermediate_size", 176), ("num_hidden_layers", 3)]
+)
+def test_a_config_that_contradicts_the_shapes_is_refused(tmp_path, field, value):
+    checkpoint = saved(tmp_path, state_of())
+    config = {**_model().config.to_dict(), field: value}
+    with pytest.raises(errors.KeysMismatchError, match=r"not \(|is missing"):
+        export_hf(checkpoint, tmp_path / "hf", config=config)
+    export_hf(checkpoint, tmp_path / "hf", config=config, against_model=False)
+
+
+def test_experts_one_by_one_and_packed_are_both_the_models_own():
+    model = _model("qwen3_moe")
+    memory = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    disk = {n: shape for n, shape in memory.items() if ".experts." not in n}
+    for i in range(2):
+        for e in range(8):
+            at = f"model.layers.{i}.mlp.experts.{e}."
+            disk |= {f"{at}{part}_proj.weight": (48, 64) for part in ("gate", "up")}
+            disk[f"{at}down_proj.weight"] = (64, 48)
+    for shapes in (memory, disk):
+        assert compare(model.config.to_dict(), shapes) == ("Qwen3MoeForCausalLM", [])
+
+
+def test_a_model_that_transformers_does_not_know_is_exported_with_a_note(tmp_path):
+    checkpoint = saved(tmp_path, {"w": torch.randn(3, 4)})
+    report = export_hf(checkpoint, tmp_path / "hf", config={"model_type": "ours"})
+    assert any("not compared" in note and "ours" in note for note in report.notes)
+
+
+def test_an_export_without_torch_is_compared_by_a_child(tmp_path):
+    state = state_of()
+    state["model.norm.weight"] = torch.ones(32)
+    _model().config.save_pretrained(tmp_path / "config")
+    code = """
+    import sys
+    from smckpt import errors, export_hf
+    try:
+        export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3])
+    except errors.KeysMismatchError as error:
+        print("model.norm.weight has the shape (32,)" in str(error), "torch" in sys.modules)
+    """
+    arguments = (str(saved(tmp_path, state)), str(tmp_path / "hf"), str(tmp_path / "config"))
+    assert child.run(code, *arguments, timeout=120) == "True False"
+
+
+# -- NaN and infinity ------------------------------------------------------------------------------
+
+
+def spoiled() -> State:
+    state = {"fine": torch.randn(300), "ids": torch.full((4,), 1 << 62)}
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        tensor = torch.full((200_000,), torch.finfo(dtype).max, dtype=dtype)
+        tensor[[1, 150_000]] = torch.tensor([torch.nan, -torch.inf], dtype=dtype)
+        state[str(dtype).removeprefix("torch.")] = tensor
+    state["e5m2"] = torch.tensor([1.0, torch.inf, -torch.nan]).to(torch.float8_e5m2)
+    state["e4m3"] = torch.tensor([448.0, -torch.nan, torch.nan]).to(torch.float8_e4m3fn)
+    return state
+
+
+def test_nan_and_infinity_are_counted_by_name_and_refused(tmp_path):
+    checkpoint = saved(tmp_path, spoiled())
+    with pytest.raises(errors.UsageError, match="6 tensors hold NaN or infinity") as caught:
+        export_hf(checkpoint, tmp_path / "hf")
+    assert "bfloat16 (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
+    assert list((tmp_path / "hf").glob("*")) == []
+    report = export_hf(checkpoint, tmp_path / "hf", allow_nonfinite=True)
+    assert report.nonfinite == dict.fromkeys(
+        ("bfloat16", "e4m3", "e5m2", "float16", "float32", "float64"), 2
+    )
+    assert any("NaN" in note for note in report.notes)
+    assert load_file(tmp_path / "hf" / "model.safetensors")["float32"][1].isnan()
+
+
+def test_nan_in_a_translated_model_is_named_as_the_export_names_it(tmp_path):
+    model = _model()
+    state = ref.on_disk(model, tmp_path)
+    shard = ref.mcore(state, 1, 0)
+    shard["decoder.layers.1.mlp.linear_fc1.weight"][0, 3] = torch.nan
+    save_file(shard, tmp_path / "rank.safetensors")
+    with pytest.raises(errors.UsageError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight \(1\)"):
+        export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=model.config)
+
+
+def test_the_command_refuses_nan_unless_it_is_told(tmp_path):
+    checkpoint = saved(tmp_path, {"w": torch.tensor([1.0, torch.nan])})
+    command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "w (1)" in refused.stderr.replace("\n", " ")
+    command += ["--allow-nonfinite", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["nonfinite"] == {"w": 1}
+
+
+# -- parts that do not belong together -------------------------------------------------------------
+
+
+def test_ranks_whose_dtypes_differ_are_refused(tmp_path):
+    model = _model()
+    cuts = [ref.mcore(ref.on_disk(model, tmp_path), 2, r) for r in range(2)]
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    cuts[1][name] = cuts[1][name].bfloat16()
+    paths = write_ranks(tmp_path, cuts)
+    with pytest.raises(errors.UsageError, match=rf"{name} is float32 .* bfloat16"):
+        export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+
+
+def test_files_that_record_different_steps_are_refused(tmp_path):
+    state = ref.on_disk(_model(), tmp_path)
+    paths = []
+    for rank in range(2):
+        paths.append(tmp_path / f"rank{rank}.pt")
+        torch.save({"model": ref.mcore(state, 2, rank), "iteration": 100 + rank}, paths[-1])
+    with pytest.raises(errors.UsageError, match=r"different steps.*100.*101"):
+        export_hf(paths, tmp_path / "hf", tp=2, config=_model().config)
+
+
+def test_a_shard_that_is_missing_is_told_and_nothing_is_left(tmp_path):
+    checkpoint = saved(tmp_path, state_of(), world=3)
+    lost = shards.files(checkpoint)[1]
+    lost.unlink()
+    with pytest.raises(errors.CheckpointError, match=lost.name):
+        export_hf(checkpoint, tmp_path / "hf", config=_model().config)
+    assert not list((tmp_path / "hf").glob("*"))
+
+
+def test_a_shard_of_another_step_is_told_by_its_checksum(tmp_path):
+    state = state_of()
+    first = saved(tmp_path / "1", state, world=2)
+    second = saved(tmp_path / "2", {n: t + 1 for n, t in state.items()}, world=2)
+    victim, other = shards.files(first)[1], shards.files(second)[1]
+    assert victim.stat().st_size == other.stat().st_size
+    os.replace(other, victim)
+    with pytest.raises(errors.CorruptCheckpointError, match=victim.name):
+        export_hf(first, tmp_path / "hf", config=_model().config)
+    assert not list((tmp_path / "hf").glob("*"))
+
+
+def write_ranks(folder: Path, cuts: list[State]) -> list[Path]:
+    paths = [folder / f"rank{number}.safetensors" for number in range(len(cuts))]
+    for path, cut in zip(paths, cuts, strict=True):
+        save_file(cut, path)
+    return paths

@@ -1,0 +1,388 @@
+"""FULL state of tensor-parallel models, live: translated as it is taken, or not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullStateDictConfig as TorchConfig
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+import smckpt
+from smckpt import FULL, FullStateDictConfig, ParallelState, errors, sm_state_dict_type
+from tests.support import references as ref
+from tests.support.launch import run_ranks
+from tests.support.parallel_models import Named, own_group, parallel_llama
+
+State = dict[str, torch.Tensor]
+TOKENS = torch.arange(24).view(2, 12) * 5 % 120
+ON_RANK0 = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+
+
+class Job:
+    """What the cases of one rank work with."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.degrees = ParallelState(4, tensor_parallel_degree=2)
+        self.shard_group = own_group(self.degrees.ranker.get_fsdp_groups())
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        self.llama, self.config = self.saved("llama")
+
+    def saved(self, family: str) -> tuple[State, dict[str, Any]]:
+        state, config = torch.load(self.folder / f"{family}.pt")
+        return state, config
+
+    def model(self, how: str) -> Any:
+        model = parallel_llama(self.config, self.llama, self.degrees)
+        layers = list(model.model.layers)
+        if how == "fsdp1":
+            return FSDP(
+                model,
+                process_group=self.shard_group,
+                auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
+                device_id=torch.device("cpu"),
+            )
+        for part in (*layers, model):
+            fully_shard(part, mesh=self.mesh["shard"])
+        return model
+
+    def cut(self, how: Callable[..., State], **more: Any) -> State:
+        return how(self.llama, 2, self.degrees.tp_rank, **more)
+
+
+def taken(model: nn.Module, how: Any = ON_RANK0, **more: Any) -> dict[str, Any]:
+    with sm_state_dict_type(model, FULL, how, **more):
+        return model.state_dict()
+
+
+def differences(found: dict[str, Any], wanted: State) -> list[str]:
+    """Names on one side only, or whose tensors are not plain, or not of equal bits."""
+    bad = sorted(found.keys() ^ wanted.keys())
+    for name in found.keys() & wanted.keys():
+        if type(found[name]) is not torch.Tensor or not torch.equal(found[name], wanted[name]):
+            bad.append(name)
+    return bad
+
+
+def raised(act: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        act()
+    except errors.CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# -- the cases: run on all ranks, in one order -----------------------------------------------------
+
+
+def fsdp1(job: Job) -> Any:
+    model = job.model("fsdp1")
+    with torch.no_grad():
+        logits = model(TOKENS)
+    found = taken(model, parallel_state=job.degrees)
+    if dist.get_rank() == 0:
+        (job.folder / "fsdp1").mkdir()
+        torch.save(found, job.folder / "fsdp1" / "pytorch_model.bin")
+        torch.save(logits, job.folder / "fsdp1" / "logits.pt")
+    return differences(found, job.llama if dist.get_rank() == 0 else {})
+
+
+def fsdp2_on_all_ranks(job: Job) -> Any:
+    found = taken(job.model("fsdp2"), FullStateDictConfig(), parallel_state=job.degrees)
+    return differences(found, job.llama)
+
+
+def the_documentations_snippet(job: Job) -> Any:
+    """As in SMP's documentation; ours are the two lines that ask for it."""
+    warnings.simplefilter("ignore", FutureWarning)
+    model, save_dir = job.model("fsdp1"), job.folder / "snippet"
+    extension = smckpt.extend_torch_config(parallel_state=job.degrees)
+    with FSDP.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        TorchConfig(
+            rank0_only=True,
+            offload_to_cpu=True,
+            # translate_on_save=True
+        ),
+    ):
+        state_dict = model.state_dict()
+    if dist.get_rank() == 0:
+        os.makedirs(save_dir, exist_ok=True)
+        torch.save(state_dict, os.path.join(save_dir, "pytorch_model.bin"))
+    dist.barrier()
+    off = TorchConfig(rank0_only=True, translate_on_save=False)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, off):
+        kept = model.state_dict()
+    shown = repr(off)
+    twice, _ = raised(smckpt.extend_torch_config)
+    extension.undo()
+    stock = False
+    try:
+        TorchConfig(translate_on_save=True)
+    except TypeError:
+        stock = TorchConfig(True, True) == TorchConfig(True, True)
+    return {
+        "found": differences(state_dict, job.llama if dist.get_rank() == 0 else {}),
+        "untranslated": differences(kept, joined(job) if dist.get_rank() == 0 else {}),
+        "twice": twice,
+        "repr": shown,
+        "stock again": stock and "translate" not in repr(TorchConfig()),
+    }
+
+
+def dtensors_tell_by_their_mesh(job: Job) -> Any:
+    out = {}
+    for shards in (False, True):
+        model = Named(job.cut(ref.mcore), job.config)
+        for name, parameter in list(model.named_parameters()):
+            if parameter.dim() > 1:  # norms stay plain
+                dim = int("linear_proj" in name or "fc2" in name)
+                value = DTensor.from_local(parameter.data, job.mesh["tp"], [Shard(dim)])
+                owner, _, last = name.rpartition(".")
+                model.get_submodule(owner)._parameters[last] = nn.Parameter(value)
+        if shards:
+            fully_shard(model, mesh=job.mesh["shard"])
+        found = taken(model)
+        out[shards] = differences(found, job.llama if dist.get_rank() == 0 else {})
+    return out
+
+
+def experts_of_expert_parallel_ranks(job: Job) -> Any:
+    state, config = job.saved("mixtral")
+    degrees = ParallelState(4, tensor_parallel_degree=2, expert_parallel_degree=2)
+    own = ref.mcore(state, 2, degrees.tp_rank, 2, degrees.ep_rank)
+    found = taken(Named(own, config), parallel_state=degrees)
+    off = FullStateDictConfig(translate_on_save=False)
+    refused = raised(lambda: taken(Named(own, config), off, parallel_state=degrees))
+    return differences(found, state if dist.get_rank() == 0 else {}), *refused
+
+
+def tied_heads_are_one_tensor(job: Job) -> Any:
+    config = {**job.config, "tie_word_embeddings": True}
+    cut = {n: t for n, t in job.cut(ref.te).items() if n != "lm_head.weight"}
+    found = taken(Named(cut, config), parallel_state=job.degrees)
+    wanted = {**job.llama, "lm_head.weight": job.llama["model.embed_tokens.weight"]}
+    if dist.get_rank():
+        return found == {}
+    return (
+        differences(found, wanted) == []
+        and found["lm_head.weight"] is found["model.embed_tokens.weight"]
+    )
+
+
+def untranslated(job: Job) -> Any:
+    own = FullStateDictConfig(rank0_only=True, translate_on_save=False)
+    found = taken(job.model("fsdp1"), own, parallel_state=job.degrees)
+    return differences(found, joined(job) if dist.get_rank() == 0 else {})
+
+
+def joined(job: Job) -> State:
+    """The ranks' arrays one after the other, by straight torch code."""
+    cuts = [ref.te(job.llama, 2, r) for r in range(2)]
+    wanted = {}
+    for name, first in cuts[0].items():
+        dim = 1 if name.endswith(("proj.weight", "fc2_weight")) else 0
+        alike = torch.equal(first, cuts[1][name])
+        wanted[name] = first if alike else torch.cat([cut[name] for cut in cuts], dim)
+    return {n: t for n, t in wanted.items() if not n.endswith("_extra_state")}
+
+
+def huggingface_names_stay(job: Job) -> Any:
+    """Packed experts too, which are called otherwise on disk."""
+    out = {}
+    mixtral, config = job.saved("mixtral in memory")
+    for family, state, about in (("llama", job.llama, job.config), ("mixtral", mixtral, config)):
+        model = Named(state, about)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        out[family] = differences(taken(model), state if dist.get_rank() == 0 else {})
+    return out
+
+
+def refusals(job: Job) -> Any:
+    fused = Named(job.cut(ref.te, fused="per_rank"), job.config)
+    te = job.cut(ref.te)
+    drifted = {n: t + (job.degrees.tp_rank if "norm" in n else 0) for n, t in te.items()}
+    tall = {n: t for n, t in te.items() if "layers.1" not in n}
+    state = {"parallel_state": job.degrees}
+    say: dict[str, Callable[[], Any]] = {
+        "ambiguous": lambda: taken(fused, **state),
+        "unknown": lambda: taken(Named(tall, job.config), **state),
+        "wrong layout": lambda: taken(Named(te, job.config), layout="mcore_te", **state),
+        "no config": lambda: taken(Named(te), **state),
+        "no ranks": lambda: taken(Named(te, job.config)),
+        "no ranks, untranslated": lambda: taken(
+            Named(te, job.config), FullStateDictConfig(translate_on_save=False)
+        ),
+        "another job's": lambda: taken(
+            Named(te, job.config), parallel_state=ParallelState(2, tensor_parallel_degree=2)
+        ),
+        "drifted": lambda: taken(Named(drifted, job.config), **state),
+        "another dtype": lambda: taken(
+            Named({n: t.to(torch.float64 if dist.get_rank() == 3 else t.dtype)
+                   for n, t in te.items()}, job.config), **state
+        ),
+        "only": lambda: taken(Named(te, job.config), only="trainable", **state),
+        "no such config": lambda: taken(fused, {"rank0_only": True}),
+        "translated, loaded": lambda: given_back(job, FullStateDictConfig()),
+        "joined, loaded": lambda: given_back(job, FullStateDictConfig(translate_on_save=False)),
+        "layout with LOCAL": lambda: sm_state_dict_type(
+            fused, smckpt.LOCAL, layout="te_fused"
+        ).__enter__(),
+    }  # fmt: skip
+    out: dict[str, Any] = {name: raised(act) for name, act in say.items()}
+    out["named"] = differences(
+        taken(fused, layout="te_fused", **state), job.llama if dist.get_rank() == 0 else {}
+    )
+    out["given"] = differences(
+        taken(Named(te), config=job.config, **state), job.llama if dist.get_rank() == 0 else {}
+    )
+    return out
+
+
+def given_back(job: Job, how: FullStateDictConfig) -> None:
+    model = job.model("fsdp1")
+    with sm_state_dict_type(model, FULL, how, parallel_state=job.degrees):
+        model.load_state_dict(model.state_dict())
+
+
+CASES = [
+    fsdp1, fsdp2_on_all_ranks, the_documentations_snippet, dtensors_tell_by_their_mesh,
+    experts_of_expert_parallel_ranks, tied_heads_are_one_tensor, untranslated,
+    huggingface_names_stay, refusals,
+]  # fmt: skip
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    job = Job(folder)
+    return {case.__name__: case(job) for case in CASES}
+
+
+# -- the tests -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], Any]:
+    folder = tmp_path_factory.mktemp("on-save")
+    llama = ref.model("llama")
+    for family, model in (("llama", llama), ("mixtral", ref.model("mixtral"))):
+        state = ref.on_disk(model, folder / f"hub-{family}")
+        torch.save((state, model.config.to_dict()), folder / f"{family}.pt")
+        memory = {n: t.detach() for n, t in model.state_dict().items()}
+        torch.save((memory, model.config.to_dict()), folder / f"{family} in memory.pt")
+    return folder, run_ranks(all_cases, 4, str(folder)), llama
+
+
+def loads_and_computes_the_same(folder: Path, llama: Any) -> float:
+    """Whether `from_pretrained` finds every tensor; the largest difference of logits."""
+    from transformers import AutoModelForCausalLM
+
+    llama.config.save_pretrained(folder)
+    loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        expected = llama(TOKENS).logits
+        return float((loaded(TOKENS).logits - expected).abs().max())
+
+
+def test_fsdp1_over_tensor_parallel_ranks_comes_out_in_huggingface_names(made) -> None:
+    folder, ranks, llama = made
+    assert [rank["fsdp1"] for rank in ranks] == [[]] * 4
+    assert loads_and_computes_the_same(folder / "fsdp1", llama) == 0
+    logits = torch.load(folder / "fsdp1" / "logits.pt")
+    with torch.no_grad():
+        assert (logits - llama(TOKENS).logits).abs().max() <= 1e-5
+
+
+def test_fsdp2_over_tensor_parallel_ranks_comes_out_on_every_rank(made) -> None:
+    assert [rank["fsdp2_on_all_ranks"] for rank in made[1]] == [[]] * 4
+
+
+def test_the_snippet_of_smps_documentation_works_and_torch_can_be_put_back(made) -> None:
+    folder, ranks, llama = made
+    for rank in ranks:
+        told = rank["the_documentations_snippet"]
+        assert told["found"] == [] and told["untranslated"] == []
+        assert told["twice"] == "UsageError" and told["stock again"]
+        assert "translate_on_save=False" in told["repr"]
+    assert loads_and_computes_the_same(folder / "snippet", llama) == 0
+
+
+def test_a_mesh_with_a_tp_dimension_tells_which_rank_is_which(made) -> None:
+    assert [rank["dtensors_tell_by_their_mesh"] for rank in made[1]] == [{False: [], True: []}] * 4
+
+
+def test_experts_come_from_their_expert_parallel_ranks(made) -> None:
+    for rank in made[1]:
+        bad, kind, text = rank["experts_of_expert_parallel_ranks"]
+        assert bad == []
+        assert kind == "UsageError" and "translate_on_save=True" in text
+
+
+def test_a_tied_head_is_the_embedding_itself(made) -> None:
+    assert all(rank["tied_heads_are_one_tensor"] for rank in made[1])
+
+
+def test_untranslated_the_ranks_arrays_stand_one_after_the_other(made) -> None:
+    assert [rank["untranslated"] for rank in made[1]] == [[]] * 4
+
+
+def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
+    for rank in made[1]:
+        assert rank["huggingface_names_stay"] == {"llama": [], "mixtral": []}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("ambiguous", "UsageError", ["te_fused, te_fused_interleaved", "layout="]),
+        ("unknown", "UsageError", ["nearest is te_split", "layers.1", "translate_on_save=False"]),
+        ("wrong layout", "KeysMismatchError", ["mcore_te", "decoder.layers.0"]),
+        ("no config", "UsageError", ["config="]),
+        ("no ranks", "TopologyError", ["parallel_state="]),
+        ("no ranks, untranslated", "TopologyError", ["parallel_state="]),
+        ("another job's", "TopologyError", ["2 ranks", "has 4"]),
+        ("drifted", "TensorMismatchError", ["copies differ", "model.norm.weight"]),
+        ("another dtype", "TensorMismatchError", ["float32 and float64"]),
+        ("only", "UsageError", ["only="]),
+        ("no such config", "UsageError", ["dict"]),
+        ("translated, loaded", "KeysMismatchError", ["q_proj", "translate_on_save=False"]),
+        ("joined, loaded", "TensorMismatchError", ["embed_tokens", "LOCAL"]),
+        ("layout with LOCAL", "UsageError", ["layout="]),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_on_every_rank(made, case, kind, words) -> None:
+    for rank in made[1]:
+        found, text = rank["refusals"][case]
+        assert found == kind, text
+        assert all(word in text for word in words), text
+
+
+def test_a_layout_and_a_config_can_be_given(made) -> None:
+    for rank in made[1]:
+        assert rank["refusals"]["named"] == [] and rank["refusals"]["given"] == []
+
+
+def test_one_process_needs_no_process_group() -> None:
+    llama = ref.model("llama")
+    state = {n: t.detach() for n, t in llama.state_dict().items()}
+    model = Named(ref.te(state, 1, 0), llama.config)
+    assert differences(taken(model), state) == []
+
+
+def test_the_config_takes_what_torchs_takes_and_nothing_else() -> None:
+    assert FullStateDictConfig(True, False).offload_to_cpu
+    with pytest.raises(errors.UsageError, match="translate_on_save='no'"):
+        FullStateDictConfig(translate_on_save="no")  # type: ignore[arg-type]

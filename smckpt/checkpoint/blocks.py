@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
@@ -219,6 +220,7 @@ class Readers:
         self.scratch = Scratch()
         self._verify = verify
         self._lock = threading.Lock()
+        self._context = copy_context()  # stores have the options of this call, in any thread
         self._storages: dict[str, Storage] = {}
         self._readers: dict[SavedFile, BlockReader] = {}
 
@@ -240,7 +242,7 @@ class Readers:
 
     def _storage(self, directory: str) -> Storage:
         if directory not in self._storages:
-            self._storages[directory] = open_storage(directory)
+            self._storages[directory] = self._context.run(open_storage, directory)
         return self._storages[directory]
 
 

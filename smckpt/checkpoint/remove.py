@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import Contents
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import open_storage
+from smckpt.storage.pool import pool_here
 
 __all__ = ["RemoveReport", "remove_checkpoint"]
 
@@ -44,7 +44,7 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     places = [top.join(group.directory) for group in contents.groups]
     if contents.record is not None:
         top.delete(contents.record)
-    with ThreadPoolExecutor(_DELETERS, "smckpt-remove") as pool:
+    with pool_here(_DELETERS, "smckpt-remove") as pool:
 
         def all_of(deletions: Iterable[tuple[Callable[[str], None], str]]) -> None:
             for done in pool.map(lambda each: each[0](each[1]), deletions):

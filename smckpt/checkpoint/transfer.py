@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import FileWriter, Storage, open_storage
+from smckpt.storage.pool import pool_here
 from smckpt.storage.urls import join_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
@@ -344,7 +345,7 @@ class _Workers:
     """Threads, and no more calls begun than keep them busy: a file is open from its first piece."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "smckpt-copy")
+        self._pool = pool_here(threads, "smckpt-copy")
         self._most = 2 * threads
 
     def do(self, calls: Iterable[_Call]) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ import numpy as np
 from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.storage.s3_config import S3Config, s3_options, using_s3
+from smckpt.storage.urls import is_local, is_s3_url
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.config import (
@@ -96,6 +99,8 @@ def export_hf(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     overwrite: bool = False,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
     allow_nonfinite: bool = False,
     against_model: bool = True,
     lora: str | None = None,
@@ -131,6 +136,7 @@ def export_hf(
         threads: how many read and write; by default one for each processor, at most 8.
         progress: called with (bytes written, bytes in all) after each chunk, one call at a time.
         overwrite: replace a model that is in `out_dir`. The old one is gone first.
+        s3_region, s3client_config: where `checkpoint` or `out_dir` is in S3, as in `save`.
         allow_nonfinite: export weights that hold NaN or infinity too; the report counts them.
         against_model: compare names and shapes with the model that transformers makes of `config`
             (on the meta device), where transformers is installed, before anything is written.
@@ -157,16 +163,17 @@ def export_hf(
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
     settings = read_config(base if config is None and lora == "merge" else config)
     tokens = _tokenizer(tokenizer, settings)
-    if lora is None:
-        _refuse_given("without lora=", lora_config=lora_config, base=base)
-        found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-    else:
-        _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
-        found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
-    files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+    with using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)):
+        if lora is None:
+            _refuse_given("without lora=", lora_config=lora_config, base=base)
+            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+        else:
+            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
+            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+        output = Output(os.fspath(out_dir), files)
     model = settings if against_model and found.adapter is None else None
     notes = [*found.notes, *_compared(found, model)]
-    output = Output(os.fspath(out_dir), files)
     nonfinite = NonFinite()
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
@@ -174,9 +181,10 @@ def export_hf(
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
+        # First: an object appears when it is whole, so a single file of weights loads from then on.
+        _write_companions(output, settings, tokens, found)
         write_chunks(found.source, output, files, workers, progress, nonfinite.look)
         notes += _finite(nonfinite.counts, allow_nonfinite, output.url)
-        _write_companions(output, settings, tokens, found)
         output.publish(_index(files) if len(files) > 1 else None)
         on_failure.pop_all()
     for note in notes:
@@ -401,8 +409,13 @@ def _write_companions(
     if isinstance(tokenizer, Path):
         for path in tokenizer_files(tokenizer):
             output.put(path.name, path.read_bytes())
-    elif tokenizer is not None:
+    elif tokenizer is not None and is_local(output.url):
         tokenizer.save_pretrained(output.url)
+    elif tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).iterdir()):
+                output.put(path.name, path.read_bytes())
 
 
 def _index(files: Sequence[OutputFile]) -> bytes:
@@ -448,6 +461,14 @@ def _tokenizer(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | Non
         f"tokenizer= is a {type(tokenizer).__name__}",
         remedy="pass a directory, or a tokenizer that has save_pretrained",
     )
+
+
+def _s3_of(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> S3Config | None:
+    """The options of the one, or both, that are in S3."""
+    urls = [os.fspath(out_dir)]
+    if isinstance(checkpoint, (str, os.PathLike)):
+        urls.append(os.fspath(checkpoint))
+    return s3_options(next(filter(is_s3_url, urls), urls[0]), region, config)
 
 
 def _dtype_name(dtype: Any) -> str | None:

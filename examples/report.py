@@ -99,7 +99,7 @@ class History:
         return SaveCost(first["attempt"], first["step"], **slowest, stall=stall, bytes=size)
 
 
-def publish(directory: Path, log: Log) -> bool:
+def publish(directory: Path, log: Log, checkpoints: str | None = None) -> bool:
     """Print table and proof, draw the figure; whether all losses equal the uninterrupted run's."""
     history, console = History(log), Console(width=100, highlight=False)
     console.print(_table(history))
@@ -108,7 +108,8 @@ def publish(directory: Path, log: Log) -> bool:
     console.print("\n[bold]The exported model writes:[/]")
     console.print(history.text + "\n", markup=False, style="dim")
     draw(history, directory / "train.png")
-    console.print(f"Figure: {directory / 'train.png'}    Checkpoints: smckpt ls {directory}")
+    place = checkpoints or directory
+    console.print(f"Figure: {directory / 'train.png'}    Checkpoints: smckpt ls {place}")
     if history.differences:
         console.print("LOSSES DIFFER", *history.differences[:5], sep="\n", style="bold red")
     elif history.compared:

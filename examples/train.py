@@ -9,6 +9,9 @@ finish. The last checkpoint is exported as a Hugging Face directory, which then 
 The same training runs once more, uninterrupted and without a single save: every loss must be equal
 in every bit. A table and a figure end the run. `main` tells it in this order.
 
+With --checkpoint-dir s3://bucket/prefix checkpoints go to S3. Where no AWS credentials and no
+endpoint are configured, it starts an S3 server on this machine for the run, and says so.
+
 GPUs are used where there is one for each process; else gloo on CPUs.
 """
 
@@ -54,14 +57,15 @@ from smckpt import (
 def main() -> None:
     args = arguments(__doc__)
     if not under_torchrun():
-        start_torchrun(args.world)
+        start_torchrun(args)
     run = Run(args, join())
+    refuse_other_runs(run)
     with Accident(args.kill_at, args.steps, run.log) as accident:
         train(run, run.checkpoints, accident)
     export_and_generate(run)
     if not args.no_reference:
         train(run, None, None)
-    equal = dist.get_rank() != 0 or report.publish(run.directory, run.log)
+    equal = dist.get_rank() != 0 or report.publish(run.directory, run.log, run.checkpoints)
     leave()
     sys.exit(0 if equal else 1)
 
@@ -80,7 +84,7 @@ class Job:
     step: int = 0
 
 
-def train(run: Run, checkpoints: Path | None, accident: Accident | None) -> None:
+def train(run: Run, checkpoints: str | None, accident: Accident | None) -> None:
     """Train to the last step; from the newest checkpoint, if there is one.
 
     Args:
@@ -171,7 +175,7 @@ def state_of(run: Run, job: Job) -> dict[str, Any]:
         }
 
 
-def save(run: Run, job: Job, checkpoints: Path, accident: Accident | None) -> Save:
+def save(run: Run, job: Job, checkpoints: str, accident: Accident | None) -> Save:
     """Save in the background; returns when the state is in memory of its own."""
 
     def committed(handle: Any) -> None:  # on one rank of each group
@@ -182,7 +186,7 @@ def save(run: Run, job: Job, checkpoints: Path, accident: Accident | None) -> Sa
 
     handle = async_save(
         state_of(run, job),
-        checkpoint_id=run.directory_of_group(checkpoints / f"step_{job.step}"),
+        checkpoint_id=run.directory_of_group(f"{checkpoints}/step_{job.step}"),
         process_group=run.group,
         parallel_state=run.degrees if run.kind is LOCAL else None,
         step=job.step,
@@ -191,7 +195,7 @@ def save(run: Run, job: Job, checkpoints: Path, accident: Accident | None) -> Sa
     return Save(handle, time.time())
 
 
-def resume(run: Run, job: Job, checkpoints: Path) -> None:
+def resume(run: Run, job: Job, checkpoints: str) -> None:
     """Load the newest complete checkpoint, if there is one."""
     found = latest_checkpoint(checkpoints)  # one rank looks, the others are told
     if found is None:
@@ -205,6 +209,13 @@ def resume(run: Run, job: Job, checkpoints: Path) -> None:
     job.step = state["step"]
     set_random_state(state["random"], run.device)
     say(f"resumed from the checkpoint of step {job.step}")
+
+
+def refuse_other_runs(run: Run) -> None:
+    """Checkpoints that this run did not write would be taken for its own."""
+    found = latest_checkpoint(run.checkpoints)
+    if found is not None and not run.log.events("start"):
+        sys.exit(f"{found.path} is of another run: pass its --out, or another --checkpoint-dir")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -282,8 +293,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
         self.directory: Path = args.out or Path("runs") / os.environ["TORCHELASTIC_RUN_ID"][:8]
-        self.checkpoints = self.directory / "checkpoints"
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.checkpoints: str = args.checkpoint_dir or str(self.directory / "checkpoints")
         self.log = Log(self.directory / "log.jsonl")
         self.text = read_text(args.data)
         self.config: LlamaConfig = llama_config(
@@ -297,11 +308,11 @@ class Run:
         )
         self.group = self._replication_group() if self.kind is LOCAL else None
 
-    def directory_of_group(self, step: str | Path) -> Path:
+    def directory_of_group(self, step: str) -> str:
         """Where this rank's group saves a step: several groups have a directory each in it."""
         if self.group is None or self.group.size() == dist.get_world_size():
-            return Path(step)
-        return Path(step) / f"tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"
+            return step
+        return f"{step.rstrip('/')}/tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"
 
     def _replication_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same shard as this one: they share the writing."""

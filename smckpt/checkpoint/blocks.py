@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
@@ -156,10 +157,18 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: the file of checksums is damaged or missing.
         """
+        return int.from_bytes(self.stored_sums()[8 * block : 8 * block + 8], "little")
+
+    def stored_sums(self) -> bytes:
+        """The file of checksums, held against the manifest's checksum of the whole file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged or missing.
+        """
         with self._lock:
             if self._sums is None:
                 self._sums = self._load_sums()
-        return int.from_bytes(self._sums[8 * block : 8 * block + 8], "little")
+            return self._sums
 
     def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
         wanted = sum(len(segment.buffer) for segment in segments)
@@ -211,6 +220,7 @@ class Readers:
         self.scratch = Scratch()
         self._verify = verify
         self._lock = threading.Lock()
+        self._context = copy_context()  # stores have the options of this call, in any thread
         self._storages: dict[str, Storage] = {}
         self._readers: dict[SavedFile, BlockReader] = {}
 
@@ -232,7 +242,7 @@ class Readers:
 
     def _storage(self, directory: str) -> Storage:
         if directory not in self._storages:
-            self._storages[directory] = open_storage(directory)
+            self._storages[directory] = self._context.run(open_storage, directory)
         return self._storages[directory]
 
 

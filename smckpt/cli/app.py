@@ -38,7 +38,7 @@ threads = click.option(
     type=click.IntRange(1, 256),
     default=4,
     show_default=True,
-    help="Threads that read.",
+    help="Threads that read, and write where something is written.",
 )
 
 
@@ -173,6 +173,59 @@ def _verify_hf(
 
 
 @app.command()
+@click.argument("source")
+@click.argument("target")
+@threads
+@as_json
+def cp(source: str, target: str, threads: int, as_json: bool) -> None:
+    """Copy the checkpoint in SOURCE to the directory TARGET, on disk or in S3.
+
+    What its manifests name is copied, and checked on the way. Given again after it was cut short,
+    it takes up what is whole already.
+    """
+    from smckpt.checkpoint.transfer import copy_checkpoint
+
+    with progress_bar("copying", quiet=as_json) as progress:
+        report = copy_checkpoint(source, target, threads=threads, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+        return
+    there = ""
+    if report.files_present:
+        there = f", of which {count_text(report.files_present, 'file')} "
+        there += f"({bytes_text(report.nbytes_present)} of data) were there"
+    print_line(
+        f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}{there}, "
+        f"{report.seconds:.1f} s: {report.target}"
+    )
+
+
+@app.command()
+@click.argument("checkpoint")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@as_json
+def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
+    """Remove the newest CHECKPOINT at a place: the files that its manifests name, no others."""
+    from smckpt.checkpoint.contents import contents_of
+    from smckpt.checkpoint.remove import remove_checkpoint
+
+    contents = contents_of(checkpoint)
+    step = "" if contents.step is None else f" of step {contents.step}"
+    size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.nbytes)}"
+    if not yes:
+        click.confirm(
+            f"Remove the checkpoint{step} at {contents.url} ({size})?", abort=True, err=True
+        )
+    report = remove_checkpoint(contents)
+    if as_json:
+        print_json(report.to_json())
+        return
+    print_line(f"removed {size}: {report.path}")
+    if report.left is not None:
+        print_line(f"an older checkpoint is there now: {report.left}")
+
+
+@app.command()
 @click.argument("checkpoint", nargs=-1, required=True)
 @click.argument("out")
 @click.option("--layout", help="The tensor-parallel layout; left out: found from the names.")
@@ -194,6 +247,13 @@ def _verify_hf(
     default=True,
     help="Compare names and shapes with transformers' model of the config, where it is installed.",
 )
+@click.option(
+    "--lora",
+    type=click.Choice(["adapter", "merge"]),
+    help="Of a PEFT model: its adapter alone, or merged into the base.",
+)
+@click.option("--lora-config", help="With --lora: adapter_config.json, or a directory with it.")
+@click.option("--base", help="With --lora merge: a directory with the base's weights.")
 @as_json
 def export(
     checkpoint: tuple[str, ...],
@@ -209,6 +269,9 @@ def export(
     overwrite: bool,
     allow_nonfinite: bool,
     against_model: bool,
+    lora: str | None,
+    lora_config: str | None,
+    base: str | None,
     as_json: bool,
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
@@ -235,6 +298,9 @@ def export(
             overwrite=overwrite,
             allow_nonfinite=allow_nonfinite,
             against_model=against_model,
+            lora=lora,
+            lora_config=lora_config,
+            base=base,
         )
     if as_json:
         print_json(asdict(report))

@@ -151,6 +151,14 @@ class Storage(Protocol):
     def discard_unfinished(self, names: Collection[str]) -> None:
         """Give up what was begun under these names and not finished; files that bear them stay."""
 
+    def stored_crc64(self, name: str) -> int | None:
+        """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
+        it keeps none, and only reading the file tells.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+        """
+
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""
 

@@ -108,6 +108,12 @@ class S3Storage:
                 seen(buffer)
 
     def size(self, name: str) -> int:
+        return int(self._look_up(name)["ContentLength"])
+
+    def stored_crc64(self, name: str) -> int | None:
+        return Checksum("crc64nvme").stored_value(self._look_up(name))
+
+    def _look_up(self, name: str) -> dict[str, Any]:
         key, path = self.key(name), self.path(name)
         head = self.run("look up the size", path, lambda client: self.head(client, key))
         if head is None:
@@ -116,7 +122,7 @@ class S3Storage:
                 remedy="look at the URL; `smckpt ls` on its parent shows what is there",
                 path=path,
             )
-        return int(head["ContentLength"])
+        return head
 
     def list_unfinished(self) -> list[str]:
         return sorted({key[len(self._prefix) :] for key, _ in self._uploads()})

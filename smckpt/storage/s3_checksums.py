@@ -53,3 +53,8 @@ class Checksum:
             return None
         found: str | None = answer.get(f"Checksum{self.algorithm}")
         return found
+
+    def stored_value(self, answer: dict[str, Any]) -> int | None:
+        """The same as a number."""
+        found = self.stored(answer)
+        return None if found is None else int.from_bytes(base64.b64decode(found), "big")

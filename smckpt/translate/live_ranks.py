@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.errors import TensorMismatchError, TopologyError, UsageError
 from smckpt.layout.geometry import Box, Piece, Shape
 from smckpt.state_dict.gather import Told
 from smckpt.topology import ParallelState
@@ -121,6 +121,12 @@ class Places:
     @property
     def many(self) -> bool:
         return self.tp * self.ep > 1
+
+    def view(self, key: Key, shape: Shape) -> None:
+        raise UsageError(
+            f"{key.name} is held folded, not as {list(shape)}",
+            remedy="save LOCAL, and translate with export_hf",
+        )
 
     def places(self, row: Told) -> set[Coordinate]:
         return {self.coordinates[rank] for rank in row.ranks}

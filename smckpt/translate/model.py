@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.layout.geometry import Shape
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
@@ -40,6 +41,9 @@ class Holder(Protocol):
 
     @property
     def held(self) -> Mapping[str, Held]: ...
+
+    def view(self, key: Key, shape: Shape) -> None:
+        """Give a tensor out in another shape from now on, its elements in the same order."""
 
 
 @dataclass(frozen=True)

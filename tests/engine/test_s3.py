@@ -253,6 +253,53 @@ def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_pa
     assert load_file(file)["weight"].flatten().tolist() == list(range(12))
 
 
+def two_layers(root: str) -> None:
+    torch.manual_seed(1)
+    model = {"model": {f"layers.{i}.weight": torch.randn(1024, 1024) for i in range(4)}}
+    smckpt.save(model, checkpoint_id=root)
+
+
+class Tokenizer:
+    def save_pretrained(self, directory: str) -> None:
+        Path(directory, "tokenizer.json").write_text("{}")
+
+
+def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
+    s3_root: str, tmp_path: Path
+) -> None:
+    run_ranks(two_layers, 1, str(tmp_path / "run"))
+    local = smckpt.export_hf(tmp_path / "run", tmp_path / "out", max_shard_size="9MiB")
+    store = open_storage(f"{s3_root}/out")
+    done: list[str] = []  # objects, as they appear
+
+    def note(params: dict[str, object], **_: object) -> None:
+        done.append(str(params["Key"]).rpartition("/")[2])
+
+    config = smckpt.S3Config.from_mapping({"chunk_size_MB": 5}, smckpt.S3Config.from_environment())
+    with using_s3(config):  # the client that the export will have, too
+        client = open_storage(s3_root).run("look", s3_root, lambda c: c)
+    for operation in ("CompleteMultipartUpload", "PutObject"):
+        client.meta.events.register(f"provide-client-params.s3.{operation}", note)
+    try:
+        report = smckpt.export_hf(
+            tmp_path / "run", store.url, max_shard_size="9MiB", tokenizer=Tokenizer(),
+            s3client_config=config,
+        )  # fmt: skip
+    finally:
+        for operation in ("CompleteMultipartUpload", "PutObject"):
+            client.meta.events.unregister(f"provide-client-params.s3.{operation}", note)
+    assert report.files == local.files
+    assert len(report.files) == 2
+    assert done == ["tokenizer.json", *sorted(report.files), "model.safetensors.index.json"]
+    for name in (*report.files, done[-1]):
+        assert store.read(name) == (tmp_path / "out" / name).read_bytes()
+    with pytest.raises(smckpt.UsageError, match="not empty"):
+        smckpt.export_hf(tmp_path / "run", store.url)
+    again = smckpt.export_hf(tmp_path / "run", store.url, overwrite=True)
+    assert {info.name for info in store.list()} == {"tokenizer.json", *again.files}
+    assert len(again.files) == 1
+
+
 def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path: Path) -> None:
     from smckpt.storage.s3_config import s3_options
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -12,20 +13,18 @@ from nbclient import NotebookClient
 
 from tests.support.main_job import ROOT, environment
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_end(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def executed(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The outputs of a notebook's cells; all of them ran, and wrote into one directory of runs."""
     # in a copy of the tree, so that it writes into no checkout
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "notebooks").mkdir()
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
     client = NotebookClient(
         notebook,
         timeout=200,  # seconds a cell
@@ -35,11 +34,26 @@ def test_a_notebook_runs_to_its_end(
     client.execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
-    kinds = {kind for cell in cells for out in cell.outputs for kind in out.get("data", ())}
-    assert "image/png" in kinds
+    return [out for cell in cells for out in cell.outputs]
+
+
+def test_the_quickstart_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = executed("quickstart", tmp_path, monkeypatch)
+    assert "image/png" in {kind for out in outputs for kind in out.get("data", ())}
     assert (tmp_path / "runs" / "quickstart" / "train.png").exists()
     assert os.listdir(tmp_path / "runs") == ["quickstart"]
 
 
-def test_there_is_a_notebook() -> None:
-    assert "quickstart" in [path.stem for path in NOTEBOOKS]
+def test_the_export_runs_to_its_end_and_wrong_layouts_are_refused_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = executed("export", tmp_path, monkeypatch)
+    text = "".join(out.get("text", "") for out in outputs)
+    assert "differ by at most" in text
+    assert text.count("KeysMismatchError: ") == 2 and text.count("TensorMismatchError: ") == 2
+    assert "several layouts: te_fused, te_fused_interleaved" in text
+    assert os.listdir(tmp_path / "runs") == ["tensor-parallel"]
+
+
+def test_every_notebook_is_run() -> None:
+    assert NOTEBOOKS == ["export", "quickstart"]

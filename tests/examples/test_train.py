@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from smckpt import find_checkpoints, verify_checkpoint
 from tests.support.main_job import ROOT, SMALL, Outcome, run_main_job
+from tests.support.s3 import server_program
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +209,56 @@ def test_a_kill_before_the_first_commit_starts_over(tmp_path: Path) -> None:
 def test_users_own_text_files_are_taken(tmp_path: Path) -> None:
     outcome = run_main_job(tmp_path, *SMALL, "--data", str(ROOT / "docs"), str(ROOT / "README.md"))
     assert_killed_and_equal(outcome)
+
+
+@pytest.fixture
+def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "SMCKPT_S3_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    if server_program() is None:
+        pytest.skip("no S3 server here: pip install smckpt[s3-test]")
+
+
+def test_without_aws_a_server_is_started_for_the_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, no_aws: None
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import launch
+
+    command = [sys.executable, "-m", "smckpt.cli", "ls", "s3://demo/run"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-dir", "s3://demo/run"])
+    args = launch.arguments(None)
+    args.out = tmp_path
+    assert launch.s3_is_configured() == ""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert launch.run_beside_server(args, command) == 0
+    printed = capfd.readouterr().out
+    assert "No AWS credentials and no endpoint" in printed
+    assert "no committed checkpoint in or below s3://demo/run" in printed
+    monkeypatch.setenv("SMCKPT_S3_ENDPOINT", "http://127.0.0.1:9")
+    assert "SMCKPT_S3_ENDPOINT" in launch.s3_is_configured()
+
+
+@pytest.mark.long
+def test_with_its_checkpoints_in_s3_it_is_killed_and_resumes_equal(
+    tmp_path: Path, no_aws: None
+) -> None:
+    options = (*SMALL, "--checkpoint-dir", "s3://demo/run")
+    outcome = run_main_job(tmp_path, *options)
+    assert_killed_and_equal(outcome)
+    assert "started an S3 server" in outcome.output
+    again = run_main_job(tmp_path, *options, "--no-reference")
+    assert "resumed from the checkpoint of step 12" in again.output
+
+
+@pytest.mark.long
+def test_checkpoints_of_another_run_are_not_taken_for_its_own(tmp_path: Path) -> None:
+    options = (*SMALL, "--no-reference", "--kill-at", "never", "--checkpoint-dir")
+    first = run_main_job(tmp_path / "first", *options, str(tmp_path / "shared"))
+    assert first.status == 0, first.output
+    other = run_main_job(tmp_path / "other", *options, str(tmp_path / "shared"))
+    assert other.status != 0
+    assert "is of another run" in other.output

@@ -1,128 +1,17 @@
-"""A real S3 server on loopback, with keys; started once for a run of the tests."""
+"""The S3 server of the tests: that of the example, with one bucket."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager
+
+from examples.loopback_s3 import KEY, SECRET, Server, server_program
+from examples.loopback_s3 import serve as serve_bucket
 
 __all__ = ["BUCKET", "KEY", "SECRET", "Server", "serve", "server_program"]
 
 BUCKET = "ckpt"
-KEY, SECRET = "smckpt-test", "smckpt-test-secret"
-_START_SECONDS = 60.0
-_STOP_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    endpoint: str
-    pid: int
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What leads smckpt, in this process or another, to this server and to no other keys."""
-        return {
-            "SMCKPT_S3_ENDPOINT": self.endpoint,
-            "SMCKPT_S3_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
-
-def server_program() -> str | None:
-    """The path of the server's program; None where the extra `s3-test` is not installed."""
-    beside = Path(sys.executable).parent  # an environment is often used without being on PATH
-    return shutil.which("weed", path=str(beside)) or shutil.which("weed")
-
-
-@contextlib.contextmanager
-def serve() -> Iterator[Server]:
-    """Start the server in a fresh directory; stop it, by its process, and remove the directory."""
-    program = server_program()
-    assert program is not None
-    with tempfile.TemporaryDirectory(prefix="smckpt-s3-") as folder:
-        ports = _free_ports(6)
-        names = ("s3", "master", "filer", "volume", "admin", "webdav")
-        command = [program, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-        command += [f"-{n}.port={p}" for n, p in zip(names, ports, strict=True)]
-        # gRPC listens 10,000 higher unless told otherwise
-        command += [f"-{n}.port.grpc={p + 10_000}" for n, p in zip(names[:5], ports, strict=False)]
-        command += ["-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
-        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
-        command += [f"-bucket={BUCKET}"]
-        log = Path(folder, "server.log")
-        environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-        environment["TMPDIR"] = folder  # its sockets go there
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment
-            )
-        try:
-            server = Server(f"http://127.0.0.1:{ports[0]}", process.pid)
-            _wait(server, process, log)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the bucket takes an object."""
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    client = boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        region_name="us-east-1",
-        aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5),
-    )
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            client.put_object(Bucket=BUCKET, Key=".ready", Body=b"x")
-            client.delete_object(Bucket=BUCKET, Key=".ready")
-            return
-        except (BotoCoreError, ClientError) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")[-3000:]
-                raise AssertionError(f"the S3 server did not start: {error}\n{said}") from error
-            time.sleep(0.1)  # a server that is starting offers nothing to wait for
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free, and 10,000 higher too."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        for port in range(20_000 + os.getpid() % 10_000, 45_000, 7):
-            try:
-                for each in (port, port + 10_000):
-                    taken = held.enter_context(socket.socket())
-                    taken.bind(("127.0.0.1", each))
-            except OSError:
-                continue
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise AssertionError("no free ports")
+def serve() -> AbstractContextManager[Server]:
+    """A fresh server; what it holds goes with it."""
+    return serve_bucket(BUCKET)

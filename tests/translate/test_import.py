@@ -163,7 +163,7 @@ def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
     app(["export", *files, hf, "--tp", "2", "--config", folder, "--json"], standalone_mode=False)
     print("torch" in sys.modules)
     """
-    told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"))
+    told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"), timeout=120)
     assert told.endswith("False")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == state.keys()

@@ -1,0 +1,402 @@
+"""Copying a committed checkpoint to another place, between any two stores.
+
+Bytes are held against the checkpoint's checksums as they pass, so what arrives is what was saved.
+Data goes first, the manifests after it, the record last: a copy that is killed is no checkpoint,
+and copying again takes up what is whole already.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, Segment, not_missing
+from smckpt.checkpoint.choose import choose_commit, commits_at
+from smckpt.checkpoint.contents import Contents, Group, contents_of
+from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
+from smckpt.checkpoint.format import FileRecord, open_json
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import FileWriter, Storage, open_storage
+from smckpt.storage.pool import pool_here
+from smckpt.storage.urls import join_url
+
+__all__ = ["CopyReport", "copy_checkpoint"]
+
+_PIECE = 16 << 20  # bytes that a thread copies at once, where the target does not say
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What was copied, and how many of the files, and bytes of data, were there already."""
+
+    source: str
+    target: str
+    identity: str
+    files: int
+    nbytes: int
+    files_present: int
+    nbytes_present: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def copy_checkpoint(
+    source: str, target: str, *, threads: int = 4, progress: Progress | None = None
+) -> CopyReport:
+    """Copy the newest committed checkpoint at `source` to the directory `target`, byte for byte.
+
+    Only what its record and manifests name is copied. A file that is at the target already, with
+    the size and checksum of the manifest, is left as it is; one that differs is replaced. Memory:
+    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Of two copies to
+    one place on a file system at one time, either may spoil the other's files: run one at a time.
+
+    Args:
+        threads: that read, check and write.
+        progress: called with (bytes done, bytes in all), from any thread, one call at a time.
+
+    Raises:
+        UsageError: the places are the same, `source` is one group of several, or another
+            checkpoint is at `target`.
+        CorruptCheckpointError: the source is damaged; nothing was committed at the target.
+        StorageError: a store refused; what has been copied is taken up by the next call.
+    """
+    began = time.monotonic()
+    contents = contents_of(source)
+    copy = _Copy(contents, open_storage(contents.url), open_storage(target), progress)
+    copy.refuse_another()
+    with ExitStack() as cleanup:
+        cleanup.callback(copy.close)
+        workers = cleanup.enter_context(_Workers(threads))
+        workers.do(copy.small_files())
+        workers.do(copy.looks())
+        workers.do(copy.pieces())
+        workers.do(copy.manifests())
+        copy.record()
+    return CopyReport(
+        source=contents.url,
+        target=copy.target.url,
+        identity=contents.identity,
+        files=contents.files,
+        nbytes=contents.nbytes,
+        files_present=copy.present.files,
+        nbytes_present=copy.present.nbytes,
+        seconds=time.monotonic() - began,
+    )
+
+
+class _Copy:
+    def __init__(
+        self, contents: Contents, source: Storage, target: Storage, progress: Progress | None
+    ) -> None:
+        if source.url == target.url:
+            raise UsageError(
+                "a checkpoint is not copied onto itself",
+                remedy="name another place",
+                path=target.url,
+            )
+        self.contents, self.source, self.target = contents, source, target
+        self.present = _Count(progress, contents.nbytes)
+        self._memory = _Memory()
+        self._groups = [
+            _GroupCopy(group, source.join(group.directory), target.join(group.directory))
+            for group in contents.groups
+        ]
+
+    def refuse_another(self) -> None:
+        """A commit that is there would hide, or be hidden by, the one that is copied."""
+        ours = {self.contents.identity, *(g.manifest_name for g in self.contents.groups)}
+        for place in [self.target, *(group.target for group in self._groups)]:
+            if all(name in ours for _, _, name in commits_at(place)):
+                continue
+            try:
+                found = choose_commit(place).identity
+            except CheckpointNotFoundError:
+                continue  # the rest of an unfinished save or copy
+            except CheckpointError as error:
+                found = f"one that cannot be read ({error.message})"
+            if found not in ours:
+                raise UsageError(
+                    f"another checkpoint is there: {found}",
+                    remedy="choose an empty place, or remove that one with `smckpt rm`",
+                    path=place.url,
+                )
+
+    # What is to be done, in this order; the calls of each are made by any threads.
+
+    def small_files(self) -> Iterator[_Call]:
+        """Parts and checksums."""
+        for group in self._groups:
+            group.there = {info.name: info.size for info in group.target.list()}
+            for part in group.group.manifest.parts:
+                yield self._part, (group, part.name, part.crc64)
+            for file in group.files:
+                yield self._sums, (group, file)
+
+    def looks(self) -> Iterator[_Call]:
+        """At the data that the target has already."""
+        return ((self._look, (file,)) for group in self._groups for file in group.files)
+
+    def pieces(self) -> Iterator[_Call]:
+        """Of the data that it has not."""
+        for group in self._groups:
+            for file in group.files:
+                if not file.present:
+                    yield from ((self._piece, (file, low)) for low in file.begin())
+
+    def manifests(self) -> Iterator[_Call]:
+        return ((self._manifest, (group,)) for group in self._groups)
+
+    def record(self) -> None:
+        """It commits several groups."""
+        name = self.contents.record
+        if name is not None:
+            data = _read(self.source, name)
+            open_json(data, join_url(self.source.url, name))
+            there = any(info.name == name for info in self.target.list(name))
+            self._create(self.target, name, data, there)
+
+    def close(self) -> None:
+        """Abort the files that are not whole."""
+        with ExitStack() as each:
+            each.callback(self.source.close)
+            each.callback(self.target.close)
+            for group in self._groups:
+                each.callback(group.source.close)
+                each.callback(group.target.close)
+                for file in group.files:
+                    each.callback(file.abort)
+
+    # -- one file each ---------------------------------------------------------------------------
+
+    def _part(self, group: _GroupCopy, name: str, crc: str) -> None:
+        self._put(group, name, _checked(group.source, name, crc))
+
+    def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
+        self._put(group, file.record.crc_name, file.reader.stored_sums())
+
+    def _put(self, group: _GroupCopy, name: str, data: bytes) -> None:
+        if name in group.there:
+            if group.there[name] == len(data) and group.target.read(name) == data:
+                self.present.add_file(0)
+                return
+            group.target.delete(name)
+        group.target.put(name, data)
+
+    def _look(self, file: _FileCopy) -> None:
+        if file.look(self._memory):
+            self.present.add_file(file.record.size)
+
+    def _piece(self, file: _FileCopy, low: int) -> None:
+        self.present.progressed(file.copy(low, self._memory))
+
+    def _manifest(self, group: _GroupCopy) -> None:
+        name, crc = group.group.manifest_name, group.group.manifest_crc64
+        data = _read(group.source, name) if crc is None else _checked(group.source, name, crc)
+        open_json(data, join_url(group.source.url, name))
+        self._create(group.target, name, data, name in group.there)
+
+    def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
+        if not target.put_exclusive(name, data) and target.read(name) != data:
+            raise StorageError(
+                "a file of this name is there, with other bytes",
+                remedy="remove it, or choose an empty place",
+                path=join_url(target.url, name),
+            )
+        if there:
+            self.present.add_file(0)
+
+
+class _GroupCopy:
+    """Where a group's files come from and go to; there: the sizes of what the target holds."""
+
+    def __init__(self, group: Group, source: Storage, target: Storage) -> None:
+        self.group, self.source, self.target = group, source, target
+        self.there: dict[str, int] = {}
+        scratch = Scratch()
+        self.files = [
+            _FileCopy(
+                self, BlockReader(source, SavedFile(source.url, file, part.rank), True, scratch)
+            )
+            for part in group.manifest.parts
+            for file in part.files
+        ]
+
+
+class _FileCopy:
+    """One data file, copied in pieces by several threads."""
+
+    def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
+        self.reader = reader
+        self.record: FileRecord = reader.file.record
+        self.present = False
+        self._group = group
+        self._lock = threading.Lock()
+        self._writer: FileWriter | None = None
+        self._step = _PIECE
+        self._left = 0
+        self._whole = False
+
+    def look(self, memory: _Memory) -> bool:
+        """Whether the target has it, whole. What it has in its place is deleted."""
+        name, target = self.record.name, self._group.target
+        if name not in self._group.there:
+            return False
+        if self._group.there[name] == self.record.size:
+            value = target.stored_crc64(name)
+            if value is None:
+                value = _crc_of(target, name, self.record.size, memory)
+            self.present = hex64(value) == self.record.crc64
+        if not self.present:
+            target.delete(name)
+        return self.present
+
+    def begin(self) -> Sequence[int]:
+        """Begin the file; where the pieces start."""
+        self._writer = self._group.target.create_file(self.record.name, self.record.size)
+        # Whole parts of an upload, so that none is gathered in memory a second time.
+        self._step = self._writer.piece or _PIECE
+        starts = range(0, max(self.record.size, 1), self._step)
+        self._left = len(starts)
+        return starts
+
+    def copy(self, low: int, memory: _Memory) -> int:
+        """Copy a piece; the file is made durable with its last. Returns the piece's size."""
+        assert self._writer is not None
+        high = min(low + self._step, self.record.size)
+        data = memory.take(self._step)[: high - low]
+        if data:
+            self.reader.fill(low, high, [Segment(low, data)])
+            self._writer.write_at(low, data, self._sum(low, high))
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._writer.finish()
+            self._whole = True
+        return len(data)
+
+    def abort(self) -> None:
+        if self._writer is not None and not self._whole:
+            self._writer.abort()
+
+    def _sum(self, low: int, high: int) -> int:
+        """Of bytes [low, high), which were just found to be those that the checksums speak of."""
+        value = 0
+        for at in range(low, high, BLOCK):
+            value = combine(value, self.reader.stored_sum(at // BLOCK), min(BLOCK, high - at))
+        return value
+
+
+class _Count:
+    """What was there already, and how far the copy is."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.files = 0
+        self.nbytes = 0
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add_file(self, nbytes: int) -> None:
+        """A file that is there already."""
+        with self._lock:
+            self.files += 1
+            self.nbytes += nbytes
+        self.progressed(nbytes)
+
+    def progressed(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+class _Memory(threading.local):
+    """Page-aligned memory of one thread, which direct writes ask for."""
+
+    def __init__(self) -> None:
+        self._have = memoryview(b"")
+
+    def take(self, size: int) -> memoryview:
+        if len(self._have) < size:
+            self._have = memoryview(mmap.mmap(-1, size))
+        return self._have[:size]
+
+
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class _Workers:
+    """Threads, and no more calls begun than keep them busy: a file is open from its first piece."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = pool_here(threads, "smckpt-copy")
+        self._most = 2 * threads
+
+    def do(self, calls: Iterable[_Call]) -> None:
+        """Make all calls; the first failure ends it."""
+        pending: set[Future[None]] = set()
+        try:
+            for call, arguments in calls:
+                pending.add(self._pool.submit(call, *arguments))
+                if len(pending) >= self._most:
+                    pending = _settled(pending)
+            while pending:
+                pending = _settled(pending)
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _settled(pending: set[Future[None]]) -> set[Future[None]]:
+    """Wait for one or more; returns the others."""
+    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+    for future in done:
+        future.result()
+    return pending
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    with not_missing(join_url(storage.url, name)):
+        return storage.read(name)
+
+
+def _checked(storage: Storage, name: str, crc: str) -> bytes:
+    data = _read(storage, name)
+    if hex64(crc64(data)) != crc:
+        raise CorruptCheckpointError(
+            "the file is not the one that the checkpoint names (checksum differs)",
+            remedy="use an older checkpoint, and check the file system",
+            path=join_url(storage.url, name),
+        )
+    return data
+
+
+def _crc_of(storage: Storage, name: str, size: int, memory: _Memory) -> int:
+    value = 0
+    for low in range(0, size, _PIECE):
+        data = memory.take(_PIECE)[: min(_PIECE, size - low)]
+        storage.read_into(name, low, [data])
+        value = crc64(data, value)
+    return value

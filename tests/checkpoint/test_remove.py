@@ -1,0 +1,93 @@
+"""Removing a checkpoint: what its manifests name goes, all else stays."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.remove import remove_checkpoint
+from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.storage import open_storage
+from tests.support import synthetic
+from tests.support.copies import contents, killed_at
+from tests.support.saves import hybrid
+from tests.support.synthetic import Step, kept, on_mesh
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Two steps of two groups, in the same directories."""
+    mesh = hybrid((0, 1, 2, 3), 2)
+    rules = [on_mesh("w", (10, 6), mesh, "R S0"), kept("step")]
+    made = synthetic.state(rules, synthetic.whole({"w": (10, 6), "step": ()}))
+    saver = Step(tmp_path / "step", {"part0": (0, 2), "part1": (1, 3)}, made)
+    for _ in range(2):
+        saver.save()
+    return tmp_path / "step"
+
+
+def test_the_newest_goes_the_older_and_what_is_not_ours_stays(two: Path) -> None:
+    (two / "part0" / "notes.txt").write_text("not ours")
+    everything, newest = contents(two), contents_of(str(two))
+    report = remove_checkpoint(newest)
+    left = contents(two)
+    assert len(left) == len(everything) - report.files
+    assert left.items() <= everything.items()
+    assert report.left == open_catalogue(str(two)).identity != newest.identity
+    assert verify_checkpoint(str(two)).ok
+    assert remove_checkpoint(contents_of(str(two))).left is None
+    assert list(contents(two)) == ["part0/notes.txt"]
+    with pytest.raises(CheckpointNotFoundError):
+        contents_of(str(two))
+
+
+def test_in_s3_too(two: Path, s3_root: str) -> None:
+    copied = copy_checkpoint(str(two), s3_root)
+    open_storage(s3_root).put("notes.txt", b"not ours")
+    report = remove_checkpoint(contents_of(s3_root))
+    assert (report.files, report.left) == (copied.files, None)
+    assert list(contents(s3_root)) == ["notes.txt"]
+
+
+def test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none(
+    two: Path, tmp_path: Path
+) -> None:
+    newest = open_catalogue(str(two)).identity
+    for moment in itertools.count():
+        place = str(shutil.copytree(two, tmp_path / f"killed-{moment}"))
+        if not killed_at(moment, lambda at=place: remove_checkpoint(contents_of(at))):
+            break
+        report = verify_checkpoint(place)
+        assert report.ok
+        assert (report.identity == newest) == (moment == 0)
+    assert moment > 8
+
+
+def test_what_is_no_checkpoint_is_refused_and_left(two: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data.txt").write_text("mine")
+    with pytest.raises(CheckpointNotFoundError):
+        contents_of(str(tmp_path / "other"))
+    with pytest.raises(UsageError, match="one group of a step"):
+        contents_of(str(two / "part0"))
+
+
+def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    from smckpt.checkpoint.format import open_json, seal_json
+
+    for path in two.glob("record-*"):
+        body = open_json(path.read_bytes(), str(path))
+        for group in body["groups"]:
+            group["directory"] = f"../step/{group['directory']}"
+        (inner / path.name).write_bytes(seal_json(body))
+    with pytest.raises((UsageError, CorruptCheckpointError)):
+        contents_of(str(inner))

@@ -1,0 +1,68 @@
+"""For tests of copies and removals: all files at a place, and a process killed at a given write."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from smckpt.storage import Storage, open_storage
+from smckpt.storage.posix import PosixStorage, PosixWriter
+
+__all__ = ["contents", "files_below", "killed_at"]
+
+_CHANGES = [
+    (PosixStorage, "put"),
+    (PosixStorage, "put_exclusive"),
+    (PosixStorage, "delete"),
+    (PosixWriter, "write_at"),
+    (PosixWriter, "finish"),
+]
+
+
+def files_below(storage: Storage, way: str = "") -> Iterator[tuple[str, Storage, str]]:
+    """(way, storage, name) of each file at and below a place, claims of epochs left out."""
+    for info in storage.list():
+        if not info.name.startswith("epoch-"):
+            yield f"{way}{info.name}", storage, info.name
+    for name in storage.list_dirs():
+        yield from files_below(storage.join(name), f"{way}{name}/")
+
+
+def contents(url: str | Path) -> dict[str, bytes]:
+    """All files at and below a place, by their way from it."""
+    return {way: store.read(name) for way, store, name in files_below(open_storage(str(url)))}
+
+
+def killed_at(moment: int, act: Callable[[], Any]) -> bool:
+    """Run `act` in a child that is killed before its `moment`-th change of a file system; whether
+    it was."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _count_down(moment)
+            act()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def _count_down(moment: int) -> None:
+    left = [moment]
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments)
+
+        return counting
+
+    for owner, name in _CHANGES:
+        setattr(owner, name, counted(getattr(owner, name)))

@@ -7,6 +7,7 @@ and copying again takes up what is whole already.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -37,6 +38,8 @@ __all__ = ["CopyReport", "copy_checkpoint"]
 _PIECE = 16 << 20  # bytes that a thread copies at once, where the target does not say
 
 Progress = Callable[[int, int], None]
+
+log = logging.getLogger("smckpt")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class _Copy:
     def small_files(self) -> Iterator[_Call]:
         """Parts and checksums."""
         for group in self._groups:
-            group.there = {info.name: info.size for info in group.target.list()}
+            group.look()
             for part in group.group.manifest.parts:
                 yield self._part, (group, part.name, part.crc64)
             for file in group.files:
@@ -223,11 +226,15 @@ class _Copy:
 
 
 class _GroupCopy:
-    """Where a group's files come from and go to; there: the sizes of what the target holds."""
+    """Where a group's files come from and go to.
+
+    there: the sizes of what the target holds. unfinished: names that were only begun there.
+    """
 
     def __init__(self, group: Group, source: Storage, target: Storage) -> None:
         self.group, self.source, self.target = group, source, target
         self.there: dict[str, int] = {}
+        self.unfinished: frozenset[str] = frozenset()
         scratch = Scratch()
         self.files = [
             _FileCopy(
@@ -236,6 +243,14 @@ class _GroupCopy:
             for part in group.manifest.parts
             for file in part.files
         ]
+
+    def look(self) -> None:
+        """What is at the target, whole or begun by a copy that was killed."""
+        self.there = {info.name: info.size for info in self.target.list()}
+        try:
+            self.unfinished = frozenset(self.target.list_unfinished())
+        except StorageError as error:  # who may write need not have the right to look for them
+            log.warning("unfinished uploads may stay and cost storage: %s", error)
 
 
 class _FileCopy:
@@ -268,7 +283,10 @@ class _FileCopy:
 
     def begin(self) -> Sequence[int]:
         """Begin the file; where the pieces start."""
-        self._writer = self._group.target.create_file(self.record.name, self.record.size)
+        name, target = self.record.name, self._group.target
+        if name in self._group.unfinished:
+            target.discard_unfinished(name)
+        self._writer = target.create_file(name, self.record.size)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE
         starts = range(0, max(self.record.size, 1), self._step)

@@ -131,6 +131,21 @@ def test_what_is_there_and_whole_is_left_and_what_is_not_is_replaced(
     assert contents(target) == contents(large)
 
 
+def test_uploads_that_a_killed_copy_left_are_given_up_and_no_others(
+    large: Path, s3_root: str
+) -> None:
+    store = open_storage(s3_root)
+    ours = shards.files(large)[0].name
+    with using_s3(S3Config.from_mapping({"chunk_size_MB": 5}, S3Config.from_environment())):
+        parted = open_storage(s3_root)
+    for name in (ours, "other"):
+        parted.create_file(name, 20 << 20).write_at(0, memoryview(bytes(5 << 20)))
+    assert store.list_unfinished() == [ours, "other"]
+    copy_checkpoint(str(large), s3_root)
+    assert store.list_unfinished() == ["other"]
+    assert contents(s3_root) == contents(large)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_copy_killed_at_any_write_is_no_checkpoint_and_is_taken_up_again(
     step: Path, tmp_path: Path, groups: int

@@ -1,16 +1,20 @@
-"""The notebooks run from top to bottom, as they are."""
+"""The notebooks run from top to bottom, as they are, and so do the examples that they start."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
+from safetensors.torch import load_file
 
+from smckpt import find_checkpoints
 from tests.support.main_job import ROOT, environment
 
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -44,15 +48,42 @@ def test_the_quickstart_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path / "runs") == ["quickstart"]
 
 
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the notebook ran, which runs the tensor-parallel example, and what they printed."""
+    folder = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        outputs = executed("export", folder, patch)
+    return folder / "runs", "".join(out.get("text", "") for out in outputs)
+
+
 def test_the_export_runs_to_its_end_and_wrong_layouts_are_refused_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: tuple[Path, str],
 ) -> None:
-    outputs = executed("export", tmp_path, monkeypatch)
-    text = "".join(out.get("text", "") for out in outputs)
-    assert "differ by at most" in text
+    runs, text = export
     assert text.count("KeysMismatchError: ") == 2 and text.count("TensorMismatchError: ") == 2
     assert "several layouts: te_fused, te_fused_interleaved" in text
-    assert os.listdir(tmp_path / "runs") == ["tensor-parallel"]
+    assert os.listdir(runs) == ["tensor-parallel"]
+
+
+def test_the_tensor_parallel_example_exports_the_model_that_it_trained(
+    export: tuple[Path, str],
+) -> None:
+    run, text = export[0] / "tensor-parallel", export[1]
+    assert "from the layout te_split" in text
+    assert "is the checkpoint's: True" in text
+    (apart,) = re.findall(r"differ by at most (\S+)", text)
+    assert float(apart) <= 1e-5
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
+    assert losses[-1] < 0.8 * losses[0]
+    (found,) = find_checkpoints(run)
+    assert found.step == 20
+    exported, again, start = (
+        load_file(run / folder / "model.safetensors") for folder in ("exported", "again", "start")
+    )
+    assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in start.items()}
+    assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in exported.items())
 
 
 def test_every_notebook_is_run() -> None:

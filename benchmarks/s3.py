@@ -9,7 +9,7 @@ seaweedfs on loopback (the extra s3-test), whose own work bounds the rates; they
 on an idle machine. Each client has a process of its own, and they take turns (A B C A B C …) at one
 piece of shared memory. Medians, with the least and the most. The time of the checksum alone
 (CRC-64/NVME of the same memory) is measured in the same run. Clients that are not installed are
-left out, and a line says so: `pip install s3torchconnector obstore`.
+left out, and a line says so: `pip install s3torchconnector[dcp] obstore`.
 """
 
 from __future__ import annotations

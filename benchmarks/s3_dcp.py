@@ -1,0 +1,172 @@
+"""Saving and loading a sharded checkpoint in S3: smckpt beside s3torchconnector's DCP storage.
+
+    pip install s3torchconnector[dcp]
+    torchrun --standalone --nproc-per-node 4 benchmarks/s3_dcp.py
+
+Against a real server on loopback (seaweedfs, the extra s3-test), which rank 0 starts. All ranks
+work at once and take turns with the two (A B A B …); the slowest rank counts for the seconds, all
+ranks together for the CPU-seconds of a load. DCP writes `--files` files a rank, smckpt one; what is
+loaded is compared with what was saved. Seconds mean something only on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+
+import loopback_s3  # noqa: E402
+
+import smckpt  # noqa: E402
+
+BUCKET, REGION, TENSORS = "bench", "us-east-1", 64
+
+
+def state_of(mib: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = (mib << 20) // TENSORS // 4096
+    made = {}
+    for number in range(TENSORS):
+        local = torch.randn(rows // dist.get_world_size(), 1024)
+        made[f"layer{number}"] = DTensor.from_local(local, mesh, [Shard(0)])
+    return {"model": made}
+
+
+def zero(state: dict[str, Any]) -> None:
+    for tensor in state["model"].values():
+        tensor.to_local().zero_()
+
+
+class Ours:
+    name = "smckpt"
+
+    def save(self, state: dict[str, Any], place: str) -> None:
+        smckpt.save(state, checkpoint_id=place)
+
+    def load(self, state: dict[str, Any], place: str) -> None:
+        smckpt.load(state, checkpoint_id=place)
+
+
+class Connector:
+    name = "s3torchconnector (DCP)"
+
+    def __init__(self, endpoint: str, files: int) -> None:
+        import s3torchconnector.dcp  # noqa: F401 (not installed: told at once)
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+
+        config = S3ClientConfig(force_path_style=True, part_size=64 << 20)
+        self.files = files
+        # its DCP classes take no endpoint
+        self.client = S3Client(REGION, endpoint=endpoint, s3client_config=config)
+
+    def save(self, state: dict[str, Any], place: str) -> None:
+        from s3torchconnector.dcp import S3StorageWriter
+
+        writer = S3StorageWriter(REGION, place, thread_count=self.files)
+        writer.fs._client = self.client
+        dcp.save(state, storage_writer=writer)
+
+    def load(self, state: dict[str, Any], place: str) -> None:
+        from s3torchconnector.dcp import S3StorageReader
+
+        reader = S3StorageReader(REGION, place)
+        reader.fs._client = self.client
+        dcp.load(state, storage_reader=reader)
+
+
+def timed(act: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of the slowest rank, CPU-seconds of all."""
+    dist.barrier()
+    before, began = cpu(), time.perf_counter()
+    act()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    used = torch.tensor([cpu() - before], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(used)
+    return float(seconds), float(used)
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def compare(args: argparse.Namespace, endpoint: str) -> None:
+    clients: list[Any] = [Ours()]
+    try:
+        clients.append(Connector(endpoint, args.files))
+    except ImportError as error:
+        say(f"left out: s3torchconnector is not installed: {error}")
+    state = state_of(args.mib)
+    saved = [tensor.to_local().clone() for tensor in state["model"].values()]
+    found: dict[str, list[tuple[float, float, float]]] = {c.name: [] for c in clients}
+    for turn in range(args.repeats + 1):  # the first warms up and does not count
+        for client in clients:
+            place = f"s3://{BUCKET}/{clients.index(client)}/{turn}/"
+            save_seconds, _ = timed(lambda c=client, p=place: c.save(state, p))
+            zero(state)
+            seconds, used = timed(lambda c=client, p=place: c.load(state, p))
+            for tensor, was in zip(state["model"].values(), saved, strict=True):
+                assert torch.equal(tensor.to_local(), was), f"{client.name} loaded other bytes"
+            if turn:
+                found[client.name].append((save_seconds, seconds, used))
+    gib = args.mib / 1024
+    say(f"{args.mib} MiB on {dist.get_world_size()} ranks: medians (least–most), real server")
+    for name, samples in found.items():
+        for what, index in (("save s", 0), ("load s", 1), ("load CPU-s", 2)):
+            values = [sample[index] / gib for sample in samples]
+            middle, base = (
+                statistics.median(each)
+                for each in (values, [s[index] / gib for s in found["smckpt"]])
+            )
+            spread = f"{min(values):.2f}–{max(values):.2f}"
+            say(f"  {name:24} {what:10} per GiB {middle:7.2f} ({spread}), × {middle / base:.2f}")
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=1024, help="of all ranks (default 1024)")
+    parser.add_argument("--files", type=int, default=16, help="of DCP, a rank (default 16)")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    with contextlib.ExitStack() as stack:
+        told: list[Any] = [None]
+        if dist.get_rank() == 0:
+            server = stack.enter_context(loopback_s3.serve(BUCKET))
+            told = [(server.endpoint, server.environment)]
+        dist.broadcast_object_list(told)
+        endpoint, environment = told[0]
+        os.environ.update(environment)
+        compare(args, endpoint)
+        smckpt.maybe_finalize_async_calls()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -164,13 +164,13 @@ def export_hf(
         _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
         found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
     files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-    model = settings if against_model and found.adapter is None else None
-    notes = [*found.notes, *_compared(found, model)]
-    output = Output(os.fspath(out_dir), files)
     nonfinite = NonFinite()
     with ExitStack() as cleanup:
-        cleanup.callback(output.close)
         cleanup.callback(found.source.close)
+        model = settings if against_model and found.adapter is None else None
+        notes = [*found.notes, *_compared(found, model)]
+        output = Output(os.fspath(out_dir), files)
+        cleanup.callback(output.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)

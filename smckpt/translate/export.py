@@ -163,21 +163,21 @@ def export_hf(
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
     settings = read_config(base if config is None and lora == "merge" else config)
     tokens = _tokenizer(tokenizer, settings)
-    with using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)):
-        if lora is None:
-            _refuse_given("without lora=", lora_config=lora_config, base=base)
-            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-        else:
-            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
-            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
-        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-        output = Output(os.fspath(out_dir), files)
-    model = settings if against_model and found.adapter is None else None
-    notes = [*found.notes, *_compared(found, model)]
     nonfinite = NonFinite()
     with ExitStack() as cleanup:
-        cleanup.callback(output.close)
-        cleanup.callback(found.source.close)
+        with using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)):
+            if lora is None:
+                _refuse_given("without lora=", lora_config=lora_config, base=base)
+                found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+            else:
+                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
+                found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+            cleanup.callback(found.source.close)
+            files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+            output = Output(os.fspath(out_dir), files)
+            cleanup.callback(output.close)
+        model = settings if against_model and found.adapter is None else None
+        notes = [*found.notes, *_compared(found, model)]
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from smckpt.translate.pieces import Held, Key
 
 __all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
 
+_RESIDENT = 128 << 20  # bytes read between two times that mapped pages are let go
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -82,9 +85,15 @@ def strided(
 class FileStore:
     """Files of ranks, mapped into memory: their pages are the system's to keep or to drop."""
 
-    def __init__(self, url: str, arrays: dict[Key, Array], dtypes: dict[str, str]) -> None:
+    def __init__(
+        self, url: str, arrays: dict[Key, Array], dtypes: dict[str, str],
+        maps: Sequence[mmap.mmap] = (),
+    ) -> None:  # fmt: skip
         self.url = url
         self._arrays = arrays
+        self._maps = maps
+        self._lock = threading.Lock()
+        self._resident = 0
         self._dtypes = dtypes
         shards: dict[str, dict[tuple[int, int], Shape]] = {}
         for key, array in arrays.items():
@@ -112,6 +121,17 @@ class FileStore:
                 buffers[part.buffer], array.dtype, part.start, part.sizes, part.strides
             )
             target[...] = taken
+        self._let_go(sum(len(buffer) for buffer in buffers))
+
+    def _let_go(self, nbytes: int) -> None:
+        """Unmap pages now and then: they would count as this process's memory to the last."""
+        with self._lock:
+            self._resident += nbytes
+            if self._resident < _RESIDENT:
+                return
+            self._resident = 0
+        for memory in self._maps:
+            memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         self._arrays.clear()
@@ -131,10 +151,11 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
         )
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
+    maps: list[mmap.mmap] = []
     names: list[set[str]] = []
     steps: dict[str, Any] = {}
     for number, path in enumerate(paths):
-        found, step = _open_file(Path(os.fspath(path)))
+        found, step = _open_file(Path(os.fspath(path)), maps)
         steps[os.fspath(path)] = step
         names.append(set(found))
         for name, (dtype, array) in found.items():
@@ -158,7 +179,7 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
                 remedy="pass the files of all ranks of one step; pipeline stages are not joined",
                 path=str(path),
             )
-    return FileStore(os.fspath(paths[0]), arrays, dtypes)
+    return FileStore(os.fspath(paths[0]), arrays, dtypes, maps)
 
 
 def open_directory(directory: Path) -> FileStore:
@@ -174,6 +195,7 @@ def open_directory(directory: Path) -> FileStore:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
+    maps: list[mmap.mmap] = []
     for name in names:
         if not (directory / name).is_file():
             raise UsageError(
@@ -181,12 +203,12 @@ def open_directory(directory: Path) -> FileStore:
                 remedy="pass a directory with model.safetensors, or an index and all its files",
                 path=str(directory),
             )
-        for tensor, (dtype, array) in _open_safetensors(directory / name).items():
+        for tensor, (dtype, array) in _open_safetensors(directory / name, maps).items():
             arrays[Key(tensor, 0, 0)], dtypes[tensor] = array, dtype
-    return FileStore(str(directory), arrays, dtypes)
+    return FileStore(str(directory), arrays, dtypes, maps)
 
 
-def _open_file(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
+def _open_file(path: Path, maps: list[mmap.mmap]) -> tuple[dict[str, tuple[str, Array]], Any]:
     """Its tensors, and the training step that it records."""
     try:
         with path.open("rb") as file:
@@ -197,11 +219,11 @@ def _open_file(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
             path=str(path),
         ) from error  # fmt: skip
     if start[8:9] == b"{":
-        return _open_safetensors(path), None
+        return _open_safetensors(path, maps), None
     return _open_torch(path)
 
 
-def _open_safetensors(path: Path) -> dict[str, tuple[str, Array]]:
+def _open_safetensors(path: Path, maps: list[mmap.mmap]) -> dict[str, tuple[str, Array]]:
     codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -211,7 +233,11 @@ def _open_safetensors(path: Path) -> dict[str, tuple[str, Array]]:
         except ValueError as error:
             raise _damaged(path, str(error)) from error
     base = 8 + length
-    memory = np.memmap(path, np.uint8, "r") if size > base else np.zeros(base, np.uint8)
+    memory: Array = np.zeros(base, np.uint8)
+    if size > base:
+        with path.open("rb") as file:
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        memory = np.frombuffer(maps[-1], np.uint8)
     out = {}
     for name, entry in header.items():
         if name == "__metadata__":

@@ -57,14 +57,18 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def torchrun_command(world: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return [*command, "--nproc-per-node", str(world), *sys.argv]
+
+
 def start_torchrun(args: argparse.Namespace) -> NoReturn:
     """Start this script `--world` times by torchrun, which starts all again if one dies.
 
     Where checkpoints go to S3 and this machine knows of none, it serves one itself for as long.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    command += ["--nproc-per-node", str(args.world), *sys.argv]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = torchrun_command(args.world)
     if is_s3_url(args.checkpoint_dir or ""):
         how = s3_is_configured()
         if not how:

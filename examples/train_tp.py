@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, Batches, read_text
-from launch import join, leave, say, start_torchrun, under_torchrun
+from launch import join, leave, say, torchrun_command, under_torchrun
 from safetensors.torch import load_file
 from tensor_parallel import ParallelLlama
 from torch import nn
@@ -45,7 +46,7 @@ CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in anoth
 def main() -> None:
     args = arguments()
     if not under_torchrun():
-        start_torchrun(args.tp * args.shard)
+        os.execv(sys.executable, torchrun_command(args.tp * args.shard))
     device = join()
     degrees = ParallelState(dist.get_world_size(), tensor_parallel_degree=args.tp)
     if dist.get_rank() == 0:

@@ -81,20 +81,22 @@ def sweep(
     attempts = _Attempts.of(storage, kept, epoch)
     begun, unseen = _unfinished(storage)
     given_up = _give_up(storage, [*sizes, *begun], attempts)
-    doomed = []
-    for name in sizes:
+
+    def over(name: str) -> ParsedName | None:
         parsed = parse_name(name) or parse_temporary(name)
         if parsed is None or name in keep or parsed.kind in ("record", "fence"):
-            continue
-        if attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up:
-            doomed.append((parsed.kind, name))
+            return None
+        gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
+        return parsed if gone else None
+
+    doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
     written = {(p.session, p.number) for _, p in _written(sizes)}
     for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
         fence = parse_name(name)
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
-    _discard_begun(storage, begun, attempts, given_up)
+    storage.discard_unfinished([name for name in begun if over(name)])
     deleted += _delete(storage, doomed)
     if unseen is not None:
         raise unseen
@@ -148,21 +150,6 @@ def _unfinished(storage: Storage) -> tuple[list[str], StorageError | None]:
         return storage.list_unfinished(), None
     except StorageError as error:
         return [], error
-
-
-def _discard_begun(
-    storage: Storage,
-    begun: Iterable[str],
-    attempts: _Attempts,
-    given_up: frozenset[tuple[str, int]],
-) -> None:
-    """Give up what attempts that are over began. Only names of ours, as for files."""
-    for name in begun:
-        parsed = parse_name(name)
-        if parsed is None:
-            continue
-        if attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up:
-            storage.discard_unfinished(name)
 
 
 @dataclass(frozen=True)

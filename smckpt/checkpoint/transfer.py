@@ -285,7 +285,7 @@ class _FileCopy:
         """Begin the file; where the pieces start."""
         name, target = self.record.name, self._group.target
         if name in self._group.unfinished:
-            target.discard_unfinished(name)
+            target.discard_unfinished([name])
         self._writer = target.create_file(name, self.record.size)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE

@@ -247,6 +247,13 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     default=True,
     help="Compare names and shapes with transformers' model of the config, where it is installed.",
 )
+@click.option(
+    "--lora",
+    type=click.Choice(["adapter", "merge"]),
+    help="Of a PEFT model: its adapter alone, or merged into the base.",
+)
+@click.option("--lora-config", help="With --lora: adapter_config.json, or a directory with it.")
+@click.option("--base", help="With --lora merge: a directory with the base's weights.")
 @as_json
 def export(
     checkpoint: tuple[str, ...],
@@ -262,6 +269,9 @@ def export(
     overwrite: bool,
     allow_nonfinite: bool,
     against_model: bool,
+    lora: str | None,
+    lora_config: str | None,
+    base: str | None,
     as_json: bool,
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
@@ -288,6 +298,9 @@ def export(
             overwrite=overwrite,
             allow_nonfinite=allow_nonfinite,
             against_model=against_model,
+            lora=lora,
+            lora_config=lora_config,
+            base=base,
         )
     if as_json:
         print_json(asdict(report))

@@ -15,6 +15,7 @@ from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.state_dict.full import (
     check_config,
     check_load,
+    check_optimizer,
     full_model,
     full_optimizer,
     load_full_model,
@@ -227,6 +228,7 @@ class _Scope:
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self.kind is FULL:
+            check_optimizer(self.view.model, self._translation)
             return full_optimizer(self.view, optimizer, self.optimizer_config or self.model_config)
         return bind(optimizer, self.kind.value, self.view).take()
 

@@ -21,6 +21,7 @@ __all__ = [
     "FullStateDictConfig",
     "check_config",
     "check_load",
+    "check_optimizer",
     "full_model",
     "full_optimizer",
     "load_full_model",
@@ -83,6 +84,13 @@ def translated_or_none(
     translate = getattr(config, "translate_on_save", True)
     wishes = FullWishes(*_wishes(config), translate, **translation)
     return full_state(model, wishes) if is_transformed(model, wishes) else None
+
+
+def check_optimizer(model: nn.Module, translation: Mapping[str, Any]) -> None:
+    """Refuse the full optimizer state where it would be that of one tensor-parallel rank."""
+    from smckpt.translate.live import check_full_optimizer
+
+    check_full_optimizer(model, translation["parallel_state"])
 
 
 def check_load(

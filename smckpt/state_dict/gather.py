@@ -164,18 +164,21 @@ def _as_ours(error: Exception) -> CheckpointError:
 
 
 class Wire:
-    """Bytes of tensors between this rank and rank 0. With NCCL they travel by way of the GPU."""
+    """Bytes of tensors between this rank and rank 0, on the device that the job's backend knows:
+    NCCL takes them from the GPU, gloo from the CPU, both together from where they are."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        self._gpu = _many() and dist.get_backend() == "nccl"
+        only = {"nccl": "cuda", "gloo": "cpu"}
+        self._only = only.get(dist.get_backend()) if _many() else None
 
     def send(self, tensor: torch.Tensor) -> None:
         """To rank 0, which must be receiving."""
         import torch.distributed as dist
 
-        self._run(dist.isend, self._out(tensor), 0)
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._run(dist.isend, flat.to(self._device(flat.device.type)), 0)
 
     def receive(self, told: Told, rank: int) -> torch.Tensor:
         """The array of another rank, flat."""
@@ -195,18 +198,16 @@ class Wire:
 
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(device))
+        tensor = tensor.to(self._device(tensor.device.type))
         if _many() and tensor.numel():
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
 
-    def _out(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        return flat.cuda() if self._gpu and not flat.is_cuda else flat
-
     def _device(self, kind: str) -> torch.device:
-        if self._gpu or kind == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """Where a tensor that lies on a device of that kind travels from and to."""
+        if (self._only or kind) == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     @staticmethod
     def _run(operation: Any, flat: torch.Tensor, peer: int) -> None:

@@ -7,7 +7,7 @@ its own failures once, at its edge (`smckpt.storage.faults` for file systems).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,6 +144,13 @@ class Storage(Protocol):
             CheckpointNotFoundError: no such file.
         """
 
+    def list_unfinished(self) -> list[str]:
+        """The names of files begun here that nobody finished and that `list` does not show, sorted;
+        none on a file system, where what is begun has a name at once."""
+
+    def discard_unfinished(self, names: Collection[str]) -> None:
+        """Give up what was begun under these names and not finished; files that bear them stay."""
+
     def stored_crc64(self, name: str) -> int | None:
         """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
         it keeps none, and only reading the file tells.
@@ -151,13 +158,6 @@ class Storage(Protocol):
         Raises:
             CheckpointNotFoundError: no such file.
         """
-
-    def list_unfinished(self) -> list[str]:
-        """The names of files begun here that nobody finished and that `list` does not show, sorted;
-        none on a file system, where what is begun has a name at once."""
-
-    def discard_unfinished(self, name: str) -> None:
-        """Give up all that was begun under `name` and not finished; a file of that name stays."""
 
     def list_dirs(self) -> list[str]:
         """The names of the sub-directories directly here, sorted."""

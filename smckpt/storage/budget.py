@@ -171,6 +171,7 @@ class TokenBucket:
                 remedy="rate above 0, burst 1 or more, phase from 0 to 1",
             )
         self.most = rate
+        self.taken = 0  # turns in all
         self._full = burst - phase
         self._clock = clock
         self._wait = wait
@@ -197,6 +198,7 @@ class TokenBucket:
             self._refill()
             self._tokens -= 1
             self._sent += 1
+            self.taken += 1
             wait = max(0.0, -self._tokens / self._rate)
         if wait:
             self._wait(wait)

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from smckpt.errors import (
     CorruptCheckpointError,
@@ -134,15 +134,15 @@ class PosixStorage:
         except OSError as error:
             raise storage_error(error, path, "look up the size") from error
 
-    def stored_crc64(self, name: str) -> int | None:
-        self.size(name)  # raises where there is no such file
-        return None
-
     def list_unfinished(self) -> list[str]:
         return []
 
-    def discard_unfinished(self, name: str) -> None:
+    def discard_unfinished(self, names: Collection[str]) -> None:
         """There is never any."""
+
+    def stored_crc64(self, name: str) -> int | None:
+        self.size(name)  # raises where there is no such file
+        return None
 
     def list_dirs(self) -> list[str]:
         try:

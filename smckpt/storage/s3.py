@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -125,13 +125,13 @@ class S3Storage:
         return head
 
     def list_unfinished(self) -> list[str]:
-        return sorted({key[len(self._prefix) :] for key, _ in self._uploads(self._prefix)})
+        return sorted({key[len(self._prefix) :] for key, _ in self._uploads()})
 
-    def discard_unfinished(self, name: str) -> None:
-        key, path = self.key(name), self.path(name)
-        for found, upload in tuple(self._uploads(key)):
-            if found == key:
-                self.abort_upload(key, upload, path)
+    def discard_unfinished(self, names: Collection[str]) -> None:
+        doomed = {self.key(name): self.path(name) for name in names}
+        for key, upload in tuple(self._uploads()) if doomed else ():
+            if key in doomed:
+                self.abort_upload(key, upload, doomed[key])
 
     def list_dirs(self) -> list[str]:
         found = {
@@ -337,22 +337,25 @@ class S3Storage:
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def _uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """(key, id) of the unfinished uploads of keys directly here that begin with `prefix`."""
+    def _uploads(self) -> Iterator[tuple[str, str]]:
+        """(key, id) of the unfinished uploads of keys directly here."""
         more: dict[str, str] = {}
         while True:
-            fields = {"Prefix": prefix, "Delimiter": "/", **more, **self.common}
+            fields = {"Prefix": self._prefix, "Delimiter": "/", **more, **self.common}
             page = self.run("list the uploads", self.url, partial(_list_uploads, fields))
             for each in page.get("Uploads", ()):
-                # A store may not honour the delimiter.
-                if "/" not in each["Key"][len(self._prefix) :]:
+                if "/" not in each["Key"][len(self._prefix) :]:  # a store may know no delimiter
                     yield each["Key"], each["UploadId"]
-            if not page.get("IsTruncated"):
+            before, more = (
+                more,
+                {
+                    marker: page[f"Next{marker}"]  # a compatible store may give but one of them
+                    for marker in ("KeyMarker", "UploadIdMarker")
+                    if page.get(f"Next{marker}")
+                },
+            )
+            if not page.get("IsTruncated") or more == before:
                 return
-            more = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
 
     def _readers(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -80,14 +80,13 @@ class Requests:
 def _boto_error(error: BaseException) -> bool:
     """Whether the store or the way to it failed, and not our own code."""
     from botocore.exceptions import BotoCoreError, ClientError
-    from botocore.parsers import ResponseParserError
 
     from smckpt.errors import CheckpointError
     from smckpt.storage.s3_faults import BadBody
 
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BotoCoreError, ClientError, ResponseParserError, BadBody, OSError))
+    return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
 
 
 @lru_cache(maxsize=8)

@@ -83,7 +83,6 @@ def status_of(error: BaseException) -> int:
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may well succeed in a moment."""
     from botocore import exceptions as bc
-    from botocore.parsers import ResponseParserError
 
     if isinstance(error, bc.ClientError):
         return code_of(error) in _TRANSIENT or status_of(error) in (429, 500, 502, 503, 504)
@@ -96,7 +95,6 @@ def is_transient(error: BaseException) -> bool:
             bc.ConnectionError,
             bc.ResponseStreamingError,
             bc.IncompleteReadError,
-            ResponseParserError,  # no answer of S3: garbled, or a gateway's
             BadBody,
         ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))

@@ -63,6 +63,7 @@ class ModelConfig:
         out = copy.deepcopy(self.values)
         for values in (out, *_nested(out)):
             _complete_rope(values)
+            _complete_experts(values)
             if dtype is not None and (
                 values is out or "dtype" in values or "torch_dtype" in values
             ):
@@ -187,6 +188,15 @@ def _newer_keys(values: dict[str, Any]) -> None:
     values["rope_parameters"] = new
 
 
+def _complete_experts(values: dict[str, Any]) -> None:
+    """Qwen's mixtures: transformers 4 looks for one of these and else takes a default of its own,
+    transformers 5 writes the other."""
+    keys = ("num_experts", "num_local_experts")
+    found = [values[key] for key in keys if values.get(key) is not None]
+    for key in keys if found else ():
+        _agree(values, key, found[0])
+
+
 def _agree_if_neox(values: dict[str, Any], key: str, value: Any) -> None:
     if str(values.get("model_type", "")).startswith("gpt_neox"):
         _agree(values, key, value)
@@ -196,7 +206,7 @@ def _agree(values: dict[str, Any], key: str, value: Any) -> None:
     """Set `key`, or refuse: the model would compute another thing under the other generation."""
     if values.get(key, value) not in (value, None):
         raise UsageError(
-            f"the config says {key}={values[key]} and, in rope_parameters, {value}",
+            f"the config says {key}={values[key]} and, under the other generation's name, {value}",
             remedy="give both the same value, or leave one of them out",
         )
     values[key] = value

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,14 @@ from smckpt.translate.config import (
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output
 from smckpt.translate.finite import NonFinite
+from smckpt.translate.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LoraConfig,
+    read_lora_config,
+    sort,
+)
+from smckpt.translate.merged import MergedSource, merged_targets, open_base
 from smckpt.translate.meta_model import hold_against
 from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
@@ -95,6 +103,9 @@ def export_hf(
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
     against_model: bool = True,
+    lora: str | None = None,
+    lora_config: Any = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
@@ -129,6 +140,12 @@ def export_hf(
         allow_nonfinite: export weights that hold NaN or infinity too; the report counts them.
         against_model: compare names and shapes with the model that transformers makes of `config`
             (on the meta device), where transformers is installed, before anything is written.
+        lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
+            `PeftModel.from_pretrained` loads, "merge" the base's with the adapter added.
+        lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
+            `model.peft_config`.
+        base: with "merge", a Hugging Face directory with the base's weights, where the checkpoint
+            has the adapter's alone.
 
     Raises:
         UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous; weights
@@ -144,13 +161,19 @@ def export_hf(
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     if workers < 1:
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
-    settings = read_config(config)
+    settings = read_config(base if config is None and lora == "merge" else config)
     tokens = _tokenizer(tokenizer, settings)
     with using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)):
-        found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-        files = arrange(found.targets, limit)
+        if lora is None:
+            _refuse_given("without lora=", lora_config=lora_config, base=base)
+            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+        else:
+            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
+            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
         output = Output(os.fspath(out_dir), files)
-    notes = [*found.notes, *_compared(found, settings if against_model else None)]
+    model = settings if against_model and found.adapter is None else None
+    notes = [*found.notes, *_compared(found, model)]
     nonfinite = NonFinite()
     with ExitStack() as cleanup:
         cleanup.callback(output.close)
@@ -159,7 +182,7 @@ def export_hf(
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
         # First: an object appears when it is whole, so a single file of weights loads from then on.
-        _write_companions(output, settings, tokens, found.targets)
+        _write_companions(output, settings, tokens, found)
         write_chunks(found.source, output, files, workers, progress, nonfinite.look)
         notes += _finite(nonfinite.counts, allow_nonfinite, output.url)
         output.publish(_index(files) if len(files) > 1 else None)
@@ -184,13 +207,15 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Contents:
-    """What is read, the targets made of it, names left out, notes, the layout if translated."""
+    """What is read, the targets made of it, names left out, notes, the layout if translated, the
+    adapter's config if it is one."""
 
-    source: Source | TranslatedSource
+    source: Source | TranslatedSource | MergedSource
     targets: Sequence[Target]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     layout: str | None = None
+    adapter: LoraConfig | None = None
 
 
 def _contents(
@@ -251,6 +276,58 @@ def _finite(counts: Mapping[str, int], allowed: bool, url: str) -> list[str]:
     return [text]
 
 
+def _of_peft(
+    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
+    lora: str, lora_config: Any, base: str | os.PathLike[str] | None,
+) -> _Contents:  # fmt: skip
+    if lora not in ("adapter", "merge"):
+        raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
+    adapter = read_lora_config(lora_config)
+    catalogue = open_catalogue(os.fspath(checkpoint))
+    parts = sort(model_tensors(catalogue, prefix, peft=True), catalogue.url)
+    adapter.check(parts.pairs, catalogue.url)
+    source = Source(catalogue)
+    if lora == "adapter":
+        _refuse_given('with lora="adapter"', base=base, config=settings)
+        adapter.refuse_biases(catalogue.url)
+        own = [_target(name, tensor, dtype) for name, tensor in parts.adapter.items()]
+        return _Contents(source, own, (), (), adapter=adapter)
+    directory = open_base(base, adapter) if base is not None else None
+    family = settings.values["model_type"] if settings is not None else None
+    if directory is None and looks_transformed(parts.base, family):
+        raise UsageError(
+            "the base's names are not those that Hugging Face has on disk",
+            remedy="pass base= the Hugging Face directory of the base model",
+            path=catalogue.url,
+        )
+    made = merged_targets(parts, adapter, directory, catalogue.url)
+    tied: tuple[str, ...] = ()
+    if directory is None:
+        tied = _tied(source, parts.base, settings)
+        adapter.refuse_tied(tied, parts.pairs, catalogue.url)
+    targets: list[Target] = [
+        replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made if t.name not in tied
+    ]
+    notes = _notes([t.name for t in made], settings)
+    return _Contents(MergedSource(source, directory), targets, tied, notes)
+
+
+def _one_file(found: _Contents) -> tuple[OutputFile, ...]:
+    """An adapter's weights are one file."""
+    (file,) = arrange(found.targets, 1 << 62)
+    return (replace(file, name=ADAPTER_WEIGHTS),)
+
+
+def _refuse_given(when: str, **given: Any) -> None:
+    names = [f"{name}=" for name, value in given.items() if value is not None]
+    if names:
+        raise UsageError(
+            f"{', '.join(names)} has no meaning {when}", remedy="leave it out", path=None
+        )
+
+
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
         raise UsageError(
@@ -296,7 +373,7 @@ def _tied(
     return tuple(left_out)
 
 
-def _notes(tensors: dict[str, LogicalTensor], settings: ModelConfig | None) -> tuple[str, ...]:
+def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str, ...]:
     if settings is None:
         return (f"no config was given: put the model's {CONFIG} there before loading",)
     notes = []
@@ -317,10 +394,12 @@ def _write_companions(
     output: Output,
     settings: ModelConfig | None,
     tokenizer: Path | Any | None,
-    targets: Sequence[Target],
+    found: _Contents,
 ) -> None:
+    if found.adapter is not None:
+        output.put(ADAPTER_CONFIG, _json(found.adapter.values))
     if settings is not None:
-        output.put(CONFIG, _json(settings.complete(_main_dtype(targets))))
+        output.put(CONFIG, _json(settings.complete(_main_dtype(found.targets))))
         generation = settings.generation()
         beside = settings.directory / GENERATION_CONFIG if settings.directory else None
         if beside is not None and beside.is_file():

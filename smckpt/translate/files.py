@@ -27,7 +27,7 @@ UNFINISHED = ".unfinished"
 
 # Weights in any form that from_pretrained would take, and their indices.
 _WEIGHTS = re.compile(
-    r"(model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
+    r"(model|adapter_model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
     r"(\.index\.json)?$"
 )
 

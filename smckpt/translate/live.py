@@ -38,7 +38,14 @@ from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated
 
-__all__ = ["FullWishes", "check_full_load", "full_state", "is_transformed"]
+__all__ = [
+    "FullWishes",
+    "check_full_load",
+    "check_full_optimizer",
+    "full_state",
+    "is_transformed",
+    "job_of",
+]
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
             if isinstance(said, CheckpointError):
                 raise said
         told: list[dict[str, Told]] = everyone  # type: ignore[assignment]
-        made = _job(model, told, wishes)
+        made = job_of(model, told, wishes)
         if made is None:
             return None
         job.append(made)
@@ -128,6 +135,22 @@ def check_full_load(model: nn.Module, given: Mapping[str, Any]) -> None:
                 )
 
     agree(decide)
+
+
+def check_full_optimizer(model: nn.Module, state: ParallelState | None) -> None:
+    """Raises UsageError: tensor-parallel ranks hold plain tensors, so that FSDP's own gathering
+    would give one rank's part of the optimizer for the whole. On every rank."""
+    if state is None or state.tp_size * state.ep_size == 1:
+        return
+    ranker = state.ranker
+    for name, array in arrays_of(model).items():
+        places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.told.ranks}
+        if len(array.told.shape) > 1 and len(places) == 1:
+            raise UsageError(
+                f"the full optimizer state is not gathered over tensor-parallel ranks, and {name} "
+                "is a tensor of each rank's own",
+                remedy="save the optimizer LOCAL or SHARDED",
+            )
 
 
 # -- what is to be done: known to rank 0 ---------------------------------------------------------
@@ -181,7 +204,12 @@ class _Job:
         return tuple(out)
 
 
-def _job(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> _Job | None:
+def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> _Job | None:
+    """What rank 0 does, on what all ranks told; None where there is nothing to do.
+
+    Raises:
+        as `full_state`.
+    """
     places = places_of_ranks(told, wishes.parallel_state)
     if not wishes.translate and not places.many:
         return None
@@ -210,7 +238,7 @@ def _refuse_computed(made: Sequence[Translated]) -> None:
     if names:
         raise UsageError(
             f"{len(names)} tensors have to be computed or folded, not only moved: {names[:8]}",
-            remedy="save with translate_on_save=False or LOCAL, and translate with export_hf",
+            remedy="save LOCAL, and translate with export_hf",
         )
 
 
@@ -250,14 +278,15 @@ def _joined(key: Key, shape: Shape, side: Side, ends: dict[str, list[int]]) -> B
     at = [0] * len(shape)
     if key.name not in ends:
         ends[key.name] = list(shape)
-    elif key.ep > 0:
+    elif key.ep > 0 or side.along(key) is None:
         raise UsageError(
-            f"{key.name} is of other experts on each expert-parallel rank: there is no full state "
-            "in the model's own names",
-            remedy="pass translate_on_save=True, or save LOCAL",
+            f"{key.name} is another tensor on each parallel rank, not a part of one: there is no "
+            "full state in the model's own names",
+            remedy="pass translate_on_save=True, or save LOCAL and translate with export_hf",
         )
     else:
         along = side.along(key)
+        assert along is not None
         at[along] = ends[key.name][along]
         ends[key.name][along] += shape[along]
     spans = tuple(Span(n, d, 0, 1, d, at[d], 1) for d, n in enumerate(shape))
@@ -337,7 +366,7 @@ def _received(task: _Task, arrays: Mapping[str, Array], wire: Wire) -> torch.Ten
             flat = wire.receive(told, rank)
         parts.append((flat, pieces))
     devices = {flat.device for flat, _ in parts}
-    if len(devices) > 1:  # NCCL brings to the GPU what is on this host's CPU
+    if len(devices) > 1:  # what came by another way, to where this rank's own is
         gpu = next(device for device in devices if device.type != "cpu")
         parts = [(flat.to(gpu), pieces) for flat, pieces in parts]
     return assembled(task.shape, task.dtype, parts)

@@ -125,7 +125,7 @@ class Places:
     def view(self, key: Key, shape: Shape) -> None:
         raise UsageError(
             f"{key.name} is held folded, not as {list(shape)}",
-            remedy="pass translate_on_save=False, or save LOCAL, and translate with export_hf",
+            remedy="save LOCAL, and translate with export_hf",
         )
 
     def places(self, row: Told) -> set[Coordinate]:

@@ -68,7 +68,9 @@ def compare(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[str
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CONFIG).write_text(json.dumps(config))
         try:
-            known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            known = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # whatever a config's class raises on what it does not know
             return f"transformers does not read the config: {_first_line(error)}"
     wanted = config.get("architectures") or ()

@@ -31,12 +31,15 @@ class Tie:
     left_out: str
 
 
-def model_tensors(catalogue: Catalogue, prefix: str | None) -> dict[str, LogicalTensor]:
+def model_tensors(
+    catalogue: Catalogue, prefix: str | None, *, peft: bool = False
+) -> dict[str, LogicalTensor]:
     """Name in the export → tensor.
 
     Args:
         prefix: dotted place of the model in the saved state dict; "" for the whole of it. None
             finds it: the key "model", or the only part that is no optimizer's.
+        peft: a PEFT model's names are wanted.
 
     Raises:
         UsageError: the place cannot be told (the candidates are named), or holds an adapter.
@@ -54,10 +57,10 @@ def model_tensors(catalogue: Catalogue, prefix: str | None) -> dict[str, Logical
             path=catalogue.url,
         )
     found = _unwrapped(found)
-    if any(name.startswith("base_model.model.") for name in found):
+    if not peft and any(name.startswith("base_model.model.") for name in found):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
-            remedy="merge the adapter first (merge_and_unload) and save that state",
+            remedy='pass lora="adapter" or lora="merge", with lora_config=',
             path=catalogue.url,
         )
     return found

@@ -155,9 +155,9 @@ class Side:
         self.copies.append((first, key))
         self._original[key] = first
 
-    def along(self, key: Key) -> int:
-        """The dimension of a stored tensor along which the ranks' arrays are joined."""
-        return self._cut[key.name]
+    def along(self, key: Key) -> int | None:
+        """The dimension of a stored tensor along which the ranks' arrays are joined, if any."""
+        return self._cut.get(key.name)
 
     def original(self, key: Key) -> Key:
         """The tensor that `key` is a copy of, or `key` itself."""

@@ -73,18 +73,18 @@ class TranslatedSource:
 
     def _compute(self, target: Translated, terms: Sequence[Any], buffer: memoryview) -> None:
         """Add the other ranks' and the shift, exactly in float64, rounded once a term."""
-        values = np.frombuffer(buffer, stored_type(target.dtype))
+        values = np.frombuffer(buffer, stored_type(target.source_dtype))
         others = [aligned(len(buffer)) for _ in terms]
         for plan, other in zip(terms, others, strict=True):
             self.store.read(plan, [other])
         for at in range(0, len(values), _AT_ONCE):
             where = slice(at, at + _AT_ONCE)
-            total = cast(values[where], target.dtype, "float64")
+            total = cast(values[where], target.source_dtype, "float64")
             for other in others:
-                term = np.frombuffer(other, stored_type(target.dtype))[where]
-                total = total + cast(term, target.dtype, "float64")
+                term = np.frombuffer(other, stored_type(target.source_dtype))[where]
+                total = total + cast(term, target.source_dtype, "float64")
             total = total / (len(others) + 1) if target.mean else total
-            values[where] = cast(total + target.shift, "float64", target.dtype)
+            values[where] = cast(total + target.shift, "float64", target.source_dtype)
 
     def close(self) -> None:
         self.store.close()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import smckpt
+from smckpt.engine.worker_client import Worker
 from smckpt.storage import open_storage
-from smckpt.storage.s3_config import using_s3
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_config import S3Config, using_s3
+from smckpt.storage.s3_pace import current_share, sharing
 from tests.support.launch import ROOT, run_ranks
 from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
@@ -47,18 +52,48 @@ def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) ->
     assert report.nbytes > 4 * BIG
 
 
-def saved_slowly(root: str) -> float:
-    """Seconds in which a rank of two wrote its seven requests, where ten a second are allowed."""
-    handle = smckpt.save(
-        state(1.0, BIG),
-        checkpoint_id=root,
-        s3client_config={"chunk_size_MB": 5, "write_rate": 11.5, "preflight": False},
-    )
-    return handle.timings.written
+class Listening(Worker):
+    """Notes under which share each request is made."""
+
+    heard: ClassVar[dict[str, Share]] = {}
+
+    def call(self, command: str, payload: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        self.heard[command] = current_share()
+        return super().call(command, payload, timeout=timeout)
 
 
-def test_each_rank_writes_at_its_share_of_the_budget(s3_root: str) -> None:
-    assert min(run_ranks(saved_slowly, 2, s3_root)) >= 6 / 5
+def shares_of_a_save(root: str) -> dict[str, Share]:
+    from smckpt.engine.api import _RUNTIME
+    from smckpt.engine.groups import group_of
+
+    group = group_of(None)
+    assert group is not None
+    _RUNTIME.queue(group, "default")._worker = Listening()
+    smckpt.save(state(1.0), checkpoint_id=root)
+    return Listening.heard
+
+
+def test_ranks_write_at_their_share_of_the_budget_and_coordinators_publish_at_theirs(
+    s3_root: str,
+) -> None:
+    for rank, heard in enumerate(run_ranks(shares_of_a_save, 2, s3_root)):
+        assert heard["write_part"] == Share.of_rank(rank, 2)
+        if rank == 0:
+            assert heard["publish_manifest"] == Share.of_coordinator(0, 1)
+
+
+def test_the_worker_keeps_to_the_share_that_comes_with_a_request(s3_root: str) -> None:
+    worker = Worker()
+    config = S3Config.from_mapping({"write_rate": 10}, S3Config.from_environment())
+    request = {"directory": s3_root, "token": "0123456789ab", "create": True, "leave": False}
+    try:
+        with using_s3(config), sharing(Share(writes=0.1)):
+            worker.call("probe", {**request, "create": False}, timeout=60)  # it has a client now
+            began = time.monotonic()
+            worker.call("probe", request, timeout=60)  # three writes, one a second
+            assert time.monotonic() - began >= 2
+    finally:
+        worker.close()
 
 
 def refused(root: str, endpoint: str) -> tuple[str, str]:
@@ -170,8 +205,6 @@ def test_a_trainer_killed_in_mid_save_leaves_the_old_checkpoint_whole(
 
 def _until_uploading(where: str, parts: int) -> None:
     """Until an unfinished upload below `where` has so many parts."""
-    import time
-
     import boto3
 
     from tests.support.s3 import BUCKET

@@ -1,31 +1,34 @@
-"""The notebooks run from top to bottom, as they are."""
+"""The notebooks run from top to bottom, as they are, and so do the examples that they start."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
+from safetensors.torch import load_file
 
+from smckpt import find_checkpoints
 from tests.support.main_job import ROOT, environment
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_end(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def executed(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The outputs of a notebook's cells; all of them ran, and wrote into one directory of runs."""
     # in a copy of the tree, so that it writes into no checkout
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "notebooks").mkdir()
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
     client = NotebookClient(
         notebook,
         timeout=200,  # seconds a cell
@@ -35,11 +38,53 @@ def test_a_notebook_runs_to_its_end(
     client.execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
-    kinds = {kind for cell in cells for out in cell.outputs for kind in out.get("data", ())}
-    assert "image/png" in kinds
+    return [out for cell in cells for out in cell.outputs]
+
+
+def test_the_quickstart_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = executed("quickstart", tmp_path, monkeypatch)
+    assert "image/png" in {kind for out in outputs for kind in out.get("data", ())}
     assert (tmp_path / "runs" / "quickstart" / "train.png").exists()
     assert os.listdir(tmp_path / "runs") == ["quickstart"]
 
 
-def test_there_is_a_notebook() -> None:
-    assert "quickstart" in [path.stem for path in NOTEBOOKS]
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the notebook ran, which runs the tensor-parallel example, and what they printed."""
+    folder = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        outputs = executed("export", folder, patch)
+    return folder / "runs", "".join(out.get("text", "") for out in outputs)
+
+
+def test_the_export_runs_to_its_end_and_wrong_layouts_are_refused_in_it(
+    export: tuple[Path, str],
+) -> None:
+    runs, text = export
+    assert text.count("KeysMismatchError: ") == 2 and text.count("TensorMismatchError: ") == 2
+    assert "several layouts: te_fused, te_fused_interleaved" in text
+    assert os.listdir(runs) == ["tensor-parallel"]
+
+
+def test_the_tensor_parallel_example_exports_the_model_that_it_trained(
+    export: tuple[Path, str],
+) -> None:
+    run, text = export[0] / "tensor-parallel", export[1]
+    assert "from the layout te_split" in text
+    assert "is the checkpoint's: True" in text
+    (apart,) = re.findall(r"differ by at most (\S+)", text)
+    assert float(apart) <= 1e-5
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
+    assert losses[-1] < 0.8 * losses[0]
+    (found,) = find_checkpoints(run)
+    assert found.step == 20
+    exported, again, start = (
+        load_file(run / folder / "model.safetensors") for folder in ("exported", "again", "start")
+    )
+    assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in start.items()}
+    assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in exported.items())
+
+
+def test_every_notebook_is_run() -> None:
+    assert NOTEBOOKS == ["export", "quickstart"]

@@ -175,7 +175,7 @@ def test_a_small_file_or_a_listing_that_changes_on_the_way_is_read_again(
     store.put("manifest", b"{}" * 100)
     proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES)
     assert store.read("manifest") == b"{}" * 100
-    proxy.spoil("GET", "wrong answer", 1, path="list-type")
+    proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES, path="list-type")
     assert [info.name for info in store.list()] == ["manifest"]
     assert proxy.left == 0
 

@@ -62,7 +62,11 @@ def test_a_store_that_ignores_conditions_is_refused(proxy: FaultyProxy, s3_root:
         ("PUT", "403 RequestTimeTooSkewed", "clock differs.*set the clock"),
         ("PUT", "501 NotImplemented", "lacks this operation.*conditional PUT it must have"),
         ("PUT", "400 IllegalLocationConstraintException", "in another region.*SMCKPT_S3_REGION"),
-        ("PUT", "301 PermanentRedirect", "in another region.*s3_region="),
+        (
+            "PUT",
+            "301 PermanentRedirect",
+            "bucket is in eu-central-1.*SMCKPT_S3_REGION=eu-central-1",
+        ),
         ("PUT", "400 InvalidRequest", "InvalidRequest"),
     ],
 )
@@ -74,6 +78,12 @@ def test_what_the_store_refuses_is_told_at_once(
         try_out(proxy, s3_root)
     assert re.search(said, str(caught.value), re.DOTALL), caught.value
     assert sum(line.startswith(method) for line in proxy.seen) <= 2, "no retries of what stays"
+
+
+def test_a_bucket_in_another_region_is_followed_there(proxy: FaultyProxy, s3_root: str) -> None:
+    proxy.spoil("PUT", "301 PermanentRedirect")
+    assert try_out(proxy, s3_root) == {"seen": True}
+    assert proxy.left == 0
 
 
 def test_no_bucket_and_too_long_a_key_are_told(proxy: FaultyProxy, s3_root: str) -> None:

@@ -71,10 +71,27 @@ def test_a_finished_file_stays_when_what_was_begun_under_its_name_goes(s3_root: 
     store = store_at(s3_root)
     begin(store, "data")
     store.put("data", b"whole")
-    store.discard_unfinished("data")
-    store.discard_unfinished("nothing")
+    store.discard_unfinished(["data", "nothing"])
     assert store.list_unfinished() == []
     assert store.read("data") == b"whole"
+
+
+def test_uploads_are_listed_page_by_page(s3_root: str) -> None:
+    store = store_at(s3_root)
+    for name in ("a", "b", "b", "c"):
+        begin(store, name, parts=0)
+    events = store.run("look", s3_root, lambda client: client.meta.events)
+
+    def one_by_one(params: dict[str, Any], **_: Any) -> None:
+        params["MaxUploads"] = 1
+
+    events.register("provide-client-params.s3.ListMultipartUploads", one_by_one)
+    try:
+        assert store.list_unfinished() == ["a", "b", "c"]
+        store.discard_unfinished(["b", "c"])
+        assert store.list_unfinished() == ["a"]
+    finally:
+        events.unregister("provide-client-params.s3.ListMultipartUploads", one_by_one)
 
 
 def test_who_may_not_list_uploads_is_told_and_the_rest_is_swept(

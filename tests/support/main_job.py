@@ -1,4 +1,4 @@
-"""Run examples/train.py as a user does, and read what it logged."""
+"""Run the examples as a user does, and read what the main job logged."""
 
 from __future__ import annotations
 
@@ -46,8 +46,12 @@ def environment() -> dict[str, str]:
 
 
 def run_main_job(directory: Path, *options: str, timeout: float = 280) -> Outcome:
+    return run_example("train.py", directory, *options, timeout=timeout)
+
+
+def run_example(script: str, directory: Path, *options: str, timeout: float) -> Outcome:
     """Run to the end, or for `timeout` seconds; with everything that it started, then."""
-    command = [sys.executable, str(ROOT / "examples" / "train.py"), "--out", str(directory)]
+    command = [sys.executable, str(ROOT / "examples" / script), "--out", str(directory)]
     with subprocess.Popen(
         [*command, *options],
         env=environment(),

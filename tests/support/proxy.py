@@ -38,7 +38,8 @@ class FaultyProxy:
     def spoil(self, method: str, fault: str, times: int = 1, path: str = "") -> None:
         """The next `times` requests by `method` with `path` in their target suffer `fault`:
 
-        503, 500, or a status with a code ("403 ExpiredToken"): refused with that answer. before,
+        503, 500, or a status with a code ("403 ExpiredToken"): refused with that answer; by 301
+        the bucket is in another region. before,
         after: the connection is cut before, or after, the request is carried out. half: the
         answer's body breaks off in the middle. wrong, wrong answer: a byte of a PUT's body, or of a
         GET's answer, is changed on its way. late N: answered N seconds later. unconditional: what
@@ -123,7 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault[:3].isdigit():
             code = fault[4:] or _CODES[fault]
             answer = _REFUSED.format(code).encode()
-            return self._answer(int(fault[:3]), [("Content-Type", "application/xml")], answer)
+            headers = [("Content-Type", "application/xml")]
+            if fault.startswith("301"):
+                headers.append(("x-amz-bucket-region", "eu-central-1"))
+            return self._answer(int(fault[:3]), headers, answer)
         if fault.startswith("late "):
             self.plan.ended.wait(float(fault[5:]))
         if fault == "unconditional":
@@ -180,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changed(body: bytes) -> bytes:
-    return body[:-1] + bytes([body[-1] ^ 1]) if body else body
+    return bytes([body[0] ^ 1]) + body[1:] if body else body
 
 
 def _delete(upstream: str, target: str) -> None:

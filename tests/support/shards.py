@@ -48,6 +48,14 @@ def plain(state: Tensors, rank: int, world: int, top: tuple[str, ...] = ("model"
     ]  # fmt: skip
 
 
+def own(state: Tensors, rank: int, top: tuple[str, ...] = ("model",)) -> Held:
+    """Every rank keeps its own, as Megatron's modules do without FSDP."""
+    return [
+        _held(top, name, name, KeptGeometry((name,), tuple(t.shape), rank), rank, state, t.dtype)
+        for name, t in state.items()
+    ]
+
+
 def fsdp2(state: Tensors, rank: int, world: int, top: tuple[str, ...] = ("model",)) -> Held:
     """Sharded on dimension 0; with 4 ranks hybrid, 2 × 2. Scalars are kept."""
     hybrid = world == 4

@@ -49,6 +49,15 @@ def test_generations_that_contradict_each_other_are_refused():
         _complete(values)
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_both_names(key):
+    other = "num_local_experts" if key == "num_experts" else "num_experts"
+    out = _complete({"model_type": "qwen3_moe", key: 8})
+    assert (out[key], out[other]) == (8, 8)
+    with pytest.raises(UsageError, match="num_local_experts=4"):
+        _complete({"model_type": "m", "num_experts": 8, "num_local_experts": 4})
+
+
 def test_layers_of_two_kinds_keep_both_thetas():
     rope = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},

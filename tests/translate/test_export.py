@@ -366,7 +366,7 @@ def test_an_export_that_is_killed_leaves_nothing_that_loads(tmp_path, max_shard_
             print("half", flush=True)
             sys.stdin.read()
     export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3], max_shard_size=sys.argv[4],
-              threads=1, progress=stop)
+              threads=1, progress=stop, against_model=False)
     """
     out = tmp_path / "hf"
     process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import smckpt
 from smckpt import FULL, FullStateDictConfig, ParallelState, errors, sm_state_dict_type
+from smckpt.layout.geometry import Box, Piece, row_major_strides
+from smckpt.state_dict.gather import Told
+from smckpt.translate.live import FullWishes, job_of
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 from tests.support.parallel_models import Named, own_group, parallel_llama
@@ -47,9 +51,10 @@ class Job:
     def model(self, how: str) -> Any:
         model = parallel_llama(self.config, self.llama, self.degrees)
         layers = list(model.model.layers)
-        if how == "fsdp1":
+        if how.startswith("fsdp1"):
             return FSDP(
                 model,
+                use_orig_params=how.endswith("original"),
                 process_group=self.shard_group,
                 auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
                 device_id=torch.device("cpu"),
@@ -143,16 +148,21 @@ def the_documentations_snippet(job: Job) -> Any:
     }
 
 
+def model_of_dtensors(job: Job) -> nn.Module:
+    model = Named(job.cut(ref.mcore), job.config)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.dim() > 1:  # norms stay plain
+            dim = int("linear_proj" in name or "fc2" in name)
+            value = DTensor.from_local(parameter.data, job.mesh["tp"], [Shard(dim)])
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._parameters[last] = nn.Parameter(value)
+    return model
+
+
 def dtensors_tell_by_their_mesh(job: Job) -> Any:
     out = {}
     for shards in (False, True):
-        model = Named(job.cut(ref.mcore), job.config)
-        for name, parameter in list(model.named_parameters()):
-            if parameter.dim() > 1:  # norms stay plain
-                dim = int("linear_proj" in name or "fc2" in name)
-                value = DTensor.from_local(parameter.data, job.mesh["tp"], [Shard(dim)])
-                owner, _, last = name.rpartition(".")
-                model.get_submodule(owner)._parameters[last] = nn.Parameter(value)
+        model = model_of_dtensors(job)
         if shards:
             fully_shard(model, mesh=job.mesh["shard"])
         found = taken(model)
@@ -185,7 +195,7 @@ def tied_heads_are_one_tensor(job: Job) -> Any:
 
 def untranslated(job: Job) -> Any:
     own = FullStateDictConfig(rank0_only=True, translate_on_save=False)
-    found = taken(job.model("fsdp1"), own, parallel_state=job.degrees)
+    found = taken(job.model("fsdp1 original"), own, parallel_state=job.degrees)
     return differences(found, joined(job) if dist.get_rank() == 0 else {})
 
 
@@ -229,6 +239,9 @@ def refusals(job: Job) -> Any:
         "another job's": lambda: taken(
             Named(te, job.config), parallel_state=ParallelState(2, tensor_parallel_degree=2)
         ),
+        "other than the mesh": lambda: taken(
+            model_of_dtensors(job), parallel_state=ParallelState(4, tensor_parallel_degree=4)
+        ),
         "drifted": lambda: taken(Named(drifted, job.config), **state),
         "another dtype": lambda: taken(
             Named({n: t.to(torch.float64 if dist.get_rank() == 3 else t.dtype)
@@ -238,6 +251,7 @@ def refusals(job: Job) -> Any:
         "no such config": lambda: taken(fused, {"rank0_only": True}),
         "translated, loaded": lambda: given_back(job, FullStateDictConfig()),
         "joined, loaded": lambda: given_back(job, FullStateDictConfig(translate_on_save=False)),
+        "optimizer": lambda: optimizer_taken(job),
         "layout with LOCAL": lambda: sm_state_dict_type(
             fused, smckpt.LOCAL, layout="te_fused"
         ).__enter__(),
@@ -258,6 +272,14 @@ def given_back(job: Job, how: FullStateDictConfig) -> None:
         model.load_state_dict(model.state_dict())
 
 
+def optimizer_taken(job: Job) -> Any:
+    model = job.model("fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    smckpt.init_optim_state(optimizer)
+    with sm_state_dict_type(model, FULL, parallel_state=job.degrees):
+        return optimizer.state_dict()
+
+
 CASES = [
     fsdp1, fsdp2_on_all_ranks, the_documentations_snippet, dtensors_tell_by_their_mesh,
     experts_of_expert_parallel_ranks, tied_heads_are_one_tensor, untranslated,
@@ -267,7 +289,13 @@ CASES = [
 
 def all_cases(folder: str) -> dict[str, Any]:
     job = Job(folder)
-    return {case.__name__: case(job) for case in CASES}
+    out: dict[str, Any] = {}
+    for case in CASES:
+        try:
+            out[case.__name__] = case(job)
+        except Exception:  # told by case; what raises, raises on all ranks
+            out[case.__name__] = traceback.format_exc()
+    return out
 
 
 # -- the tests -------------------------------------------------------------------------------------
@@ -354,12 +382,14 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("no ranks", "TopologyError", ["parallel_state="]),
         ("no ranks, untranslated", "TopologyError", ["parallel_state="]),
         ("another job's", "TopologyError", ["2 ranks", "has 4"]),
+        ("other than the mesh", "TopologyError", ["of 4 by parallel_state", "device mesh"]),
         ("drifted", "TensorMismatchError", ["copies differ", "model.norm.weight"]),
         ("another dtype", "TensorMismatchError", ["float32 and float64"]),
         ("only", "UsageError", ["only="]),
         ("no such config", "UsageError", ["dict"]),
         ("translated, loaded", "KeysMismatchError", ["q_proj", "translate_on_save=False"]),
         ("joined, loaded", "TensorMismatchError", ["embed_tokens", "LOCAL"]),
+        ("optimizer", "UsageError", ["LOCAL", "embed_tokens"]),
         ("layout with LOCAL", "UsageError", ["layout="]),
     ],
 )
@@ -375,11 +405,35 @@ def test_a_layout_and_a_config_can_be_given(made) -> None:
         assert rank["refusals"]["named"] == [] and rank["refusals"]["given"] == []
 
 
+def test_no_more_than_a_few_tensors_are_in_the_making_at_a_time(tmp_path: Path) -> None:
+    neox = ref.model("gpt_neox")
+    state = ref.on_disk(neox, tmp_path)
+    told: list[dict[str, Told]] = []
+    for rank in range(4):
+        told.append({})
+        for name, tensor in ref.te(state, 4, rank).items():
+            shape = tuple(tensor.shape)
+            whole = Piece(name, shape, Box.whole(shape), 0, row_major_strides(shape))
+            told[rank][name] = Told("float32", shape, tensor.numel(), (whole,), (rank,), (), "cpu")
+    wishes = FullWishes(True, True, True, ParallelState(4, tensor_parallel_degree=4))
+    job = job_of(neox, told, wishes)
+    assert job is not None
+    begun: set[str] = set()
+    for task, step in zip(job.tasks, job.steps(), strict=True):
+        begun.update(name for name, _ in task.blocks)
+        assert len(begun) <= 2  # weight and bias of one that query, key and value make
+        begun.difference_update(name for name, *_ in step.done)
+    assert not begun
+
+
 def test_one_process_needs_no_process_group() -> None:
     llama = ref.model("llama")
     state = {n: t.detach() for n, t in llama.state_dict().items()}
     model = Named(ref.te(state, 1, 0), llama.config)
     assert differences(taken(model), state) == []
+    # what has to be computed is not done in silence, nor left out
+    with pytest.raises(errors.UsageError, match=r"computed.*model\.norm\.weight"):
+        taken(model, layout="te_split_zero_centred")
 
 
 def test_the_config_takes_what_torchs_takes_and_nothing_else() -> None:

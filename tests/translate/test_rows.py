@@ -79,6 +79,10 @@ def test_copies_that_drifted_apart_are_averaged_or_summed(tmp_path, directory, h
     total = torch.stack([cut[NORM].double() for cut in cuts]).sum(0)
     total = total / 4 if how == "mean" else total
     assert same(tmp_path / "hf", {**state, "model.norm.weight": total.to(dtype)})
+    export_hf(paths, tmp_path / "cast", tp=4, config=config, layout=with_copies(how),
+              dtype="float32")  # fmt: skip
+    found = load_file(tmp_path / "cast" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(found, total.to(dtype).float())
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from smckpt import errors, export_hf, verify_hf
-from tests.support import shards
+from smckpt import ParallelState, errors, export_hf, verify_hf
+from tests.support import references, shards
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,22 @@ def test_a_good_export_passes_all_three_questions(exported, checkpoint, model, t
     assert report.problems == ()
     assert report.compared == report.tensors == len(model.state_dict())
     assert report.logits == 0.0
+
+
+def test_a_tensor_parallel_checkpoint_is_held_against_what_its_layout_makes(model, tmp_path):
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state["lm_head.weight"] = state["lm_head.weight"].clone()
+    cuts = [references.te(state, 2, rank, rows=96) for rank in range(2)]
+    topology = ParallelState(2, tensor_parallel_degree=2).to_json()
+    path = shards.write(
+        tmp_path / "c", 2, lambda rank: shards.own(cuts[rank], rank), topology=topology
+    )
+    model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    report = verify_hf(tmp_path / "hf", against=path)
+    assert report.problems == () and report.compared == len(state)
+    alter(tmp_path / "hf", lambda t: t["model.layers.1.mlp.gate_proj.weight"][3, 2:3].add_(1))
+    (problem,) = verify_hf(tmp_path / "hf", against=path).problems
+    assert problem.startswith("model.layers.1.mlp.gate_proj.weight: differs")
 
 
 def test_a_cast_export_equals_the_checkpoint_after_the_cast(checkpoint, model, tmp_path):

@@ -1,0 +1,287 @@
+"""How fast and in how much memory a sharded checkpoint becomes a Hugging Face directory.
+
+    python benchmarks/export.py --dir /path/on/the/disk
+
+Two ranks save one bf16 model (FSDP2), with smckpt and with torch.distributed.checkpoint. Then, in
+turns (A B C A B C …), each way makes a loadable directory of it in a process of its own, the page
+cache emptied before and the output made durable within the time. The limit of the same run: those
+bytes copied on the same disk, the faster of `cp` and of two threads with direct reads and writes.
+Imports are not timed, and count in the process's peak resident memory (mapped pages of files do
+too). Medians; min and max show the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+PIECE = 16 << 20
+BIN = "pytorch_model.bin"
+
+
+def llama(options: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=options.hidden, intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 512), vocab_size=32000,
+        tie_word_embeddings=False, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+# -- what is exported ------------------------------------------------------------------------------
+
+
+def save_sharded(options: argparse.Namespace) -> None:
+    """Under torchrun: the model as two ranks hold it, saved in both formats."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from smckpt import save
+
+    root = Path(options.dir)
+    dist.init_process_group("gloo")
+    config = llama(options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    block = torch.randn(1 << 20).mul_(0.02).bfloat16()
+    for parameter in model.parameters():  # noise that does not compress, made quickly
+        flat = parameter.detach().to_local().view(-1)
+        flat.copy_(block.repeat(-(-flat.numel() // block.numel()))[: flat.numel()])
+    state = {"model": model.state_dict()}
+    save(state, checkpoint_id=str(root / "smckpt"))
+    dcp.save(state, checkpoint_id=root / "dcp")
+    if dist.get_rank() == 0:
+        config.save_pretrained(root / "config")
+    dist.destroy_process_group()
+
+
+# -- the ways --------------------------------------------------------------------------------------
+
+
+def by_cp(root: Path, out: Path) -> Callable[[], None]:
+    def act() -> None:
+        out.mkdir()
+        for path in sorted((root / "smckpt").glob("data-*")):
+            shutil.copyfile(path, out / path.name)
+
+    return act
+
+
+def by_direct_copy(root: Path, out: Path) -> Callable[[], None]:
+    import mmap
+
+    def copy(source: Path) -> None:
+        memory = mmap.mmap(-1, PIECE)
+        read = os.open(source, os.O_RDONLY | os.O_DIRECT)
+        write = os.open(out / source.name, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        size, at = source.stat().st_size, 0
+        while at < size:
+            count = os.preadv(read, [memory], at)
+            padded = -(-count // 4096) * 4096
+            os.pwritev(write, [memoryview(memory)[:padded]], at)
+            at += count
+        os.ftruncate(write, size)
+        os.close(read)
+        os.close(write)
+
+    def act() -> None:
+        out.mkdir()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(copy, sorted((root / "smckpt").glob("data-*.safetensors"))))
+
+    return act
+
+
+def by_smckpt(root: Path, out: Path, **options: Any) -> Callable[[], None]:
+    from smckpt import export_hf
+
+    return lambda: print_none(
+        export_hf(root / "smckpt", out, config=root / "config" / "config.json", **options)
+    )
+
+
+def by_smckpt_alone(root: Path, out: Path) -> Callable[[], None]:
+    return by_smckpt(root, out, against_model=False)
+
+
+def by_translation(root: Path, out: Path) -> Callable[[], None]:
+    from smckpt import export_hf
+
+    files = sorted((root / "megatron").glob("tp*.safetensors"))
+    config = root / "config" / "config.json"
+    return lambda: print_none(
+        export_hf(files, out, tp=len(files), config=config, against_model=False)
+    )
+
+
+def by_accelerate(root: Path, out: Path) -> Callable[[], None]:
+    import torch.distributed.checkpoint.format_utils  # noqa: F401  # else within the time
+    from accelerate.utils import merge_fsdp_weights
+
+    return lambda: merge_fsdp_weights(str(root / "dcp"), str(out), safe_serialization=True)
+
+
+def by_torch_save(root: Path, out: Path) -> Callable[[], None]:
+    """torch's own tool, then transformers'."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.llama import modeling_llama  # noqa: F401  # else within the time
+
+    def act() -> None:
+        out.mkdir()
+        dcp_to_torch_save(root / "dcp", out / BIN)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / "config"))
+        state = torch.load(out / BIN, mmap=True, weights_only=True)["model"]
+        model.load_state_dict(state, assign=True)
+        model.save_pretrained(out)
+        (out / BIN).unlink()
+
+    return act
+
+
+WAYS: dict[str, tuple[str, Callable[[Path, Path], Callable[[], None]]]] = {
+    "cp": ("copy: cp", by_cp),
+    "direct": ("copy: 2 threads, direct", by_direct_copy),
+    "export": ("smckpt export", by_smckpt_alone),
+    "checked": ("smckpt export, compared with transformers' model", by_smckpt),
+    "translated": ("smckpt export from Megatron's names, tp 2", by_translation),
+    "accelerate": ("accelerate merge_fsdp_weights", by_accelerate),
+    "torch": ("dcp_to_torch_save, load, save_pretrained", by_torch_save),
+}
+
+
+def print_none(_: object) -> None:
+    """What a way returns is not measured."""
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def sync(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def drop_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def once(name: str, root: Path) -> None:
+    """In a process of its own: one way, once."""
+    out = root / "out"
+    act = WAYS[name][1](root, out)
+    began = time.perf_counter()
+    act()
+    sync(out)
+    seconds = time.perf_counter() - began
+    nbytes = sum(path.stat().st_size for path in out.iterdir())
+    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+    memory = int(status.split()[0]) * 1024
+    print(json.dumps({"seconds": seconds, "bytes": nbytes, "memory": memory}))
+
+
+def run_once(name: str, options: argparse.Namespace) -> dict[str, float]:
+    root = Path(options.dir)
+    shutil.rmtree(root / "out", ignore_errors=True)
+    drop_cache(root)
+    command = [sys.executable, __file__, "--dir", str(root), "--one", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    shutil.rmtree(root / "out", ignore_errors=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def prepare(options: argparse.Namespace) -> None:
+    from smckpt import export_hf
+    from smckpt.translate import import_hf
+
+    root = Path(options.dir)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         __file__, "--save", *sys.argv[1:]], check=True,
+    )  # fmt: skip
+    export_hf(root / "smckpt", root / "hf", config=root / "config" / "config.json")
+    import_hf(root / "hf", root / "megatron", "mcore_te", tp=2)
+    shutil.rmtree(root / "hf")
+
+
+def report(found: dict[str, list[dict[str, float]]]) -> None:
+    rate = {
+        name: [one["bytes"] / one["seconds"] / 1e6 for one in runs] for name, runs in found.items()
+    }
+    limit = max(statistics.median(rate[name]) for name in ("cp", "direct"))
+    print("| way | s | MB/s (min, max) | of the faster copy | peak memory |")
+    print("|---|---|---|---|---|")
+    for name, runs in found.items():
+        seconds = statistics.median(one["seconds"] for one in runs)
+        middle = statistics.median(rate[name])
+        memory = max(one["memory"] for one in runs)
+        print(
+            f"| {WAYS[name][0]} | {seconds:.1f} | {middle:.0f} "
+            f"({min(rate[name]):.0f}, {max(rate[name]):.0f}) | {middle / limit:.0%} "
+            f"| {memory / 1e6:.0f} MB |"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--dir", required=True, help="a directory on the disk; five times the size")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.save:
+        save_sharded(options)
+    elif options.one:
+        once(options.one, Path(options.dir))
+    else:
+        options.dir = os.path.join(options.dir, "smckpt-benchmark-export")
+        sys.argv[1:] = ["--dir", options.dir, "--hidden", str(options.hidden), "--layers",
+                        str(options.layers)]  # fmt: skip
+        shutil.rmtree(options.dir, ignore_errors=True)
+        os.makedirs(options.dir)
+        try:
+            prepare(options)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+            for _ in range(options.repeats):
+                for name in WAYS:
+                    found[name].append(run_once(name, options))
+            report(found)
+        finally:
+            shutil.rmtree(options.dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""A PEFT model's tensors: which are the adapter's and which the base's, and what the config says.
+
+Names are PEFT's: `base_model.model.<module>.lora_A.<adapter>.weight` beside
+`<module>.base_layer.weight`; what is trained whole stands under `modules_to_save`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from smckpt.errors import TensorMismatchError, UsageError
+
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LoraConfig", "Parts", "read_lora_config", "sort"]
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+_LORA = re.compile(
+    r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<rest>.*))?$"
+)
+_SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)$")
+# What changes the sum of base and product, and so is not merged here.
+_UNMERGED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
+             "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+             "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
+
+T = TypeVar("T")
+
+
+@dataclass
+class Parts(Generic[T]):
+    """A PEFT model's tensors by what they are.
+
+    pairs: module → (A, B). embeddings: the modules whose weights are embeddings. saved: what the
+    adapter holds whole, by the model's names. base: the rest, by the model's names. adapter: names
+    in the adapter's file → tensor.
+    """
+
+    pairs: dict[str, dict[str, T]] = field(default_factory=dict)
+    embeddings: set[str] = field(default_factory=set)
+    saved: dict[str, T] = field(default_factory=dict)
+    base: dict[str, T] = field(default_factory=dict)
+    adapter: dict[str, T] = field(default_factory=dict)
+
+
+def sort(tensors: Mapping[str, T], where: str) -> Parts[T]:
+    """Which tensor of a PEFT model is what.
+
+    Raises:
+        UsageError: it is no PEFT model with LoRA, or holds several adapters.
+    """
+    strange = [name for name in tensors if not name.startswith(PREFIX)]
+    if strange or not any(".lora_" in name for name in tensors):
+        raise UsageError(
+            f"lora= is for a PEFT model with LoRA; there are {sorted(strange or tensors)[:3]} …",
+            remedy="leave lora= out, or pass prefix= the place of the PEFT model",
+            path=where,
+        )
+    parts: Parts[T] = Parts()
+    adapters: set[str] = set()
+    others: dict[str, T] = {}
+    for full, tensor in tensors.items():
+        name = full[len(PREFIX) :]
+        pair, saved = _LORA.match(name), _SAVED.match(name)
+        if pair is not None:
+            _add_pair(parts, adapters, pair, tensor, full)
+        elif saved is not None:
+            adapters.add(saved["adapter"])
+            short = f"{saved['module']}.{saved['rest']}"
+            parts.saved[short] = parts.adapter[PREFIX + short] = tensor
+        elif ".lora_" in name:
+            raise UsageError(
+                f"{full} is of a kind of LoRA that is not exported",
+                remedy="export it with PEFT itself",
+                path=where,
+            )
+        else:
+            others[name] = tensor
+    if len(adapters) > 1:
+        raise UsageError(
+            f"the checkpoint holds several adapters: {', '.join(sorted(adapters))}",
+            remedy="save the state of a model with one of them",
+            path=where,
+        )
+    _add_others(parts, others, named=bool(adapters))
+    return parts
+
+
+def _add_pair(
+    parts: Parts[T], adapters: set[str], found: re.Match[str], tensor: T, full: str
+) -> None:
+    module, side, words = found["module"], found["side"], (found["rest"] or "").split(".")
+    weight = [] if found["embedding"] else ["weight"]
+    words = [w for w in words if w]
+    if words[len(words) - len(weight) :] != weight or len(words) > len(weight) + 1:
+        raise UsageError(
+            f"{full} is of a kind of LoRA that is not exported", remedy="export it with PEFT itself"
+        )
+    if len(words) > len(weight):
+        adapters.add(words[0])
+    parts.pairs.setdefault(module, {})[side] = tensor
+    if found["embedding"]:
+        parts.embeddings.add(module)
+    middle = f"lora_{found['embedding'] or ''}{side}"
+    parts.adapter[".".join([PREFIX + module, middle, *weight])] = tensor
+
+
+def _add_others(parts: Parts[T], others: Mapping[str, T], named: bool) -> None:
+    """The base's; or, in an adapter's own state, which names no adapter, what is saved whole."""
+    for name, tensor in others.items():
+        short = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        if named or short != name:
+            parts.base[short] = tensor
+        else:
+            parts.saved[short] = parts.adapter[PREFIX + name] = tensor
+    for name, tensor in parts.saved.items():
+        parts.base[name] = tensor
+
+
+# -- the adapter's config --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """adapter_config.json as plain values."""
+
+    values: dict[str, Any]
+
+    def check(self, pairs: Mapping[str, Mapping[str, Any]], where: str) -> None:
+        """Every module has both sides, of the rank that the config gives it.
+
+        Raises:
+            TensorMismatchError: one does not.
+        """
+        for module, sides in pairs.items():
+            if set(sides) != {"A", "B"}:
+                raise TensorMismatchError(
+                    f"{module} has {sorted(sides)} of the LoRA pair and not both",
+                    remedy="use a checkpoint of the whole adapter",
+                    path=where,
+                )
+            rank = self._of(module, "rank_pattern", "r")
+            found = (sides["A"].shape[0], sides["B"].shape[1])
+            if found != (rank, rank):
+                raise TensorMismatchError(
+                    f"{module} has LoRA matrices of rank {found[0]} and {found[1]}; the config "
+                    f"says {rank}",
+                    remedy="pass lora_config= of this adapter",
+                    path=where,
+                )
+
+    def scaling(self, module: str) -> float:
+        alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self._of(
+            module, "rank_pattern", "r")  # fmt: skip
+        return float(alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank))
+
+    @property
+    def transposed(self) -> bool:
+        return bool(self.values.get("fan_in_fan_out"))
+
+    def refuse_unmerged(self, where: str) -> None:
+        """Raises UsageError: merging would be more than adding the product."""
+        used = [key for key in _UNMERGED if self.values.get(key)]
+        if used:
+            raise UsageError(
+                f"an adapter with {', '.join(used)} is not merged here",
+                remedy='export it with lora="adapter" and merge it with PEFT',
+                path=where,
+            )
+
+    def refuse_biases(self, where: str) -> None:
+        """Raises UsageError: the base's biases are trained too, which an adapter's file lacks."""
+        if self.values.get("bias", "none") != "none":
+            raise UsageError(
+                f"the adapter trains biases of the base (bias={self.values['bias']!r})",
+                remedy='export it with lora="merge", from a checkpoint that has the base',
+                path=where,
+            )
+
+    def refuse_tied(self, tied: Iterable[str], modules: Iterable[str], where: str) -> None:
+        """Raises UsageError: an embedding is tied, and the adapter changes one of the two."""
+        names = {f"{module}.weight" for module in modules}
+        embeds = any("embed" in name or "wte" in name for name in names)
+        if (tied and embeds) or names & set(tied):
+            raise UsageError(
+                "the adapter changes an embedding that the config ties to the head",
+                remedy='export it with lora="adapter"',
+                path=where,
+            )
+
+    def _of(self, module: str, patterns: str, default: str) -> Any:
+        for pattern, value in (self.values.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.values[default]
+
+
+def read_lora_config(source: Any) -> LoraConfig:
+    """A LoRA config from a directory, a JSON file, a dict, PEFT's object, or `model.peft_config`.
+
+    Raises:
+        UsageError: it is none of these, or not LoRA's.
+    """
+    if source is None:
+        raise UsageError(
+            "lora= needs the adapter's config, for lora_alpha is in no tensor, and none was given",
+            remedy="pass lora_config= (a directory, an adapter_config.json, or model.peft_config)",
+        )
+    where: str | None = None
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        path = path / ADAPTER_CONFIG if path.is_dir() else path
+        where = str(path)
+        try:
+            source = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"the adapter's config cannot be read: {error}",
+                remedy=f"pass a directory with {ADAPTER_CONFIG}, or that file",
+                path=where,
+            ) from error
+    if isinstance(source, Mapping) and "peft_type" not in source and len(source) == 1:
+        (source,) = source.values()  # model.peft_config: by the adapter's name
+    if hasattr(source, "to_dict"):
+        source = source.to_dict()
+    values = _plain(source) if isinstance(source, Mapping) else {}
+    if values.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= values.keys():
+        raise UsageError(
+            f"lora_config= is no config of a LoRA adapter (peft_type {values.get('peft_type')!r})",
+            remedy="pass the adapter's own config",
+            path=where,
+        )
+    return LoraConfig({**values, "inference_mode": True})
+
+
+def _plain(value: Any) -> Any:
+    """As PEFT writes it: sets as lists, enumerations as their values."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value))
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,228 @@
+"""A PEFT model's checkpoint: its adapter as PEFT loads it, or merged into the base."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from smckpt import errors, export_hf
+from tests.support import child, shards
+from tests.support import references as ref
+
+State = dict[str, torch.Tensor]
+TOKENS = torch.arange(40).reshape(2, 20) % ref.V
+
+
+def peft_model(base: Any, **more: Any) -> Any:
+    """With an adapter that does something: a fresh one's B is zero."""
+    options: dict[str, Any] = {
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {"layers.1.mlp.down_proj": 3}, "alpha_pattern": {"q_proj": 10},
+        "base_model_name_or_path": "base",
+    }  # fmt: skip
+    made = get_peft_model(base, LoraConfig(**{**options, **more}))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return made.eval()
+
+
+def base(**more: Any) -> Any:
+    torch.manual_seed(2)
+    return ref.model("llama", **more)
+
+
+def llama(**more: Any) -> Any:
+    return peft_model(base(), **more)
+
+
+def saved(folder: Path, state: State, world: int = 2) -> Path:
+    state = {n: t.detach().contiguous() for n, t in state.items()}
+    return shards.write(folder / "ckpt", world, lambda r: shards.fsdp2(state, r, world))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def assert_merged(folder: Path, model: Any) -> None:
+    wanted = logits(model)
+    again, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert (logits(again) - wanted).abs().max() <= 1e-5
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        assert torch.allclose(again.state_dict()[name], tensor, atol=1e-6), name
+
+
+# -- the adapter -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_adapters_directory_loads_in_peft(tmp_path, whole):
+    """From the whole model's state, and from what PEFT calls the adapter's."""
+    model = llama(modules_to_save=["lm_head"])
+    state = model.state_dict() if whole else get_peft_model_state_dict(model)
+    report = export_hf(
+        saved(tmp_path, state), tmp_path / "out", lora="adapter", lora_config=model.peft_config
+    )
+    assert report.files == ("adapter_model.safetensors",)
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    model.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out", "peft"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_adapter_on_an_embedding_keeps_its_names(tmp_path):
+    model = llama(target_modules=["embed_tokens", "v_proj"], rank_pattern={})
+    config = model.peft_config["default"]
+    export_hf(saved(tmp_path, model.state_dict()), tmp_path / "out", lora="adapter",
+              lora_config=config)  # fmt: skip
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+
+
+# -- merged ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
+def test_merged_into_the_base_of_the_checkpoint(tmp_path, more, monkeypatch):
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
+    monkeypatch.setattr("smckpt.translate.merged._AT_ONCE", 256)
+    model = llama(**more)
+    export_hf(
+        saved(tmp_path, model.state_dict()), tmp_path / "hf", config=model.config, lora="merge",
+        lora_config=model.peft_config,
+    )  # fmt: skip
+    assert_merged(tmp_path / "hf", model)
+
+
+def test_merged_into_a_base_directory(tmp_path):
+    model = llama(modules_to_save=["lm_head"])
+    base().save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "peft")
+    export_hf(
+        saved(tmp_path, get_peft_model_state_dict(model)), tmp_path / "hf", lora="merge",
+        lora_config=tmp_path / "peft", base=tmp_path / "base",
+    )  # fmt: skip
+    assert_merged(tmp_path / "hf", model)
+
+
+def test_embeddings_and_transposed_layers_are_merged(tmp_path):
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_embd=48, n_layer=2, n_head=4, vocab_size=ref.V, n_positions=64, tie_word_embeddings=False
+    )
+    base = AutoModelForCausalLM.from_config(config)
+    model = peft_model(base, target_modules=["c_attn", "wte"], rank_pattern={}, fan_in_fan_out=True)
+    export_hf(
+        saved(tmp_path, model.state_dict()), tmp_path / "hf", config=config, lora="merge",
+        lora_config=model.peft_config,
+    )  # fmt: skip
+    assert_merged(tmp_path / "hf", model)
+
+
+def test_a_bfloat16_merge_is_rounded_once(tmp_path):
+    model = llama()
+    state = {n: t.bfloat16() for n, t in model.state_dict().items()}
+    export_hf(
+        saved(tmp_path, state), tmp_path / "hf", config=model.config, lora="merge",
+        lora_config=model.peft_config,
+    )  # fmt: skip
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    at = "base_model.model.model.layers.0.self_attn.q_proj."
+    a, b = (state[f"{at}lora_{side}.default.weight"].float() for side in "AB")
+    wanted = state[at + "base_layer.weight"].float() + 10 / 4 * (b @ a)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert found[name].dtype == torch.bfloat16
+    assert torch.equal(found[name], wanted.bfloat16())
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_command_merges(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "peft")
+    base().save_pretrained(tmp_path / "base")
+    checkpoint = saved(tmp_path, get_peft_model_state_dict(model))
+    command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]
+    command += ["--lora", "merge", "--lora-config", str(tmp_path / "peft")]
+    command += ["--base", str(tmp_path / "base"), "--no-against-model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert_merged(tmp_path / "hf", model)
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
+    model = llama()
+    whole = saved(tmp_path / "1", model.state_dict())
+    alone = saved(tmp_path / "2", get_peft_model_state_dict(model))
+    config = model.peft_config["default"].to_dict()
+    out = tmp_path / "hf"
+
+    def refused(match: str, checkpoint: Path = whole, **options: Any) -> None:
+        given = {"lora": "merge", "lora_config": config, **options}
+        with pytest.raises(errors.CheckpointError, match=match):
+            export_hf(checkpoint, out, **given)
+        assert not out.exists()
+
+    refused("lora='both'", lora="both")
+    refused("lora_alpha is in no tensor", lora_config=None)
+    refused("no config of a LoRA adapter", lora_config={"peft_type": "IA3"})
+    refused("use_dora", lora_config={**config, "use_dora": True})
+    refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})
+    refused("weights that the adapter adds to", alone)
+    refused("layout=", layout="te_split")
+    refused("config=", lora="adapter", config=model.config)
+    refused("base=", lora="adapter", base=tmp_path)
+    refused("lora_config= has no meaning without", lora=None)
+    plain = saved(tmp_path / "3", base().state_dict())
+    refused("for a PEFT model", plain)
+    second = {n.replace("default", "second"): t for n, t in model.state_dict().items()}
+    refused("several adapters: default, second",
+            saved(tmp_path / "4", {**model.state_dict(), **second}))  # fmt: skip
+    odd = {**get_peft_model_state_dict(model)}
+    odd.pop(next(n for n in odd if "lora_A" in n))
+    refused("and not both", saved(tmp_path / "5", odd))
+
+
+def test_a_base_of_another_shape_is_refused(tmp_path):
+    model = llama()
+    base(intermediate_size=176).save_pretrained(tmp_path / "base")
+    checkpoint = saved(tmp_path, get_peft_model_state_dict(model))
+    with pytest.raises(errors.TensorMismatchError, match=r"down_proj\.weight has the shape"):
+        export_hf(checkpoint, tmp_path / "hf", lora="merge", lora_config=model.peft_config,
+                  base=tmp_path / "base")  # fmt: skip
+
+
+def test_an_adapter_that_is_killed_on_the_way_does_not_load(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "peft")
+    checkpoint = saved(tmp_path, model.state_dict())
+    code = """
+    import os, sys
+    from smckpt import export_hf
+    export_hf(sys.argv[1], sys.argv[2], lora="adapter", lora_config=sys.argv[3],
+              progress=lambda done, total: os._exit(0))
+    """
+    child.run(code, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "peft"))
+    assert os.listdir(tmp_path / "out") == ["adapter_model.safetensors.unfinished"]

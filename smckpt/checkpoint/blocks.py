@@ -29,7 +29,6 @@ __all__ = [
     "requests",
 ]
 
-REQUEST = 8 << 20  # bytes a thread reads at once
 DISK = "use an older checkpoint, and check the disk"
 
 
@@ -255,13 +254,14 @@ def combined(sums: Sequence[int], size: int) -> int:
 
 
 def requests(reader: BlockReader, segments: Sequence[Segment]) -> Iterable[Callable[[], None]]:
-    """Requests of whole blocks of at most REQUEST bytes that together fill the segments, which are
-    disjoint and in order."""
+    """Requests of whole blocks, each of at most what the storage should be asked for at once, that
+    together fill the segments, which are disjoint and in order."""
+    limit = reader.storage.request_bytes
     pending = [s for s in segments if len(s.buffer)]
     at = 0
     while at < len(pending):
         low = pending[at].offset // BLOCK * BLOCK
-        high = min(low + REQUEST, reader.size)
+        high = min(low + limit, reader.size)
         inside: list[Segment] = []
         while at < len(pending) and pending[at].offset < high:
             segment = pending[at]

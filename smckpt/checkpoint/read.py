@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.blocks import REQUEST, BlockReader, Readers, SavedFile, Segment, requests
+from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, Segment, requests
 from smckpt.checkpoint.crc import BLOCK
 from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
 from smckpt.errors import CorruptCheckpointError
@@ -137,15 +137,16 @@ def _preverify_tasks(plan: ReadPlan, readers: Readers) -> Iterable[Task]:
             needed.setdefault(read.file, set()).update(range(read.offset // BLOCK, last + 1))
     for file, blocks in needed.items():
         reader = readers.of(file)
-        for first, last in _stretches(sorted(blocks)):
+        most = reader.storage.request_bytes // BLOCK
+        for first, last in _stretches(sorted(blocks), most):
             yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
 
 
-def _stretches(blocks: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Runs [first, last) of consecutive numbers, of at most a request's length."""
+def _stretches(blocks: Sequence[int], most: int) -> Iterable[tuple[int, int]]:
+    """Runs [first, last) of consecutive numbers, at most `most` long."""
     start = 0
     for at in range(1, len(blocks) + 1):
-        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1 or (at - start) * BLOCK >= REQUEST:
+        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1 or at - start >= most:
             yield blocks[start], blocks[at - 1] + 1
             start = at
 

@@ -68,6 +68,10 @@ class Storage(Protocol):
         """Writes that should be under way at once; 0 leaves it to the caller."""
 
     @property
+    def request_bytes(self) -> int:
+        """How much one read should ask for, in whole MiB."""
+
+    @property
     def rereads(self) -> int:
         """How often a read whose bytes are wrong is worth repeating: a network may have changed
         them on the way, a disk gives the same again."""

@@ -51,6 +51,10 @@ class PosixStorage:
         return 0
 
     @property
+    def request_bytes(self) -> int:
+        return 8 << 20
+
+    @property
     def rereads(self) -> int:
         return 0
 

@@ -52,6 +52,10 @@ class S3Storage:
         return self.config.max_write_concurrency
 
     @property
+    def request_bytes(self) -> int:
+        return _READ
+
+    @property
     def rereads(self) -> int:
         return _REREADS
 

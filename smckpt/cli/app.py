@@ -322,11 +322,16 @@ def export(
     "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
     help="Of each rank's rows of the vocabulary.",
 )  # fmt: skip
+@click.option(
+    "--prefix", default="model", show_default=True,
+    help="Where the model stands in the state that will be loaded.",
+)  # fmt: skip
 @threads
-@click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
+@click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
-    """Write the Hugging Face model in DIRECTORY as the files of tensor-parallel ranks."""
+    """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,
+    on disk or in S3."""
     from smckpt.translate import import_hf
 
     with progress_bar("importing", quiet=as_json) as progress:
@@ -335,6 +340,6 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
         print_json(asdict(report))
         return
     print_line(
-        f"{report.layout}: {count_text(len(report.files), 'file')}, "
+        f"{report.layout}: {count_text(len(report.files), 'rank')}, "
         f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
     )

@@ -33,14 +33,11 @@ _WEIGHTS = re.compile(
 
 
 class Output:
-    """The directory `url`, on its way from empty (or overwritten) to a whole model.
+    """The directory `url`, on its way from empty (or overwritten) to a whole model."""
 
-    Args:
-        alone: each file can be loaded by itself, so each has another name until all are whole.
-    """
-
-    def __init__(self, url: str, files: Sequence[OutputFile], *, alone: bool = False) -> None:
-        self._hidden = is_local(url) and (alone or len(files) == 1)
+    def __init__(self, url: str, files: Sequence[OutputFile]) -> None:
+        # one file can be loaded by itself, so it has another name until it is whole
+        self._hidden = is_local(url) and len(files) == 1
         self.storage: Storage = open_storage(url)
         self.url = self.storage.url
         self._files = tuple(files)
@@ -56,13 +53,7 @@ class Output:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
-        present = [f.name for f in self.storage.list()]
-        if (present or self.storage.list_dirs()) and not overwrite:
-            raise UsageError(
-                "the directory is not empty",
-                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
-                path=self.url,
-            )
+        present = self._present(overwrite)
         # The index first: from then on no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
@@ -73,7 +64,7 @@ class Output:
         with self._lock:
             if file.name not in self._open:
                 name = self._stored(file)
-                writer = self.storage.create_file(name, file.size)
+                writer = self._create(name, file.size)
                 self._open[file.name] = writer
                 self._chunks[file.name] = chunks
                 self._made.append(name)
@@ -124,6 +115,19 @@ class Output:
 
     def close(self) -> None:
         self.storage.close()
+
+    def _present(self, overwrite: bool) -> list[str]:
+        present = [f.name for f in self.storage.list()]
+        if (present or self.storage.list_dirs()) and not overwrite:
+            raise UsageError(
+                "the directory is not empty",
+                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
+                path=self.url,
+            )
+        return present
+
+    def _create(self, name: str, size: int) -> FileWriter:
+        return self.storage.create_file(name, size)
 
     def _finish(self, file: OutputFile) -> None:
         self._open[file.name].finish()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from smckpt import errors
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.storage import open_storage
 from smckpt.translate import Layout, Row, export_hf, get_layout, import_hf, register_layout
 from tests.support import child
 from tests.support import references as ref
@@ -155,6 +156,22 @@ def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
     with pytest.raises(RuntimeError, match="stop"):
         import_hf(folder, tmp_path / "r", "te_split", tp=2, progress=fail)
     assert list((tmp_path / "r").glob("*")) == []
+
+
+def test_an_import_into_s3_is_a_checkpoint_and_takes_the_place_of_another(tmp_path, hub, s3_root):
+    folder, state = hub["mixtral"]
+    there = f"{s3_root}/import"
+    first = import_hf(folder, there, "mcore_te", tp=2)
+    with pytest.raises(errors.UsageError, match="not empty"):
+        import_hf(folder, there, "mcore_te", tp=2)
+    report = import_hf(folder, there, "mcore_te", tp=2, ep=2, overwrite=True)
+    names = {info.name for info in open_storage(there).list()}
+    assert names.issuperset(report.files) and names.isdisjoint(first.files)
+    assert verify_checkpoint(there).ok
+    export_hf(there, tmp_path / "hf", config=folder)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], state[n]) for n in state)
 
 
 def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):

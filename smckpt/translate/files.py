@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage, open_storage
@@ -45,6 +45,7 @@ class Output:
         self._open: dict[str, FileWriter] = {}
         self._chunks: dict[str, int] = {}
         self._made: list[str] = []
+        self._new = is_local(url) and not os.path.exists(local_path(url))
 
     def prepare(self, *, overwrite: bool) -> None:
         """Refuse a directory that holds something, or take the old model out of it.
@@ -89,6 +90,21 @@ class Output:
         self.storage.put(name, data)
         self._made.append(name)
 
+    def refuse_absent(self) -> None:
+        """
+        Raises:
+            StorageError: what other processes wrote is not here.
+        """
+        sizes = {info.name: info.size for info in self.storage.list()}
+        absent = [f.name for f in self._files if sizes.get(self._stored(f)) != f.size]
+        if absent:
+            raise StorageError(
+                f"{len(absent)} files that other processes wrote are not seen from here: "
+                f"{absent[:8]}",
+                remedy="give out_dir on a file system that all hosts share, or in S3",
+                path=self.url,
+            )
+
     def publish(self, index: bytes | None) -> None:
         """Make it loadable: the index, or the names of files that load alone."""
         if index is not None:
@@ -112,6 +128,9 @@ class Output:
                 each.callback(self.storage.delete, name)
             for writer in self._open.values():
                 each.callback(_abort, writer)
+        if self._new and self._made:
+            with suppress(OSError):  # others' files are there
+                os.rmdir(local_path(self.url))
 
     def close(self) -> None:
         self.storage.close()

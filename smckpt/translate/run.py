@@ -115,6 +115,9 @@ class Run:
         output, files = self.made.output, self.made.files
         if self.crew.count > 1:
             output.refuse_absent()
+            total = sum(file.data_bytes for file in files)
+            if self.progress is not None:
+                self.progress(total, total)
         if not self.overwrite:
             self.notes += self._compared()
         counts = {n: c for body in bodies.values() for n, c in body["nonfinite"].items()}

@@ -128,11 +128,8 @@ def by_smckpt_alone(root: Path, out: Path) -> Callable[[], None]:
 def by_translation(root: Path, out: Path) -> Callable[[], None]:
     from smckpt import export_hf
 
-    files = sorted((root / "megatron").glob("tp*.safetensors"))
     config = root / "config" / "config.json"
-    return lambda: print_none(
-        export_hf(files, out, tp=len(files), config=config, against_model=False)
-    )
+    return lambda: print_none(export_hf(root / "megatron", out, config=config, against_model=False))
 
 
 def by_accelerate(root: Path, out: Path) -> Callable[[], None]:

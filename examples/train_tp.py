@@ -2,8 +2,9 @@
 
     python examples/train_tp.py                      # starts itself under torchrun, 4 processes
 
-A fresh Hugging Face model is imported into Transformer Engine's layout for two tensor-parallel
-ranks, each of which FSDP shards over two. After some steps the ranks save a LOCAL checkpoint, as
+A fresh Hugging Face model is imported into Transformer Engine's layout: a checkpoint of two
+tensor-parallel ranks, from which the model in training, that FSDP shards over two more, is loaded.
+After some steps the ranks save a LOCAL checkpoint, as
 they hold it. One process exports it as a Hugging Face directory, and then three things are shown:
 transformers finds every tensor, each is the checkpoint's bit for bit, and the exported model's
 logits are those of the model in training.
@@ -23,7 +24,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, Batches, read_text
 from launch import join, leave, say, torchrun_command, under_torchrun
-from safetensors.torch import load_file
 from tensor_parallel import ParallelLlama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,11 +35,13 @@ from smckpt import (
     async_save,
     export_hf,
     import_hf,
+    load,
     maybe_finalize_async_calls,
     sm_state_dict_type,
     verify_hf,
 )
 
+PADDED_TO = 48  # each rank's rows of the vocabulary are a multiple of it
 CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in another order
 
 
@@ -50,7 +52,7 @@ def main() -> None:
     device = join()
     degrees = ParallelState(dist.get_world_size(), tensor_parallel_degree=args.tp)
     if dist.get_rank() == 0:
-        make_ranks_files(args)
+        make_start(args)
     dist.barrier()
     model = load_model(args.out / "ranks", degrees, device)
     train(args, model, degrees, device)
@@ -76,8 +78,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_ranks_files(args: argparse.Namespace) -> None:
-    """A fresh model as transformers saves it, then a file for each tensor-parallel rank."""
+def make_start(args: argparse.Namespace) -> None:
+    """A fresh model as transformers saves it, then a checkpoint of the tensor-parallel ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -94,23 +96,28 @@ def make_ranks_files(args: argparse.Namespace) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(args.out / "start")
     import_hf(
-        args.out / "start", args.out / "ranks", "te_split", tp=args.tp,
-        pad_vocab_to_multiple_of=48, overwrite=True,
+        args.out / "start", args.out / "ranks", "te_split", tp=args.tp, prefix="",
+        pad_vocab_to_multiple_of=PADDED_TO, overwrite=True,
     )  # fmt: skip
 
 
-def load_model(files: Path, degrees: ParallelState, device: torch.device) -> nn.Module:
+def load_model(start: Path, degrees: ParallelState, device: torch.device) -> nn.Module:
     """This rank's part: plain tensors of its tensor-parallel rank, then FSDP's shards of those."""
     mesh = init_device_mesh(
         device.type, (degrees.fsdp_size, degrees.tp_size), mesh_dim_names=("shard", "tp")
     )
-    config: dict[str, Any] = json.loads((files / "config.json").read_text())
-    weights = load_file(files / f"tp{degrees.tp_rank:02d}-ep00.safetensors")
-    rows = degrees.tp_size * len(weights["lm_head.weight"])
-    model = ParallelLlama(config, rows, mesh["tp"].get_group()).to(device)
-    model.load_state_dict(weights)
+    config: dict[str, Any] = json.loads((start / "config.json").read_text())
+    step = PADDED_TO * degrees.tp_size
+    rows = -(-config["vocab_size"] // step) * step
+    with torch.device("meta"):
+        model = ParallelLlama(config, rows, mesh["tp"].get_group())
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh["shard"])
+    model.to_empty(device=device)
+    with sm_state_dict_type(model, LOCAL):
+        weights = model.state_dict()
+    # the import is of two ranks, these are four: the degrees say whose tensors are whose
+    load(weights, checkpoint_id=start, parallel_state=degrees)
     return model
 
 

@@ -17,6 +17,7 @@ from smckpt.checkpoint.mismatch import (
     refuse_names,
     uncovered,
 )
+from smckpt.checkpoint.places import ANYWHERE, Places
 from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
 from smckpt.checkpoint.rows import Row
 from smckpt.checkpoint.sources import Source, remaining_after, row_shape
@@ -45,6 +46,7 @@ def plan_logical(
     rank: int,
     group_ranks: Sequence[int],
     strict: bool = True,
+    places: Places = ANYWHERE,
 ) -> ReadPlan:
     """Fill entries by logical name, from whatever mesh they were saved on.
 
@@ -55,6 +57,7 @@ def plan_logical(
         rank: this global rank.
         group_ranks: the ranks that load together.
         strict: names in only one of checkpoint and target are refused; else listed in the plan.
+        places: whose tensors are meant, of ranks that saved their own under one name.
 
     Raises:
         KeysMismatchError, TensorMismatchError: names, or global shapes and dtypes, differ.
@@ -68,7 +71,7 @@ def plan_logical(
     )
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
-    finder = _Finder(catalogue, rank, sorted(group_ranks))
+    finder = _Finder(catalogue, rank, sorted(group_ranks), places)
     copies = [copy for number, entry in enumerate(entries) for copy in finder.copies(number, entry)]
     catalogue.read_headers(r for copy in copies for r in copy.source.holders)
     known: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
@@ -98,7 +101,10 @@ def _nothing_of(geometry: MeshGeometry) -> Piece:
 class _Finder:
     """What of the saved arrays goes into this rank's."""
 
-    def __init__(self, catalogue: Catalogue, rank: int, group_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, rank: int, group_ranks: Sequence[int], places: Places
+    ) -> None:
+        self._places = places
         self._catalogue = catalogue
         self._rank = rank
         self._group_ranks = group_ranks
@@ -151,6 +157,9 @@ class _Finder:
         if any(row.geometry is None for row, _ in rows):
             chosen = self._followed(name)
             rows = [(r, f) for r, f in rows if r.geometry is not None or chosen in r.ranks]
+        for row, _ in rows:
+            self._places.refuse_guess(row, self._rank, self._catalogue.url)
+        rows = self._of_place(rows)
         fqns = {id(row): fqn for row, fqn in rows}
         ours = self._pieces.own_family(entry.geometry, [row for row, _ in rows])
         rows = [(row, fqns[id(row)]) for row in ours]
@@ -165,7 +174,14 @@ class _Finder:
         """The saved rank whose own value of this name is taken."""
         rows = self._pieces.by_name[name]
         saved = {rank for row, _ in rows if row.geometry is None for rank in row.ranks}
-        return followed_rank(saved, self._rank, self._group_ranks)
+        return followed_rank(self._places.of_own(saved), self._rank, self._group_ranks)
+
+    def _of_place(self, rows: list[tuple[Row, str]]) -> list[tuple[Row, str]]:
+        """Of several rows those whose ranks stand where this one does, if there are such."""
+        alike = self._places.alike
+        if alike is None or len(rows) < 2:
+            return rows
+        return [(r, f) for r, f in rows if self._pieces.family(r) <= alike] or rows
 
     def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[Source]) -> None:
         rows = {id(source.row): source.row for source in sources}

@@ -79,10 +79,11 @@ class Sources:
         """Whether two rows of a name are known to be of one tensor: they have one mesh, or some
         other tensor's mesh joins their ranks."""
         ranks, others = self.family(a), self.family(b)
-        return ranks is others or any(f >= ranks and f >= others for f in self._joined)
+        return ranks is others or any(f >= ranks and f >= others for f in self.joined)
 
     @cached_property
-    def _joined(self) -> set[frozenset[int]]:
+    def joined(self) -> set[frozenset[int]]:
+        """The ranks of each mesh."""
         rows = (row for named in self.by_name.values() for row, _ in named)
         return {self.family(row) for row in rows if row.geometry is not None}
 

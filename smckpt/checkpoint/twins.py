@@ -16,6 +16,7 @@ from smckpt.checkpoint.mismatch import (
     refuse_names,
     reshard,
 )
+from smckpt.checkpoint.places import ANYWHERE, Places
 from smckpt.checkpoint.ranges import ReadPlan
 from smckpt.checkpoint.rows import Row
 from smckpt.errors import TensorMismatchError, TopologyError
@@ -39,6 +40,7 @@ def plan_local(
     rank: int,
     group_ranks: Sequence[int],
     strict: bool = True,
+    places: Places = ANYWHERE,
 ) -> ReadPlan:
     """Fill entries by key with the arrays of the saved ranks that held the same shard.
 
@@ -49,6 +51,7 @@ def plan_local(
         rank: this global rank.
         group_ranks: the ranks that load together.
         strict: keys in only one of checkpoint and target are refused; else listed in the plan.
+        places: whose tensors are meant, of ranks that saved their own under one key.
 
     Raises:
         TopologyError: the sharding differs; names both degrees and what to do.
@@ -56,7 +59,7 @@ def plan_local(
     """
     for entry in entries:
         refuse_misfit(entry, rank)
-    twins = _twins(catalogue, entries, rank, group_ranks)
+    twins = places.of_own(_twins(catalogue, entries, rank, group_ranks))
     twin = twins[_replica_index(entries, rank, group_ranks) % len(twins)]
     saved = {
         key: row for key, rows in catalogue.rows_by_key.items() for row in rows if twin in row.ranks
@@ -71,6 +74,7 @@ def plan_local(
     theirs = {entry.key: saved[entry.key].entry(twin) for entry in entries if entry.key in saved}
     for entry in entries:
         if entry.key in theirs:
+            places.refuse_guess(saved[entry.key], rank, catalogue.url)
             _check_shape(catalogue, entry, saved[entry.key], theirs[entry.key], rank)
     for number, entry in enumerate(entries):
         if entry.key in theirs and entry.numel:

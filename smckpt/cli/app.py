@@ -254,6 +254,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 )
 @click.option("--lora-config", help="With --lora: adapter_config.json, or a directory with it.")
 @click.option("--base", help="With --lora merge: a directory with the base's weights.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
+    help="Under torchrun: seconds without a byte of one process until all give up.",
+)  # fmt: skip
 @as_json
 def export(
     checkpoint: tuple[str, ...],
@@ -272,17 +276,22 @@ def export(
     lora: str | None,
     lora_config: str | None,
     base: str | None,
+    timeout: float,
     as_json: bool,
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
 
-    Or the model in the files of all ranks, tensor-parallel ranks innermost.
+    Or the model in the files of all ranks, tensor-parallel ranks innermost. Under torchrun
+    (torchrun … -m smckpt.cli export …) the processes, of one or several hosts, share the files.
     """
     from smckpt.translate import export_hf
+    from smckpt.translate.crew import crew_of_environment
 
     files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
+    crew = crew_of_environment(timeout)
+    follows = crew is not None and not crew.leads
 
-    with progress_bar("exporting", quiet=as_json) as progress:
+    with progress_bar("exporting", quiet=as_json or follows) as progress:
         report = export_hf(
             checkpoint if files else checkpoint[0],
             out,
@@ -301,7 +310,11 @@ def export(
             lora=lora,
             lora_config=lora_config,
             base=base,
+            process_group=crew,
+            timeout=timeout,
         )
+    if follows:
+        return
     if as_json:
         print_json(asdict(report))
         return
@@ -322,11 +335,16 @@ def export(
     "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
     help="Of each rank's rows of the vocabulary.",
 )  # fmt: skip
+@click.option(
+    "--prefix", default="model", show_default=True,
+    help="Where the model stands in the state that will be loaded.",
+)  # fmt: skip
 @threads
-@click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
+@click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
-    """Write the Hugging Face model in DIRECTORY as the files of tensor-parallel ranks."""
+    """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,
+    on disk or in S3."""
     from smckpt.translate import import_hf
 
     with progress_bar("importing", quiet=as_json) as progress:
@@ -335,6 +353,6 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
         print_json(asdict(report))
         return
     print_line(
-        f"{report.layout}: {count_text(len(report.files), 'file')}, "
+        f"{report.layout}: {count_text(len(report.files), 'rank')}, "
         f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
     )

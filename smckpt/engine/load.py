@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.discover import Found
 from smckpt.checkpoint.mismatch import refuse_names
+from smckpt.checkpoint.places import Places
 from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.engine.groups import Group, partition_of
@@ -198,12 +199,14 @@ class Loader:
 
     def _plan(self, catalogue: Catalogue, selection: Selection, request: LoadRequest) -> ReadPlan:
         rank, ranks = self.group.rank, self.group.ranks
+        places = Places.of(catalogue, request.parallel_state, rank, self.group.world_size)
         if catalogue.kind == "LOCAL" and selection.kind in ("LOCAL", None):
             return plan_local(  # each rank compares its keys with those of one saved rank
-                catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict
-            )
+                catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
+                places=places,
+            )  # fmt: skip
         plan = plan_logical(
-            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=False
+            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=False, places=places
         )
         if request.strict:
             # What this rank lacks a peer may have (`_refuse_spare`); alone, it is said now.

@@ -6,54 +6,37 @@ written (`stream`) → config and tokenizer (`config`) → what makes it loadabl
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.layout.entries import DTYPES
 from smckpt.storage.s3_config import S3Config, s3_options, using_s3
-from smckpt.storage.urls import is_local, is_s3_url
+from smckpt.storage.urls import is_s3_url
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
-from smckpt.translate.config import (
-    CONFIG,
-    GENERATION_CONFIG,
-    ModelConfig,
-    read_config,
-    tokenizer_files,
-)
+from smckpt.translate.companions import tokenizer_of, write_companions
+from smckpt.translate.config import CONFIG, ModelConfig, read_config
+from smckpt.translate.crew import crew_of
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output
-from smckpt.translate.finite import NonFinite
-from smckpt.translate.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    LoraConfig,
-    read_lora_config,
-    sort,
-)
+from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
 from smckpt.translate.merged import MergedSource, merged_targets, open_base
-from smckpt.translate.meta_model import hold_against
+from smckpt.translate.meta_model import Comparison
 from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
+from smckpt.translate.run import Contents, Planned, Run
 from smckpt.translate.source import Source
 from smckpt.translate.stores import Store, open_files
-from smckpt.translate.stream import CHUNK, write_chunks
+from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.targets import OutputFile, Same, Target, arrange
-from smckpt.translate.translated import TranslatedSource
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -106,6 +89,8 @@ def export_hf(
     lora: str | None = None,
     lora_config: Any = None,
     base: str | os.PathLike[str] | None = None,
+    process_group: Any = None,
+    timeout: float = 600.0,
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
@@ -146,8 +131,13 @@ def export_hf(
             `model.peft_config`.
         base: with "merge", a Hugging Face directory with the base's weights, where the checkpoint
             has the adapter's alone.
+        process_group: the processes that call this together, with the same arguments, and share
+            the files: a torch process group, or the `Crew` of `crew_of_environment`. None: this
+            process does it by itself. `progress` is then called by the first of them.
+        timeout: with `process_group`, seconds without a byte of one of them until all give up.
 
     Raises:
+        PeerError: another process has died.
         UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous; weights
             are NaN or infinite.
         KeysMismatchError: names or shapes are not those of the config's model.
@@ -162,66 +152,63 @@ def export_hf(
     if workers < 1:
         raise UsageError(f"threads={threads}", remedy="give a number above 0")
     settings = read_config(base if config is None and lora == "merge" else config)
-    tokens = _tokenizer(tokenizer, settings)
-    nonfinite = NonFinite()
+    tokens = tokenizer_of(tokenizer, settings)
+
+    def plan() -> Planned:
+        if lora is None:
+            _refuse_given("without lora=", lora_config=lora_config, base=base)
+            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+        else:
+            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
+            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+        output = Output(os.fspath(out_dir), files)
+        return Planned(
+            found, files, output,
+            lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
+        )  # fmt: skip
+
     with ExitStack() as cleanup:
-        with using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)):
-            if lora is None:
-                _refuse_given("without lora=", lora_config=lora_config, base=base)
-                found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-            else:
-                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
-                found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
-            cleanup.callback(found.source.close)
-            files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-            output = Output(os.fspath(out_dir), files)
-            cleanup.callback(output.close)
-        model = settings if against_model and found.adapter is None else None
-        notes = [*found.notes, *_compared(found, model)]
-        output.prepare(overwrite=overwrite)
+        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
+        crew = crew_of(process_group, timeout)
+        cleanup.callback(crew.close)
+        compared = settings if against_model and lora != "adapter" and crew.leads else None
+        comparison = Comparison(None if compared is None else compared.complete(None))
+        cleanup.callback(comparison.close)
+        run = Run(crew, comparison, overwrite, allow_nonfinite, workers, progress)
+        cleanup.callback(run.close)
         on_failure = cleanup.enter_context(ExitStack())
-        on_failure.callback(output.abandon)
-        # First: an object appears when it is whole, so a single file of weights loads from then on.
-        _write_companions(output, settings, tokens, found)
-        write_chunks(found.source, output, files, workers, progress, nonfinite.look)
-        notes += _finite(nonfinite.counts, allow_nonfinite, output.url)
-        output.publish(_index(files) if len(files) > 1 else None)
+        on_failure.callback(run.abandon)
+        crew.meet("plan", lambda: run.plan(plan), run.prepare)
+        told = crew.meet("written", run.write, run.publish)
         on_failure.pop_all()
+    return _report(run.made, told, time.perf_counter() - began)
+
+
+def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport:
+    notes = (*made.found.notes, *told["notes"])
     for note in notes:
-        log.warning("%s: %s", output.url, note)
+        log.warning("%s: %s", made.output.url, note)
     return ExportReport(
-        directory=output.url,
-        files=tuple(file.name for file in files),
-        tensors=len(found.targets),
-        nbytes=sum(file.data_bytes for file in files),
-        left_out=found.left_out,
-        notes=tuple(notes),
-        seconds=time.perf_counter() - began,
-        layout=found.layout,
-        nonfinite=nonfinite.counts,
+        directory=made.output.url,
+        files=tuple(file.name for file in made.files),
+        tensors=len(made.found.targets),
+        nbytes=sum(file.data_bytes for file in made.files),
+        left_out=made.found.left_out,
+        notes=notes,
+        seconds=seconds,
+        layout=made.found.layout,
+        nonfinite=told["nonfinite"],
     )
 
 
 # -- what is exported ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What is read, the targets made of it, names left out, notes, the layout if translated, the
-    adapter's config if it is one."""
-
-    source: Source | TranslatedSource | MergedSource
-    targets: Sequence[Target]
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
-    layout: str | None = None
-    adapter: LoraConfig | None = None
-
-
 def _contents(
     checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None, *,
     layout: str | Layout | None, tp: int | None, ep: int | None,
-) -> _Contents:  # fmt: skip
+) -> Contents:  # fmt: skip
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
         store: Store = open_files(checkpoint, tp or 1, ep or 1)
@@ -232,7 +219,8 @@ def _contents(
     if layout is not None or looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, tp, ep)
         store = CheckpointStore(catalogue, tensors, *degrees)
-        return _translated(store, settings, dtype, layout, *degrees)
+        made = _translated(store, settings, dtype, layout, *degrees)
+        return replace(made, identity=catalogue.identity)
     if tp is not None or ep is not None:
         raise UsageError(
             "tp= and ep= are given, but the names are Hugging Face's own",
@@ -242,44 +230,23 @@ def _contents(
     source = Source(catalogue)
     left_out = _tied(source, tensors, settings)
     targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
-    return _Contents(source, targets, left_out, _notes(tensors, settings))
+    notes = _notes(tensors, settings)
+    return Contents(source, targets, left_out, notes, identity=catalogue.identity)
 
 
 def _translated(
     store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
     tp: int, ep: int,
-) -> _Contents:  # fmt: skip
+) -> Contents:  # fmt: skip
     made = to_hub(store, settings, layout, tp, ep)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
-    return _Contents(made.source, targets, made.left_out, (), made.layout)
-
-
-def _compared(found: _Contents, settings: ModelConfig | None) -> list[str]:
-    """Hold names and shapes against transformers' own model; a note where that cannot be."""
-    if settings is None:
-        return []
-    shapes = {target.name: tuple(target.shape) for target in found.targets}
-    note = hold_against(settings.complete(None), shapes, found.source.url)
-    return [note] if note else []
-
-
-def _finite(counts: Mapping[str, int], allowed: bool, url: str) -> list[str]:
-    if not counts:
-        return []
-    worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
-    more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-    text = f"{len(counts)} tensors hold NaN or infinity: {worst}{more}"
-    if not allowed:
-        raise UsageError(
-            text, remedy="use a checkpoint before that, or pass allow_nonfinite=True", path=url
-        )
-    return [text]
+    return Contents(made.source, targets, made.left_out, (), made.layout)
 
 
 def _of_peft(
     checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
     lora: str, lora_config: Any, base: str | os.PathLike[str] | None,
-) -> _Contents:  # fmt: skip
+) -> Contents:  # fmt: skip
     if lora not in ("adapter", "merge"):
         raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
     if not isinstance(checkpoint, (str, os.PathLike)):
@@ -293,7 +260,7 @@ def _of_peft(
         _refuse_given('with lora="adapter"', base=base, config=settings)
         adapter.refuse_biases(catalogue.url)
         own = [_target(name, tensor, dtype) for name, tensor in parts.adapter.items()]
-        return _Contents(source, own, (), (), adapter=adapter)
+        return Contents(source, own, (), (), adapter=adapter, identity=catalogue.identity)
     directory = open_base(base, adapter) if base is not None else None
     family = settings.values["model_type"] if settings is not None else None
     if directory is None and looks_transformed(parts.base, family):
@@ -311,10 +278,11 @@ def _of_peft(
         replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made if t.name not in tied
     ]
     notes = _notes([t.name for t in made], settings)
-    return _Contents(MergedSource(source, directory), targets, tied, notes)
+    merged = MergedSource(source, directory)
+    return Contents(merged, targets, tied, notes, identity=catalogue.identity)
 
 
-def _one_file(found: _Contents) -> tuple[OutputFile, ...]:
+def _one_file(found: Contents) -> tuple[OutputFile, ...]:
     """An adapter's weights are one file."""
     (file,) = arrange(found.targets, 1 << 62)
     return (replace(file, name=ADAPTER_WEIGHTS),)
@@ -387,80 +355,7 @@ def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str,
     return tuple(notes)
 
 
-# -- what stands beside the weights --------------------------------------------------------------
-
-
-def _write_companions(
-    output: Output,
-    settings: ModelConfig | None,
-    tokenizer: Path | Any | None,
-    found: _Contents,
-) -> None:
-    if found.adapter is not None:
-        output.put(ADAPTER_CONFIG, _json(found.adapter.values))
-    if settings is not None:
-        output.put(CONFIG, _json(settings.complete(_main_dtype(found.targets))))
-        generation = settings.generation()
-        beside = settings.directory / GENERATION_CONFIG if settings.directory else None
-        if beside is not None and beside.is_file():
-            output.put(GENERATION_CONFIG, beside.read_bytes())
-        elif generation is not None:
-            output.put(GENERATION_CONFIG, _json(generation))
-    if isinstance(tokenizer, Path):
-        for path in tokenizer_files(tokenizer):
-            output.put(path.name, path.read_bytes())
-    elif tokenizer is not None and is_local(output.url):
-        tokenizer.save_pretrained(output.url)
-    elif tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).iterdir()):
-                output.put(path.name, path.read_bytes())
-
-
-def _index(files: Sequence[OutputFile]) -> bytes:
-    weight_map = {t.name: file.name for file in files for t in file.targets}
-    total = sum(file.data_bytes for file in files)
-    return _json(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    )
-
-
-def _main_dtype(targets: Sequence[Target]) -> str | None:
-    """The floating dtype that most bytes have: what the model should be loaded in."""
-    counts: dict[str, int] = {}
-    for target in targets:
-        if target.dtype in CASTABLE:
-            nbytes = int(np.prod(target.shape)) * DTYPES[target.dtype].itemsize
-            counts[target.dtype] = counts.get(target.dtype, 0) + nbytes
-    return max(counts, key=lambda name: counts[name]) if counts else None
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, sort_keys=False) + "\n").encode()
-
-
 # -- arguments -----------------------------------------------------------------------------------
-
-
-def _tokenizer(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | None:
-    if tokenizer is None:
-        return settings.directory if settings is not None else None
-    if isinstance(tokenizer, (str, os.PathLike)):
-        path = Path(os.fspath(tokenizer))
-        if not tokenizer_files(path):
-            raise UsageError(
-                "no tokenizer files are there",
-                remedy="pass a local directory with tokenizer.json or the like",
-                path=str(path),
-            )
-        return path
-    if hasattr(tokenizer, "save_pretrained"):
-        return tokenizer
-    raise UsageError(
-        f"tokenizer= is a {type(tokenizer).__name__}",
-        remedy="pass a directory, or a tokenizer that has save_pretrained",
-    )
 
 
 def _s3_of(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> S3Config | None:

@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage, open_storage
@@ -33,14 +33,11 @@ _WEIGHTS = re.compile(
 
 
 class Output:
-    """The directory `url`, on its way from empty (or overwritten) to a whole model.
+    """The directory `url`, on its way from empty (or overwritten) to a whole model."""
 
-    Args:
-        alone: each file can be loaded by itself, so each has another name until all are whole.
-    """
-
-    def __init__(self, url: str, files: Sequence[OutputFile], *, alone: bool = False) -> None:
-        self._hidden = is_local(url) and (alone or len(files) == 1)
+    def __init__(self, url: str, files: Sequence[OutputFile]) -> None:
+        # one file can be loaded by itself, so it has another name until it is whole
+        self._hidden = is_local(url) and len(files) == 1
         self.storage: Storage = open_storage(url)
         self.url = self.storage.url
         self._files = tuple(files)
@@ -48,6 +45,7 @@ class Output:
         self._open: dict[str, FileWriter] = {}
         self._chunks: dict[str, int] = {}
         self._made: list[str] = []
+        self._new = is_local(url) and not os.path.exists(local_path(url))
 
     def prepare(self, *, overwrite: bool) -> None:
         """Refuse a directory that holds something, or take the old model out of it.
@@ -56,13 +54,7 @@ class Output:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
-        present = [f.name for f in self.storage.list()]
-        if (present or self.storage.list_dirs()) and not overwrite:
-            raise UsageError(
-                "the directory is not empty",
-                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
-                path=self.url,
-            )
+        present = self._present(overwrite)
         # The index first: from then on no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
@@ -73,7 +65,7 @@ class Output:
         with self._lock:
             if file.name not in self._open:
                 name = self._stored(file)
-                writer = self.storage.create_file(name, file.size)
+                writer = self._create(name, file.size)
                 self._open[file.name] = writer
                 self._chunks[file.name] = chunks
                 self._made.append(name)
@@ -98,6 +90,21 @@ class Output:
         self.storage.put(name, data)
         self._made.append(name)
 
+    def refuse_absent(self) -> None:
+        """
+        Raises:
+            StorageError: what other processes wrote is not here.
+        """
+        sizes = {info.name: info.size for info in self.storage.list()}
+        absent = [f.name for f in self._files if sizes.get(self._stored(f)) != f.size]
+        if absent:
+            raise StorageError(
+                f"{len(absent)} files that other processes wrote are not seen from here: "
+                f"{absent[:8]}",
+                remedy="give out_dir on a file system that all hosts share, or in S3",
+                path=self.url,
+            )
+
     def publish(self, index: bytes | None) -> None:
         """Make it loadable: the index, or the names of files that load alone."""
         if index is not None:
@@ -121,9 +128,25 @@ class Output:
                 each.callback(self.storage.delete, name)
             for writer in self._open.values():
                 each.callback(_abort, writer)
+        if self._new and self._made:
+            with suppress(OSError):  # others' files are there
+                os.rmdir(local_path(self.url))
 
     def close(self) -> None:
         self.storage.close()
+
+    def _present(self, overwrite: bool) -> list[str]:
+        present = [f.name for f in self.storage.list()]
+        if (present or self.storage.list_dirs()) and not overwrite:
+            raise UsageError(
+                "the directory is not empty",
+                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
+                path=self.url,
+            )
+        return present
+
+    def _create(self, name: str, size: int) -> FileWriter:
+        return self.storage.create_file(name, size)
 
     def _finish(self, file: OutputFile) -> None:
         self._open[file.name].finish()

@@ -1,4 +1,4 @@
-"""The way back: a Hugging Face directory into the files of tensor- and expert-parallel ranks."""
+"""The way back: a Hugging Face directory into a checkpoint of tensor- and expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.storage.s3_config import s3_options, using_s3
+from smckpt.storage.urls import normal_url
+from smckpt.topology import ParallelState
+from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
-from smckpt.translate.files import Output
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
 from smckpt.translate.stores import open_directory
 from smckpt.translate.stream import write_chunks
 from smckpt.translate.table import Layout
-from smckpt.translate.targets import OutputFile
 
-__all__ = ["RECORD", "ImportReport", "import_hf"]
-
-RECORD = "layout.json"
+__all__ = ["ImportReport", "import_hf"]
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import wrote: a file for each rank, tensor-parallel ranks innermost."""
+    """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost."""
 
     directory: str
     files: tuple[str, ...]
@@ -46,23 +46,32 @@ def import_hf(
     ep: int = 1,
     config: Any = None,
     pad_vocab_to_multiple_of: int = 1,
+    prefix: str = "model",
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     overwrite: bool = False,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
 ) -> ImportReport:
-    """Write the model in `directory` as each rank of a tensor-parallel layout holds it.
+    """Write the model in `directory` as a checkpoint of the ranks of a tensor-parallel layout.
 
-    One safetensors file for each rank, `tp00-ep00.safetensors` and so on, the config, and
-    `layout.json`, which comes last and says what the files are. Rows of padding are zero. What
-    ranks hold in copies is in each one's file. Bytes are moved, never changed.
+    It is one that tp × ep ranks would have saved, each with plain tensors of its own, and it says
+    who is who; `load(…, parallel_state=…)` fills a live model of these degrees from it, whatever
+    FSDP does with it. config.json stands beside it. Rows of padding are zero. What ranks hold in
+    copies is in each one's file. Bytes are moved, never changed; memory stays at two chunks of
+    16 MiB a thread.
 
     Args:
         directory: with safetensors files, and config.json unless `config` is given.
-        out_dir: the directory to write; made when missing.
+        out_dir: the checkpoint's directory, on disk or in S3; made when missing.
         layout: a layout's name, or a `Layout`.
         tp, ep: the degrees.
         pad_vocab_to_multiple_of: of each rank's rows (Megatron's make_vocab_size_divisible_by).
-        threads, progress, overwrite: as in `export_hf`.
+        prefix: dotted place of the model in the state dict that will be loaded; "" for all of it.
+        threads, progress: as in `export_hf`.
+        overwrite: supersede a checkpoint that is in `out_dir`. The old one is there until the new
+            one is whole.
+        s3_region, s3client_config: where `out_dir` is in S3, as in `save`.
 
     Raises:
         UsageError: an argument; `out_dir` is not empty.
@@ -77,36 +86,30 @@ def import_hf(
         if value < 1:
             raise UsageError(f"{name}={value}", remedy="give a number above 0")
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
-    folder = Path(os.fspath(directory))
+    folder, url = Path(os.fspath(directory)), normal_url(os.fspath(out_dir))
     settings = read_config(folder if config is None else config)
     dims = model_dims(settings, str(folder))
+    assert settings is not None
     chosen = get_layout(layout, dims.family)
-    store = open_directory(folder)
-    source, ranks = from_hub(store, dims, chosen, tp, ep, pad_vocab_to_multiple_of)
-    files = tuple(
-        OutputFile(f"tp{t:02d}-ep{e:02d}.safetensors", tuple(ranks[t, e]))
-        for e in range(ep)
-        for t in range(tp)
-    )
-    output = Output(os.fspath(out_dir), files, alone=True)
-    record = {"layout": chosen.name, "tp": tp, "ep": ep, "files": [file.name for file in files]}
-    with ExitStack() as cleanup:
+    source, made = from_hub(open_directory(folder), dims, chosen, tp, ep, pad_vocab_to_multiple_of)
+    topology = ParallelState(tp * ep, tensor_parallel_degree=tp, expert_parallel_degree=ep)
+    ranker, ranks = topology.ranker, range(tp * ep)
+    session = new_session()
+    own = [made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)] for r in ranks]
+    files = rank_files(session, tuple(filter(None, prefix.split("."))), own)
+    with using_s3(s3_options(url, s3_region, s3client_config)), ExitStack() as cleanup:
+        output = CheckpointOutput(url, session, files)
         cleanup.callback(output.close)
         cleanup.callback(source.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
         write_chunks(source, output, files, workers, progress)
-        assert settings is not None
-        output.put(CONFIG, _json(settings.complete(None)))
-        output.publish(None)
-        output.put(RECORD, _json(record))
+        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
+        output.put_parts(topology, {"layout": chosen.name})
         on_failure.pop_all()
+        output.commit(sweep_older=overwrite)
     return ImportReport(
         output.url, tuple(file.name for file in files), chosen.name,
         sum(file.data_bytes for file in files), time.perf_counter() - began,
     )  # fmt: skip
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

@@ -140,23 +140,25 @@ class OutputFile:
         return len(self.header) + self.data_bytes
 
     def chunks(self, length: int) -> Iterator[Chunk]:
-        """The data in chunks of `length` bytes, a multiple of `ALIGNMENT`; the last is shorter.
+        """The data in chunks of `length` bytes, a multiple of `ALIGNMENT`; the last is shorter, and
+        so is the first, that the others lie at multiples of `length` in the file.
 
         No element is split: chunks start on multiples of every element size.
         """
         ranges: list[Range] = []
         base, filled = len(self.header), 0
+        room = length - base % length
         for target in self.ordered:
             itemsize = DTYPES[target.dtype].itemsize
             start, numel = 0, math.prod(target.shape)
             while start < numel:
-                stop = min(numel, start + (length - filled) // itemsize)
+                stop = min(numel, start + (room - filled) // itemsize)
                 ranges.append(Range(target, start, stop, filled))
                 filled += (stop - start) * itemsize
                 start = stop
-                if filled == length:
+                if filled == room:
                     yield Chunk(base, filled, tuple(ranges))
-                    base, filled, ranges = base + filled, 0, []
+                    base, filled, ranges, room = base + filled, 0, [], length
         if filled:
             yield Chunk(base, filled, tuple(ranges))
 

@@ -50,7 +50,8 @@ def main(ranks: Path, hf: dict[str, Any], out: Path) -> None:
         rotary_base=hf["rope_theta"], share_embeddings_and_output_weights=False,
         parallel_output=False,
     ).eval()  # fmt: skip
-    found = model.load_state_dict(load_file(ranks / f"tp{rank:02d}-ep00.safetensors"), strict=False)
+    (own,) = ranks.glob(f"data-*-r{rank:05d}-0.safetensors")
+    found = model.load_state_dict(load_file(own), strict=False)
     missing = [name for name in found.missing_keys if "_extra_state" not in name]
     assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
     tokens = torch.arange(40).reshape(2, 20) % 120

@@ -76,7 +76,7 @@ def assert_there_and_back(
     )
     assert report.layout == layout
     assert_the_original(folder / "hf", model, state)
-    done = import_hf(directory, folder / "back", layout, tp=t, ep=ep)
+    done = import_hf(directory, folder / "back", layout, tp=t, ep=ep, prefix="")
     for name, cut in zip(done.files, cuts, strict=True):
         found = load_file(folder / "back" / name)
         assert found.keys() == cut.keys()
@@ -137,6 +137,6 @@ def test_a_layout_without_rows_for_a_family_says_what_it_lacks(tmp_path, hub, fa
 def test_gemmas_norms_are_moved_and_not_shifted_wherever_they_lie(tmp_path, hub):
     """Both sides hold them less one: a shift there would double or lose it."""
     _, state, directory = hub("gemma2")
-    done = import_hf(directory, tmp_path / "in", "mcore_te")
+    done = import_hf(directory, tmp_path / "in", "mcore_te", prefix="")
     found = load_file(tmp_path / "in" / done.files[0])
     assert torch.equal(found["decoder.final_layernorm.weight"], state["model.norm.weight"])

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.storage import open_storage
 from smckpt.translate import Layout, Row, export_hf, get_layout, import_hf, register_layout
 from tests.support import child
 from tests.support import references as ref
@@ -65,13 +68,15 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
     folder, state = hub[family]
     multiple = 1 if layout == "meta" else 128 // t
     report = import_hf(
-        folder, tmp_path / "ranks", layout, tp=t, ep=ep, pad_vocab_to_multiple_of=multiple
-    )
+        folder, tmp_path / "ranks", layout, tp=t, ep=ep, prefix="",
+        pad_vocab_to_multiple_of=multiple,
+    )  # fmt: skip
     paths = [tmp_path / "ranks" / name for name in report.files]
     for number, path in enumerate(paths):
         wanted = CUTS[layout](state, t, number % t, ep, number // t)
         assert same_but_for_padding(load_file(path), wanted)
-    export_hf(paths, tmp_path / "hf", tp=t, ep=ep, config=folder, layout=layout)
+    assert verify_checkpoint(str(tmp_path / "ranks")).ok
+    export_hf(tmp_path / "ranks", tmp_path / "hf", config=folder, layout=layout, prefix="")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[n], state[n]) for n in state)
@@ -79,7 +84,9 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
 
 def test_ranks_whose_vocabulary_is_all_padding_hold_zeros(tmp_path, hub):
     folder, state = hub["llama"]
-    report = import_hf(folder, tmp_path / "r", "mcore_te", tp=4, pad_vocab_to_multiple_of=128)
+    report = import_hf(
+        folder, tmp_path / "r", "mcore_te", tp=4, pad_vocab_to_multiple_of=128, prefix=""
+    )
     last = load_file(tmp_path / "r" / report.files[3])["embedding.word_embeddings.weight"]
     assert last.shape == (128, 64) and not last.any()
     paths = [tmp_path / "r" / name for name in report.files]
@@ -94,7 +101,7 @@ def test_a_layout_with_other_names_takes_a_few_lines(tmp_path, hub):
         "mine", ("model.layers.", "transformer.blocks."), ("layernorm_mlp.", "ffn.")
     )
     register_layout(mine)
-    report = import_hf(folder, tmp_path / "r", "mine", tp=2)
+    report = import_hf(folder, tmp_path / "r", "mine", tp=2, prefix="")
     assert "transformer.blocks.1.ffn.fc1_weight" in load_file(tmp_path / "r" / report.files[0])
     paths = [tmp_path / "r" / name for name in report.files]
     found = export_hf(paths, tmp_path / "hf", tp=2, config=folder)
@@ -116,7 +123,7 @@ def test_a_transposed_and_a_stacked_row_both_ways(tmp_path, hub):
             Row("x.{i}.fc2", ("e_down",), tp=1, transposed=True, stacked=True),
         ),
     )
-    report = import_hf(folder, tmp_path / "r", own, tp=2, ep=2)
+    report = import_hf(folder, tmp_path / "r", own, tp=2, ep=2, prefix="")
     second = load_file(tmp_path / "r" / report.files[2])  # tp 0, ep 1
     name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
     assert torch.equal(second["x.0.fc1"][1, :, :80], state[name.format(5)][:80].T)
@@ -141,14 +148,30 @@ def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
     folder, _ = hub["llama"]
 
     def fail(done: int, total: int) -> None:
-        assert not list((tmp_path / "r").glob("*.safetensors"))
-        if done < total:
-            return
-        raise RuntimeError("stop")
+        with pytest.raises(errors.CheckpointNotFoundError):
+            open_catalogue(str(tmp_path / "r"))
+        if done == total:
+            raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         import_hf(folder, tmp_path / "r", "te_split", tp=2, progress=fail)
     assert list((tmp_path / "r").glob("*")) == []
+
+
+def test_an_import_into_s3_is_a_checkpoint_and_takes_the_place_of_another(tmp_path, hub, s3_root):
+    folder, state = hub["mixtral"]
+    there = f"{s3_root}/import"
+    first = import_hf(folder, there, "mcore_te", tp=2)
+    with pytest.raises(errors.UsageError, match="not empty"):
+        import_hf(folder, there, "mcore_te", tp=2)
+    report = import_hf(folder, there, "mcore_te", tp=2, ep=2, overwrite=True)
+    names = {info.name for info in open_storage(there).list()}
+    assert names.issuperset(report.files) and names.isdisjoint(first.files)
+    assert verify_checkpoint(there).ok
+    export_hf(there, tmp_path / "hf", config=folder)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], state[n]) for n in state)
 
 
 def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
@@ -159,8 +182,7 @@ def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
     folder, ranks, hf = sys.argv[1:]
     app(["import", folder, ranks, "--layout", "te_split", "--tp", "2", "--json"],
         standalone_mode=False)
-    files = [f"{ranks}/tp0{r}-ep00.safetensors" for r in (0, 1)]
-    app(["export", *files, hf, "--tp", "2", "--config", folder, "--json"], standalone_mode=False)
+    app(["export", ranks, hf, "--config", ranks, "--json"], standalone_mode=False)
     print("torch" in sys.modules)
     """
     told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"), timeout=120)

@@ -33,8 +33,9 @@ def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp
     model = ref.model(family)
     hub = ref.on_disk(model, tmp_path / "hf")
     import_hf(
-        tmp_path / "hf", tmp_path / "in", "mcore_local", tp=t, pad_vocab_to_multiple_of=128 // t
-    )
+        tmp_path / "hf", tmp_path / "in", "mcore_local", tp=t, prefix="",
+        pad_vocab_to_multiple_of=128 // t,
+    )  # fmt: skip
     config = {
         **model.config.to_dict(), "rope_theta": 5e5, "qkv_bias": family == "qwen2",
         "qk_norm": family == "qwen3",

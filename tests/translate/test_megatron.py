@@ -6,30 +6,20 @@ names.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from smckpt.translate import export_hf, import_hf
-from tests.support import megatron_run
+from tests.support import interpreters, megatron_run
 from tests.support import references as ref
-
-PYTHON = os.environ.get("SMCKPT_MEGATRON_PYTHON", sys.executable)
-pytestmark = pytest.mark.skipif(
-    "SMCKPT_MEGATRON_PYTHON" not in os.environ and importlib.util.find_spec("megatron") is None,
-    reason="megatron-core is not installed; SMCKPT_MEGATRON_PYTHON can name an interpreter with it",
-)
 
 
 @pytest.mark.parametrize(("family", "t"), [("llama", 1), ("llama", 2), ("qwen2", 4), ("qwen3", 2)])
 def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp_path, family, t):
+    python = interpreters.megatron()
     model = ref.model(family)
     hub = ref.on_disk(model, tmp_path / "hf")
     import_hf(
@@ -40,7 +30,9 @@ def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp
         "qk_norm": family == "qwen3",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    run_megatron(tmp_path, t)
+    interpreters.run(
+        python, megatron_run.__file__, tmp_path / "in", tmp_path / "config.json", tmp_path, ranks=t
+    )
     tokens = torch.arange(40).reshape(2, 20) % ref.V
     with torch.no_grad():
         wanted = model(tokens).logits
@@ -50,16 +42,3 @@ def test_megatrons_logits_are_transformers_logits_and_its_state_the_original(tmp
     assert report.layout == "mcore_local"
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == hub.keys() and all(torch.equal(found[n], hub[n]) for n in hub)
-
-
-def run_megatron(folder: Path, t: int) -> None:
-    done = subprocess.run(
-        [
-            PYTHON, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node", str(t),
-            str(Path(megatron_run.__file__)), str(folder / "in"), str(folder / "config.json"),
-            str(folder),
-        ],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,16 +45,42 @@ def transformers4() -> str:
     return interpreter("SMCKPT_TRANSFORMERS4_PYTHON", "transformers", "4.57")
 
 
-def run(python: str, *arguments: str | Path, ranks: int = 0, timeout: float = 200) -> str:
-    """What the script prints; `ranks` processes of it under torchrun, where any are asked for."""
-    launcher = [
-        "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(ranks),
-    ] if ranks else []  # fmt: skip
+def run(python: str, *arguments: str | Path, timeout: float = 200) -> str:
+    """What the script prints."""
     done = subprocess.run(
-        [python, "-W", "ignore", *launcher, *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        [python, "-W", "ignore", *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, env=_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+@contextmanager
+def serving(python: str, script: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that has a job done by the script, which is started once, and raises its error.
+
+    A job has `seconds`, after which the script ends it; it ends with its input.
+    """
+    with subprocess.Popen(
+        [python, "-W", "ignore", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
+    ) as server:  # fmt: skip
+
+        def ask(job: dict[str, Any]) -> None:
+            assert server.stdin is not None and server.stdout is not None
+            late = threading.Timer(job["seconds"] + 100, server.kill)  # it imports for a while
+            late.start()
+            try:
+                server.stdin.write(json.dumps(job) + "\n")
+                server.stdin.flush()
+                answer = server.stdout.readline()
+            finally:
+                late.cancel()
+            assert answer, f"{script} is gone"
+            assert json.loads(answer) is None, json.loads(answer)
+
+        yield ask
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -29,21 +29,14 @@ from tests.support import interpreters, megatron_run
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
-IN_CI = [
-    ("llama", 1, 1), ("llama", 2, 1), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 1, 2),
-    ("qwen3_moe", 2, 1),
-]  # fmt: skip
-ALL = [
-    *((family, t, 1) for family in ("llama", "qwen2", "qwen3") for t in (1, 2, 4, 8)),
-    *((family, t, ep) for family in ("mixtral", "qwen3_moe") for t in (1, 2, 4, 8)
-      for ep in (1, 2)),
-]  # fmt: skip
+DENSE, SPARSE = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
 CASES = [
-    pytest.param(
-        *case, marks=[] if case in IN_CI else pytest.mark.long, id="{}-{}-{}".format(*case)
-    )
-    for case in ALL
-]
+    *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
+    *(
+        pytest.param(family, t, ep, marks=[pytest.mark.long] if t > 2 else [])
+        for family in SPARSE for t in (1, 2, 4, 8) for ep in (1, 2)
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ __all__ = ["choose_layout", "looks_transformed", "unmatched"]
 _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
     r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
-    r"|(^|\.)layers\.\d+\.attention\.w[qkvo]\."
+    r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
 )
 # Experts as transformers 5 packs them in memory: for these families not on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")

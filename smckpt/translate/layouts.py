@@ -172,6 +172,13 @@ _META = Layout(
     (r"rope\.freqs", r"freqs_cis", r".*rotary_emb\.inv_freq"),
 )
 
+# since its 0.3; before, torchtitan had Meta's names
+_TORCHTITAN = _META.renamed(
+    "torchtitan",
+    *((f"attention.w{part}.", f"attention.qkv_linear.w{part}.") for part in "qkv"),
+    ("output.weight", "lm_head.weight"),
+)
+
 _SMP_V1 = Layout(
     "smp_v1",
     (
@@ -243,6 +250,7 @@ LAYOUTS: Mapping[str, Layout] = {
         _te_fused("te_fused", "per_rank"),
         _te_fused("te_fused_interleaved", "interleaved"),
         _META,
+        _TORCHTITAN,
         _SMP_V1,
     )
 }

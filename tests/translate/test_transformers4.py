@@ -6,8 +6,6 @@ Needs an interpreter with transformers 4.57, which SMCKPT_TRANSFORMERS4_PYTHON n
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from smckpt import export_hf
-from tests.support import families, references
+from tests.support import families, interpreters, references
 from tests.support.references import V, each_rank, on_disk
 
-PYTHON = os.environ.get("SMCKPT_TRANSFORMERS4_PYTHON", "")
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="SMCKPT_TRANSFORMERS4_PYTHON names no interpreter with transformers 4.57"
-)
 FIRST = (
     "llama", "llama_biased", "mistral", "qwen2", "qwen3", "gpt_neox", "mixtral", "qwen3_moe",
 )  # fmt: skip
@@ -73,14 +67,12 @@ def exported(family: str, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     """What transformers 4 made of each family's export; one process for all of them."""
+    python = interpreters.transformers4()
     root = tmp_path_factory.mktemp("families")
     for family in (*FIRST, *families.FAMILIES):
         exported(family, root / family)
-    done = subprocess.run(
-        [PYTHON, "-c", LOADS, str(root), str(V)], capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told = interpreters.run(python, "-c", LOADS, root, str(V), timeout=250)
+    result: dict[str, Any] = json.loads(told.splitlines()[-1])
     return result
 
 

@@ -1,0 +1,86 @@
+"""The interpreters that other people's code, which the translator is held against, runs in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def interpreter(variable: str, package: str, version: str = "") -> str:
+    """The Python that `variable` names, or this one, where `package` is installed in it.
+
+    Without any the test is skipped; under `./dev test`, which makes one, it fails. Set to nothing,
+    the variable says that none is wanted.
+    """
+    named = os.environ.get(variable)
+    if named:
+        return named
+    if named is None and importlib.util.find_spec(package) is not None and not version:
+        return sys.executable
+    missing = f"{package} {version}".strip()
+    if named is None and os.environ.get("SMCKPT_TEST_ALL"):
+        pytest.fail(f"no interpreter with {missing}: {variable} is not set")
+    pytest.skip(f"{variable} can name an interpreter with {missing}")
+
+
+def megatron() -> str:
+    return interpreter("SMCKPT_MEGATRON_PYTHON", "megatron")
+
+
+def torchtitan() -> str:
+    return interpreter("SMCKPT_TORCHTITAN_PYTHON", "torchtitan")
+
+
+def transformers4() -> str:
+    return interpreter("SMCKPT_TRANSFORMERS4_PYTHON", "transformers", "4.57")
+
+
+def run(python: str, *arguments: str | Path, timeout: float = 200) -> str:
+    """What the script prints."""
+    done = subprocess.run(
+        [python, "-W", "ignore", *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, env=_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@contextmanager
+def serving(python: str, script: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that has a job done by the script, which is started once, and raises its error.
+
+    A job has `seconds`, after which the script ends it; it ends with its input.
+    """
+    with subprocess.Popen(
+        [python, "-W", "ignore", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
+    ) as server:  # fmt: skip
+
+        def ask(job: dict[str, Any]) -> None:
+            assert server.stdin is not None and server.stdout is not None
+            late = threading.Timer(job["seconds"] + 100, server.kill)  # it imports for a while
+            late.start()
+            try:
+                server.stdin.write(json.dumps(job) + "\n")
+                server.stdin.flush()
+                answer = server.stdout.readline()
+            finally:
+                late.cancel()
+            assert answer, f"{script} is gone"
+            assert json.loads(answer) is None, json.loads(answer)
+
+        yield ask
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import Contents
+from smckpt.checkpoint.spread import Homes, found_spread
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import open_storage
 from smckpt.storage.pool import pool_here
@@ -42,6 +43,15 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     """
     top = open_storage(contents.url)
     places = [top.join(group.directory) for group in contents.groups]
+    homes = [
+        Homes(place, found_spread(place, group.manifest.spread, group.manifest.parts[0].name))
+        for place, group in zip(places, contents.groups, strict=True)
+    ]
+    parts = [
+        (home.of(part.rank), part)
+        for home, group in zip(homes, contents.groups, strict=True)
+        for part in group.manifest.parts
+    ]
     if contents.record is not None:
         top.delete(contents.record)
     with pool_here(_DELETERS, "smckpt-remove") as pool:
@@ -50,13 +60,11 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
             for done in pool.map(lambda each: each[0](each[1]), deletions):
                 assert done is None
 
-        pairs = [
-            (place.delete, group) for place, group in zip(places, contents.groups, strict=True)
-        ]
-        all_of((delete, group.manifest_name) for delete, group in pairs)
-        all_of((delete, part.name) for delete, group in pairs for part in group.manifest.parts)
-        all_of((delete, file.name) for delete, group in pairs for file in group.data)
-        all_of((delete, file.crc_name) for delete, group in pairs for file in group.data)
+        pairs = zip(places, contents.groups, strict=True)
+        all_of((place.delete, group.manifest_name) for place, group in pairs)
+        all_of((home.delete, part.name) for home, part in parts)
+        all_of((home.delete, file.name) for home, part in parts for file in part.files)
+        all_of((home.delete, file.crc_name) for home, part in parts for file in part.files)
     try:
         left = choose_commit(top).identity
     except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept one

@@ -67,8 +67,9 @@ def copy_checkpoint(
 
     Only what its record and manifests name is copied. A file that is at the target already, with
     the size and checksum of the manifest, is left as it is; one that differs is replaced. Memory:
-    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Of two copies to
-    one place on a file system at one time, either may spoil the other's files: run one at a time.
+    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Every file appears
+    whole. So of two copies to one place at one time both succeed or the earlier one fails, and none
+    spoils what the other has committed.
 
     Args:
         threads: that read, check and write.
@@ -201,7 +202,9 @@ class _Copy:
                 self.present.add_file(0)
                 return
             target.delete(name)
-        target.put(name, data)
+        if name in group.unfinished:
+            target.discard_unfinished([name])
+        self._create(target, name, data, there=False)  # another copy may be quicker
 
     def _look(self, file: _FileCopy) -> None:
         if file.look(self._memory):
@@ -278,7 +281,7 @@ class _FileCopy:
         self._whole = False
 
     def look(self, memory: _Memory) -> bool:
-        """Whether the target has it, whole. What it has in its place is deleted."""
+        """Whether the target has it, whole. What else S3 has in its place is deleted."""
         name, target = self.record.name, self.target
         if name not in self._group.there:
             return False
@@ -287,7 +290,7 @@ class _FileCopy:
             if value is None:
                 value = _crc_of(target, name, self.record.size, memory)
             self.present = hex64(value) == self.record.crc64
-        if not self.present:
+        if not self.present and is_s3_url(target.url):  # on a disk it is replaced when it is there
             target.delete(name)
         return self.present
 
@@ -296,7 +299,7 @@ class _FileCopy:
         name, target = self.record.name, self.target
         if name in self._group.unfinished:
             target.discard_unfinished([name])
-        self._writer = target.create_file(name, self.record.size)
+        self._writer = target.create_file(name, self.record.size, hidden=True)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE
         starts = range(0, max(self.record.size, 1), self._step)

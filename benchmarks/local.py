@@ -1,21 +1,25 @@
 """How fast a LOCAL checkpoint is taken, staged, saved and loaded, against this machine's limits.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --dir /path/on/the/disk
+    torchrun --standalone --nproc-per-node 2 benchmarks/local.py --s3
 
 Everything is measured in one run, in turns (A B C A B C …), all ranks at once, and printed as a
 ratio against a raw limit of the same run: a plain copy into pre-faulted memory, the fastest raw
 durable write, the fastest raw read. torch.distributed.checkpoint stands beside. Medians of
-`--repeats` turns; the slowest rank counts; min and max show the noise.
+`--repeats` turns; the slowest rank counts; min and max show the noise. `--s3` compares instead how
+long `async_save` blocks with the disk and with a real S3 server on loopback as its target.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +44,7 @@ from smckpt import (
     sm_state_dict_type,
 )
 
+HERE = Path(__file__).resolve().parent
 PIECE = 8 << 20
 
 
@@ -227,6 +232,50 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     return out
 
 
+def measure_s3(options: argparse.Namespace) -> dict[str, list[float]]:
+    """How long async_save blocks, to the disk and to S3 in turns; a save ends before the next."""
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+    import loopback_s3
+
+    root = Path(options.dir) / "smckpt-benchmark"
+    model, optimizer = build(options.model, options.hidden, options.layers)
+    tensors = local_tensors(take(model, optimizer))
+    nbytes = float(sum(t.nbytes for t in tensors))
+    out: dict[str, list[float]] = {"bytes": [nbytes], "tensors": [float(len(tensors))]}
+    with contextlib.ExitStack() as stack:
+        told: list[Any] = [None]
+        if dist.get_rank() == 0:
+            told = [stack.enter_context(loopback_s3.serve("bench")).environment]
+        dist.broadcast_object_list(told)
+        os.environ.update(told[0])  # before the first save, which starts the worker
+        fresh(root)
+        places = [("disk", root / "blocked"), ("S3", "s3://bench/blocked")]
+        for turn in range(options.repeats + 1):  # the first makes worker, arena and sessions
+            for name, place in places if turn % 2 else reversed(places):
+                time.sleep(1)  # the server has work left after an answer, and shares these cores
+                begin = partial(async_save, take(model, optimizer), checkpoint_id=place)
+                seconds = timed(begin)
+                maybe_finalize_async_calls()
+                if turn:
+                    out.setdefault(f"blocks, {name}", []).append(seconds)
+        fresh(root)
+    pairs = zip(out["blocks, S3"], out["blocks, disk"], strict=True)
+    out["S3 / disk"] = [s3 / disk for s3, disk in pairs]
+    return out
+
+
+def report_s3(out: dict[str, list[float]], options: argparse.Namespace) -> None:
+    nbytes, count = out.pop("bytes")[0], int(out.pop("tensors")[0])
+    print(
+        f"\n{options.model}, {dist.get_world_size()} ranks, {count} tensors and "
+        f"{nbytes / 1e9:.2f} GB a rank, {options.repeats} turns: median (min – max)\n"
+    )
+    for name, values in out.items():
+        spread = f"({min(values):.3f} – {max(values):.3f})"
+        print(f"{name:24}{statistics.median(values):9.4f} {spread}")
+    print(json.dumps({"model": options.model, "bytes": nbytes, "seconds": out}))
+
+
 def report(out: dict[str, list[float]], options: argparse.Namespace) -> None:
     nbytes, count = out.pop("bytes")[0], int(out.pop("tensors")[0])
     middle = {name: statistics.median(values) for name, values in out.items()}
@@ -264,12 +313,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-dcp", action="store_true")
+    parser.add_argument("--s3", action="store_true", help="compare how long the two stores block")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    out = measure(options)
+    out = (measure_s3 if options.s3 else measure)(options)
     if dist.get_rank() == 0:
-        report(out, options)
+        (report_s3 if options.s3 else report)(out, options)
     dist.destroy_process_group()
 
 

@@ -16,11 +16,13 @@ from smckpt.checkpoint.headers import Header, HeaderEntry, read_header
 from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.rows import Row, decode_rows
 from smckpt.checkpoint.sources import Source, Sources, row_shape
+from smckpt.checkpoint.spread import found_spread
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
+from smckpt.storage.s3_pace import current_share, sharing
 from smckpt.storage.urls import join_url, parent_url
 
 __all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
@@ -48,11 +50,12 @@ class StoredSlot:
 
 @dataclass(frozen=True)
 class _Member:
-    """One group's manifest and where it stands."""
+    """One group's manifest and where it stands; homes: where its ranks' files lie, by turns."""
 
     directory: str
     manifest: Manifest
     rows: tuple[Row, ...]
+    homes: tuple[str, ...]
 
 
 class _Memory:
@@ -166,9 +169,9 @@ class Catalogue:
 
     @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
-        """Rank → its group's directory and its part."""
+        """Rank → the directory in which its files lie, and its part."""
         return {
-            part.rank: (member.directory, part)
+            part.rank: (member.homes[part.rank % len(member.homes)], part)
             for member in self.members
             for part in member.manifest.parts
         }
@@ -333,7 +336,9 @@ def open_catalogue(url: str, *, choose: str | None = None) -> Catalogue:
     """
     commit = choose_commit(open_storage(url), choose)
     members = tuple(_member(directory, manifest) for directory, manifest in commit.manifests)
-    return Catalogue(url, commit, members)
+    # All ranks read at once, and from all prefixes: each has its part of what all of them stand.
+    with sharing(current_share().times(min(len(member.homes) for member in members))):
+        return Catalogue(url, commit, members)
 
 
 def _member(directory: str, manifest: Manifest) -> _Member:
@@ -345,4 +350,9 @@ def _member(directory: str, manifest: Manifest) -> _Member:
                 remedy="install a newer smckpt, or use another checkpoint",
                 path=directory,
             )
-    return _Member(directory, manifest, rows)
+    spread = manifest.spread
+    if spread is not None:
+        storage, part = open_storage(directory), manifest.parts[0].name
+        spread = found_spread(storage, spread, part)
+    homes = spread.homes(directory) if spread else [directory]
+    return _Member(directory, manifest, rows, tuple(homes))

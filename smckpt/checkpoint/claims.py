@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from smckpt.checkpoint.format import (
     probe_name,
     seal_json,
 )
+from smckpt.checkpoint.spread import Homes, Spread
 from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url, relative_url
@@ -34,6 +35,7 @@ __all__ = [
     "claims_at",
     "later_run",
     "mark_epoch",
+    "places_at",
     "probe",
     "raise_fence",
     "sessions_at",
@@ -46,17 +48,22 @@ _WITH_EPOCH = ("epoch-", "manifest-", "record-")
 @dataclass(frozen=True)
 class Claim:
     """One epoch file. scope: URLs of the directories concerned; before: the sessions that had files
-    in the directory when it was made."""
+    in the directory when it was made; spread: how its session's files are spread over prefixes."""
 
     name: str
     epoch: int
     session: str
     scope: frozenset[str]
     before: frozenset[str]
+    spread: Spread | None = None
 
 
 def claim_epoch(
-    directory: str, session: str, host: str, groups: Sequence[str] = ()
+    directory: str,
+    session: str,
+    host: str,
+    groups: Sequence[str] = (),
+    spread: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Claim the next epoch of a directory for a session, exclusively.
 
@@ -66,6 +73,7 @@ def claim_epoch(
         host: of the caller, for people who read the file.
         groups: URLs of the groups' directories, for a record's parent. The epoch is above theirs
             too, so that it means the same in all of them.
+        spread: how the ranks' files are spread over prefixes, as `Spread.to_json` gives it.
 
     Returns:
         {"epoch": int}.
@@ -78,7 +86,7 @@ def claim_epoch(
     ways = [relative_url(group.url, storage.url) for group in inside]
     for _ in range(_TURNS):
         epoch = max(map(_latest_epoch, (storage, *inside))) + 1
-        if _create_claim(storage, epoch, session, host, ways):
+        if _create_claim(storage, epoch, session, host, ways, Spread.from_json(spread)):
             return {"epoch": epoch}
     raise StorageError(
         f"others claimed the last {_TURNS} epochs that this session tried",
@@ -87,7 +95,7 @@ def claim_epoch(
     )
 
 
-def mark_epoch(storage: Storage, epoch: int, session: str) -> None:
+def mark_epoch(storage: Storage, epoch: int, session: str, spread: Spread | None = None) -> None:
     """Make sure that the epoch, claimed in the parent, stands in this group's directory as ours.
 
     Raises:
@@ -96,7 +104,7 @@ def mark_epoch(storage: Storage, epoch: int, session: str) -> None:
     try:
         owner = _read_claim(storage, epoch_name(epoch)).session
     except CheckpointNotFoundError:
-        if _create_claim(storage, epoch, session, socket.gethostname(), []):
+        if _create_claim(storage, epoch, session, socket.gethostname(), [], spread):
             return
         owner = _read_claim(storage, epoch_name(epoch)).session
     if owner != session:
@@ -198,12 +206,29 @@ def _latest_epoch(storage: Storage) -> int:
     return max((found.epoch for found in parsed if found is not None), default=0)
 
 
+def places_at(storage: Storage, spreads: Iterable[Spread | None]) -> list[Storage]:
+    """All stores in which files of this directory may lie: its own, and those under the prefixes
+    that `spreads` say."""
+    places = {storage.url: storage}
+    for spread in spreads:
+        for place in Homes(storage, spread).all():
+            places.setdefault(place.url, place)
+    return list(places.values())
+
+
 def _create_claim(
-    storage: Storage, epoch: int, session: str, host: str, groups: Sequence[str]
+    storage: Storage,
+    epoch: int,
+    session: str,
+    host: str,
+    groups: Sequence[str],
+    spread: Spread | None,
 ) -> bool:
-    names = [info.name for info in storage.list()]
-    with contextlib.suppress(StorageError):  # no right to look: then a sweep will say so
-        names += storage.list_unfinished()
+    names: list[str] = []
+    for place in places_at(storage, [] if groups else [spread]):
+        names += [info.name for info in place.list()]
+        with contextlib.suppress(StorageError):  # no right to look: then a sweep will say so
+            names += place.list_unfinished()
     before = sessions_at(names) - {session}
     body = {
         "format": list(FORMAT_VERSION),
@@ -213,6 +238,7 @@ def _create_claim(
         "claimed_at": time.time_ns(),
         "groups": list(groups),
         "before": sorted(before),
+        **({"spread": spread.to_json()} if spread else {}),
     }
     return storage.put_exclusive(epoch_name(epoch), seal_json(body))
 
@@ -226,6 +252,7 @@ def _read_claim(storage: Storage, name: str) -> Claim:
         body["session"],
         frozenset(join_url(storage.url, way) for way in ways) or frozenset({storage.url}),
         frozenset(body.get("before", [])),
+        Spread.from_json(body.get("spread")),
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from smckpt.checkpoint.claims import claim_epoch, later_run, mark_epoch, probe
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import (
+    FORMAT_VERSION,
+    SPREAD_VERSION,
     Manifest,
     Record,
     manifest_name,
@@ -22,6 +24,7 @@ from smckpt.checkpoint.format import (
     seal_json,
 )
 from smckpt.checkpoint.gather import READERS, gather_parts
+from smckpt.checkpoint.spread import Homes, Spread
 from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
 from smckpt.errors import (
     CheckpointError,
@@ -55,6 +58,7 @@ def publish_manifest(
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
     record: str | None,
+    spread: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Read all parts back, see that they belong together, and create the manifest.
 
@@ -67,6 +71,7 @@ def publish_manifest(
         ranks: of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
         record: the relative way from `directory` to the record that will commit it, or None.
+        spread: how the ranks' files are spread over prefixes, as `Spread.to_json` gives it.
 
     Returns:
         "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
@@ -78,13 +83,14 @@ def publish_manifest(
         CorruptCheckpointError: a part reads back otherwise than it was written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage = open_storage(directory)
+    storage, over = open_storage(directory), Spread.from_json(spread)
+    homes = Homes(storage, over)
     if record is not None:
-        mark_epoch(storage, epoch, session)
+        mark_epoch(storage, epoch, session, over)
     # Before the parts are looked at: a run that gives up this attempt says so before it deletes,
     # so either we see that here or it sees our claim and leaves the files alone.
-    _refuse_fenced(storage, epoch, attempt)
-    gathered = gather_parts(storage, attempt, ranks, parts)
+    _refuse_fenced(homes, epoch, attempt)
+    gathered = gather_parts(homes, attempt, ranks, parts)
     manifest = Manifest(
         checkpoint_id=gathered.head["checkpoint_id"],
         kind=gathered.head["kind"],
@@ -98,12 +104,14 @@ def publish_manifest(
         record=record,
         parts=gathered.parts,
         layout=gathered.layout,
+        spread=over,
         optimizers=gathered.optimizers,
         topology=gathered.head["topology"],
         metadata=gathered.head["metadata"],
         versions=gathered.head["versions"],
+        format=SPREAD_VERSION if over else FORMAT_VERSION,
     )
-    _refuse_fenced(storage, epoch, attempt)
+    _refuse_fenced(homes, epoch, attempt)
     name = manifest_name(epoch, number, session)
     data = _create(storage, name, manifest.to_json())
     return {
@@ -116,13 +124,13 @@ def publish_manifest(
     }
 
 
-def _refuse_fenced(storage: Storage, epoch: int, attempt: str) -> None:
+def _refuse_fenced(homes: Homes, epoch: int, attempt: str) -> None:
     """A later run has the directory: take back what we wrote, which nobody else would find."""
-    error = later_run(storage, epoch, [storage.url], attempt)
+    error = later_run(homes.directory, epoch, [homes.directory.url], attempt)
     if error is None:
         return
     try:
-        discard_attempt(storage, attempt)
+        discard_attempt(homes, attempt)
     except CheckpointError as other:
         raise error from other
     raise error

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.choose import Commit, choose_commit, commits_at
+from smckpt.checkpoint.spread import is_prefix
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import relative_url
@@ -124,4 +125,6 @@ def _directories(root: Storage, depth: int) -> Iterator[Storage]:
         log.warning("passed over: %s", error)
         return
     for name in names:
+        if is_prefix(name):  # the ranks' files of what lies beside it
+            continue
         yield from _directories(root.join(name), depth - 1)

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.spread import Spread
 from smckpt.errors import CorruptCheckpointError, FormatVersionError, UsageError
 
 __all__ = [
     "FORMAT_VERSION",
+    "SPREAD_VERSION",
     "FileRecord",
     "Manifest",
     "ParsedName",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = (1, 0)  # (major, minor): a reader refuses a newer major, reads any minor
+SPREAD_VERSION = (2, 0)  # of manifests whose files lie elsewhere, where an older reader cannot look
 
 _SESSION = r"(?P<session>[0-9a-f]{12})"
 _ATTEMPT = rf"{_SESSION}-(?P<number>\d{{8,}})"
@@ -187,10 +190,10 @@ def _checked_version(body: Any, path: str) -> dict[str, Any]:
     version = body.get("format") if isinstance(body, dict) else None
     if not (isinstance(version, list) and [type(n) for n in version] == [int, int]):
         raise _damaged(f"its format version is {version!r}, not [major, minor]", path)
-    if version[0] > FORMAT_VERSION[0]:
+    if version[0] > SPREAD_VERSION[0]:
         raise FormatVersionError(
             f"written in format {version[0]}.{version[1]}; this smckpt reads up to "
-            f"{FORMAT_VERSION[0]}.x",
+            f"{SPREAD_VERSION[0]}.x",
             remedy="install a newer smckpt",
             path=path,
         )
@@ -327,7 +330,8 @@ class PartRecord:
 @dataclass(frozen=True)
 class Manifest:
     """All parts of a group. `record` is the relative way to the record that commits it, or None
-    when the manifest is the commit itself; committed_at: nanoseconds since 1970."""
+    when the manifest is the commit itself; committed_at: nanoseconds since 1970; spread: over
+    prefixes outside the directory, None where all files lie in it."""
 
     checkpoint_id: str
     kind: str | None
@@ -341,6 +345,7 @@ class Manifest:
     record: str | None
     parts: tuple[PartRecord, ...]
     layout: dict[str, Any]
+    spread: Spread | None = None
     optimizers: dict[str, Any] = field(default_factory=dict)
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -360,12 +365,15 @@ class Manifest:
             raise ValueError(f"{len(self.parts)} parts, not one for each rank of the group")
 
     def to_json(self) -> dict[str, Any]:
-        return {**_plain(self), "parts": [asdict(part) for part in self.parts]}
+        body = {**_plain(self), "parts": [asdict(part) for part in self.parts]}
+        spread = body.pop("spread")
+        return body if spread is None else {**body, "spread": spread.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         known = _known(cls, data)
         known["parts"] = tuple(PartRecord.from_json(p) for p in data["parts"])
+        known["spread"] = Spread.from_json(data.get("spread"))
         return cls(**known)
 
 

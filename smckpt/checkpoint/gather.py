@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord, open_sections
 from smckpt.checkpoint.rows import RowMerger
+from smckpt.checkpoint.spread import Homes
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -44,7 +45,7 @@ class Gathered:
 
 
 def gather_parts(
-    storage: Storage, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
+    homes: Homes, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
 ) -> Gathered:
     """Read all parts and look at all files that they name.
 
@@ -57,6 +58,7 @@ def gather_parts(
         CorruptCheckpointError: a part or file reads back otherwise than it was written.
         StateError, UsageError: the parts do not belong together.
     """
+    storage = homes.directory
     if sorted(map(int, parts)) != sorted(ranks):
         raise StateError(
             f"ranks {sorted(map(int, parts))} wrote, the group is {sorted(ranks)}",
@@ -66,7 +68,7 @@ def gather_parts(
     group = _Group(storage, attempt)
     with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
         for batch in _batches(sorted(map(int, parts))):
-            read = pool.map(lambda rank: _read(storage, rank, parts[str(rank)]), batch)
+            read = pool.map(lambda rank: _read(homes.of(rank), rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
     if group.unseen:

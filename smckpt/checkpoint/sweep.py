@@ -8,12 +8,13 @@ be taken for a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.claims import Claim, claims_at, later_run, raise_fence
+from smckpt.checkpoint.claims import Claim, claims_at, later_run, places_at, raise_fence
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import (
     Manifest,
@@ -24,14 +25,16 @@ from smckpt.checkpoint.format import (
     parse_name,
     parse_temporary,
 )
+from smckpt.checkpoint.spread import Homes, Spread
 from smckpt.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
     UsageError,
 )
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import join_url, parent_url
+from smckpt.storage import FileInfo, Storage, open_storage
+from smckpt.storage.urls import is_s3_url, join_url, parent_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
@@ -73,14 +76,19 @@ def sweep(
     storage = open_storage(directory)
     if later_run(storage, epoch, [storage.url]) is not None:
         return {"deleted": 0}
-    sizes = {info.name: info.size for info in storage.list()}
-    kept = [_committed(storage, name, sizes) for name in keep]
+    here = storage.list()
+    kept = [_manifest(storage, name) for name in keep]
+    claims = [claim for claim in claims_at(storage) if storage.url in claim.scope]
+    others = [info.name for info in here if info.name not in keep]
+    spreads = [*(m.spread for m in kept), *_old_spreads(storage, others, claims)]
+    files = _Files(here, places_at(storage, spreads))
+    for name, manifest in zip(keep, kept, strict=True):
+        _refuse_unwhole(storage, name, manifest, files.sizes)
     deleted = 0
     if record_directory is not None:
         deleted += int(sweep_records(record_directory, keep_records, epoch)["deleted"])
-    attempts = _Attempts.of(storage, kept, epoch)
-    begun, unseen = _unfinished(storage)
-    given_up = _give_up(storage, [*sizes, *begun], attempts)
+    attempts = _Attempts.of(storage, kept, epoch, claims)
+    given_up = _give_up(storage, [*files.sizes, *files.begun], attempts)
 
     def over(name: str) -> ParsedName | None:
         parsed = parse_name(name) or parse_temporary(name)
@@ -89,17 +97,17 @@ def sweep(
         gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
         return parsed if gone else None
 
-    doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
-    written = {(p.session, p.number) for _, p in _written(sizes)}
-    for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
+    doomed = [(parsed.kind, name) for name in files.sizes if (parsed := over(name)) is not None]
+    written = {(p.session, p.number) for _, p in _written(files.sizes)}
+    for name in {*files.sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
         fence = parse_name(name)
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
-    storage.discard_unfinished([name for name in begun if over(name)])
-    deleted += _delete(storage, doomed)
-    if unseen is not None:
-        raise unseen
+    files.discard_unfinished([name for name in files.begun if over(name)])
+    deleted += _delete(files.delete, doomed)
+    if files.unseen is not None:
+        raise files.unseen
     return {"deleted": deleted}
 
 
@@ -131,25 +139,46 @@ def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, 
         for claim in claims_at(storage)
         if claim.epoch < epoch and claim.scope & scope
     ]
-    return {"deleted": _delete(storage, doomed)}
+    return {"deleted": _delete(storage.delete, doomed)}
 
 
-def discard_attempt(storage: Storage, attempt: str) -> int:
+def discard_attempt(homes: Homes, attempt: str) -> int:
     """Delete the files of an attempt that was not, and will not be, committed; how many."""
-    names = [info.name for info in storage.list()]
-    return _delete(
-        storage,
-        [(p.kind, name) for name, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt],
-    )
+    deleted = 0
+    for place in homes.all():
+        names = [info.name for info in place.list()]
+        ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
+        deleted += _delete(place.delete, ours)
+    return deleted
 
 
-def _unfinished(storage: Storage) -> tuple[list[str], StorageError | None]:
-    """What was begun here and not finished, or why that is not known: a reason to complain, but
-    not to leave everything else lying."""
-    try:
-        return storage.list_unfinished(), None
-    except StorageError as error:
-        return [], error
+class _Files:
+    """What lies in the stores of a directory, of which its own is the first. sizes: of whole files,
+    by name. begun: names of what was begun and not finished. unseen: why that is not known, a
+    reason to complain but not to leave everything else lying."""
+
+    def __init__(self, here: Sequence[FileInfo], places: Sequence[Storage]) -> None:
+        self._places = places
+        self._at: dict[str, list[Storage]] = {}
+        self.sizes: dict[str, int] = {}
+        self.begun: list[str] = []
+        self.unseen: StorageError | None = None
+        for turn, place in enumerate(places):
+            for info in place.list() if turn else here:
+                self.sizes[info.name] = info.size
+                self._at.setdefault(info.name, []).append(place)
+            try:
+                self.begun += place.list_unfinished()
+            except StorageError as error:
+                self.unseen = error
+
+    def delete(self, name: str) -> None:
+        for place in self._at.get(name, self._places[:1]):
+            place.delete(name)
+
+    def discard_unfinished(self, names: Sequence[str]) -> None:
+        for place in self._places:
+            place.discard_unfinished(names)
 
 
 @dataclass(frozen=True)
@@ -170,13 +199,14 @@ class _Attempts:
     claims: frozenset[str]
 
     @classmethod
-    def of(cls, storage: Storage, kept: Sequence[Manifest], epoch: int) -> _Attempts:
+    def of(
+        cls, storage: Storage, kept: Sequence[Manifest], epoch: int, claims: Sequence[Claim]
+    ) -> _Attempts:
         newest: dict[str, int] = {}
         for manifest in kept:
             if manifest.epoch == epoch:
                 known = newest.get(manifest.session, -1)
                 newest[manifest.session] = max(known, manifest.number)
-        claims = [claim for claim in claims_at(storage) if storage.url in claim.scope]
         last = _last_epochs(storage, claims)
         before = frozenset(s for c in claims if c.epoch == epoch for s in c.before)
         older = frozenset(s for s, at in last.items() if at < epoch) - newest.keys()
@@ -239,14 +269,34 @@ def _give_up(
     return frozenset((session, number) for session, number in found if session not in awake)
 
 
-def _committed(storage: Storage, name: str, sizes: Mapping[str, int]) -> Manifest:
-    """A manifest to keep: whole, committed, and its files here."""
+def _manifest(storage: Storage, name: str) -> Manifest:
+    """A manifest to keep."""
     path = join_url(storage.url, name)
-    data = storage.read(name)
     try:
-        manifest = Manifest.from_json(open_json(data, path))
+        return Manifest.from_json(open_json(storage.read(name), path))
     except (KeyError, TypeError, ValueError) as error:
         raise _not_kept(f"it does not make sense: {error}", path) from error
+
+
+def _old_spreads(
+    storage: Storage, names: Iterable[str], claims: Iterable[Claim]
+) -> Iterator[Spread | None]:
+    """Over which prefixes sessions before this one spread their files: they said so in their
+    claims, and a checkpoint that was copied here in its manifest."""
+    for claim in claims:
+        yield claim.spread
+    for name in names if is_s3_url(storage.url) else ():
+        parsed = parse_name(name)
+        if parsed is not None and parsed.kind == "manifest":
+            with contextlib.suppress(CheckpointError):  # damaged: it goes all the same
+                yield _manifest(storage, name).spread
+
+
+def _refuse_unwhole(
+    storage: Storage, name: str, manifest: Manifest, sizes: Mapping[str, int]
+) -> None:
+    """A manifest to keep must be committed, and its files here."""
+    path = join_url(storage.url, name)
     for part in manifest.parts:
         if part.name not in sizes:
             raise _not_kept(f"{part.name} is missing", path)
@@ -261,9 +311,8 @@ def _committed(storage: Storage, name: str, sizes: Mapping[str, int]) -> Manifes
         except CheckpointNotFoundError as error:
             raise _not_kept("the record that would commit it does not exist", path) from error
         named = {(join_url(parent.url, g["directory"]), g["crc64"]) for g in record.groups}
-        if (storage.url, hex64(crc64(data))) not in named:
+        if (storage.url, hex64(crc64(storage.read(name)))) not in named:
             raise _not_kept(f"the record {at} does not name it", path)
-    return manifest
 
 
 def _not_kept(what: str, path: str) -> CorruptCheckpointError:
@@ -290,12 +339,12 @@ def _urls(storage: Storage, record: Record) -> frozenset[str]:
     return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
 
 
-def _delete(storage: Storage, doomed: Iterable[tuple[str, str]]) -> int:
+def _delete(delete: Callable[[str], None], doomed: Iterable[tuple[str, str]]) -> int:
     """Delete (kind, name) in order of `_ORDER`, those of a kind at once; how many."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
     for kind, name in doomed:
         by_kind[kind].append(name)
     with ThreadPoolExecutor(_DELETERS) as pool:
         for names in by_kind.values():
-            list(pool.map(storage.delete, names))
+            list(pool.map(delete, names))
     return sum(map(len, by_kind.values()))

@@ -21,7 +21,8 @@ from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, Segment, n
 from smckpt.checkpoint.choose import choose_commit, commits_at
 from smckpt.checkpoint.contents import Contents, Group, contents_of
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
-from smckpt.checkpoint.format import FileRecord, open_json
+from smckpt.checkpoint.format import FileRecord, PartRecord, open_json
+from smckpt.checkpoint.spread import Homes, found_spread
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,7 +32,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import FileWriter, Storage, open_storage
 from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import is_s3_url, join_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
 
@@ -66,8 +67,9 @@ def copy_checkpoint(
 
     Only what its record and manifests name is copied. A file that is at the target already, with
     the size and checksum of the manifest, is left as it is; one that differs is replaced. Memory:
-    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Of two copies to
-    one place on a file system at one time, either may spoil the other's files: run one at a time.
+    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Every file appears
+    whole. So of two copies to one place at one time both succeed or the earlier one fails, and none
+    spoils what the other has committed.
 
     Args:
         threads: that read, check and write.
@@ -147,7 +149,7 @@ class _Copy:
         for group in self._groups:
             group.look()
             for part in group.group.manifest.parts:
-                yield self._part, (group, part.name, part.crc64)
+                yield self._part, (group, part)
             for file in group.files:
                 yield self._sums, (group, file)
 
@@ -180,26 +182,29 @@ class _Copy:
             each.callback(self.source.close)
             each.callback(self.target.close)
             for group in self._groups:
-                each.callback(group.source.close)
-                each.callback(group.target.close)
+                each.callback(group.from_.close)
+                each.callback(group.to.close)
                 for file in group.files:
                     each.callback(file.abort)
 
     # -- one file each ---------------------------------------------------------------------------
 
-    def _part(self, group: _GroupCopy, name: str, crc: str) -> None:
-        self._put(group, name, _checked(group.source, name, crc))
+    def _part(self, group: _GroupCopy, part: PartRecord) -> None:
+        data = _checked(group.from_.of(part.rank), part.name, part.crc64)
+        self._put(group, group.to.of(part.rank), part.name, data)
 
     def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
-        self._put(group, file.record.crc_name, file.reader.stored_sums())
+        self._put(group, file.target, file.record.crc_name, file.reader.stored_sums())
 
-    def _put(self, group: _GroupCopy, name: str, data: bytes) -> None:
+    def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
         if name in group.there:
-            if group.there[name] == len(data) and group.target.read(name) == data:
+            if group.there[name] == len(data) and target.read(name) == data:
                 self.present.add_file(0)
                 return
-            group.target.delete(name)
-        group.target.put(name, data)
+            target.delete(name)
+        if name in group.unfinished:
+            target.discard_unfinished([name])
+        self._create(target, name, data, there=False)  # another copy may be quicker
 
     def _look(self, file: _FileCopy) -> None:
         if file.look(self._memory):
@@ -235,20 +240,27 @@ class _GroupCopy:
         self.group, self.source, self.target = group, source, target
         self.there: dict[str, int] = {}
         self.unfinished: frozenset[str] = frozenset()
+        spread = group.manifest.spread
+        self.from_ = Homes(source, found_spread(source, spread, group.manifest.parts[0].name))
+        # A file system has no prefixes that could be busy.
+        self.to = Homes(target, spread if is_s3_url(target.url) else None)
         scratch = Scratch()
         self.files = [
-            _FileCopy(
-                self, BlockReader(source, SavedFile(source.url, file, part.rank), True, scratch)
-            )
+            _FileCopy(self, self._reader(part.rank, file, scratch))
             for part in group.manifest.parts
             for file in part.files
         ]
 
+    def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
+        home = self.from_.of(rank)
+        return BlockReader(home, SavedFile(home.url, file, rank), True, scratch)
+
     def look(self) -> None:
         """What is at the target, whole or begun by a copy that was killed."""
-        self.there = {info.name: info.size for info in self.target.list()}
+        places = self.to.all()
+        self.there = {info.name: info.size for place in places for info in place.list()}
         try:
-            self.unfinished = frozenset(self.target.list_unfinished())
+            self.unfinished = frozenset(n for place in places for n in place.list_unfinished())
         except StorageError as error:  # who may write need not have the right to look for them
             log.warning("unfinished uploads may stay and cost storage: %s", error)
 
@@ -260,6 +272,7 @@ class _FileCopy:
         self.reader = reader
         self.record: FileRecord = reader.file.record
         self.present = False
+        self.target = group.to.of(reader.file.rank)
         self._group = group
         self._lock = threading.Lock()
         self._writer: FileWriter | None = None
@@ -268,8 +281,8 @@ class _FileCopy:
         self._whole = False
 
     def look(self, memory: _Memory) -> bool:
-        """Whether the target has it, whole. What it has in its place is deleted."""
-        name, target = self.record.name, self._group.target
+        """Whether the target has it, whole. What else S3 has in its place is deleted."""
+        name, target = self.record.name, self.target
         if name not in self._group.there:
             return False
         if self._group.there[name] == self.record.size:
@@ -277,16 +290,16 @@ class _FileCopy:
             if value is None:
                 value = _crc_of(target, name, self.record.size, memory)
             self.present = hex64(value) == self.record.crc64
-        if not self.present:
+        if not self.present and is_s3_url(target.url):  # on a disk it is replaced when it is there
             target.delete(name)
         return self.present
 
     def begin(self) -> Sequence[int]:
         """Begin the file; where the pieces start."""
-        name, target = self.record.name, self._group.target
+        name, target = self.record.name, self.target
         if name in self._group.unfinished:
             target.discard_unfinished([name])
-        self._writer = target.create_file(name, self.record.size)
+        self._writer = target.create_file(name, self.record.size, hidden=True)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE
         starts = range(0, max(self.record.size, 1), self._step)

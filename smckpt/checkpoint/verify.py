@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,18 +128,30 @@ class _FileCheck:
     def read(self, low: int, tell: _Teller) -> None:
         """Read a piece, as far as the file goes."""
         high = min(low + PIECE, self.file.record.size)
+        stop = min(high, self._there)
         try:
-            if low < min(high, self._there):
-                self._sums.update(self._reader.sums(low, min(high, self._there)))
+            if low < stop:
+                self._sums.update(self._reader.sums(low, stop))
+                self._read_again(low, stop)
         except CheckpointError as error:
             self.problems.append(_problem(error, self.file.path))
         tell.add(high - low)
+
+    def _read_again(self, low: int, stop: int) -> None:
+        """Blocks that differ, where a network may have changed them on their way."""
+        for _ in range(self._reader.storage.rereads):
+            for block in self._differing(range(low // BLOCK, -(-stop // BLOCK))):
+                start = block * BLOCK
+                self._sums.update(self._reader.sums(start, min(start + BLOCK, stop)))
+
+    def _differing(self, blocks: Iterable[int]) -> list[int]:
+        return [n for n in blocks if self._sums[n] != self._reader.stored_sum(n)]
 
     def finish(self) -> list[Problem]:
         """Once all is read: what is wrong."""
         size = self.file.record.size
         try:
-            bad = [n for n in sorted(self._sums) if self._sums[n] != self._reader.stored_sum(n)]
+            bad = self._differing(sorted(self._sums))
         except CheckpointError as error:  # the sidecar: what the manifest says remains
             self.problems.append(_problem(error, self.file.path))
             sums = [value for _, value in sorted(self._sums.items())]

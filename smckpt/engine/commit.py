@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from smckpt.checkpoint.spread import Spread, spread_for
 from smckpt.engine.job import SaveJob
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session, absent
@@ -109,6 +110,7 @@ class Committer:
                 "host": part["host"],
                 "coordinator": job.request.coordinator,
                 "directory": job.request.directory,
+                "spread": _spread(job),
                 "part": done["part"],
                 "crc64": done["crc64"],
             }
@@ -127,11 +129,12 @@ class Committer:
             {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
             for f in layout.files
         ]
-        with self._as_one_of_all():
+        directory, spread = job.request.directory, Spread.from_json(_spread(job))
+        with self._as_one_of_all(spread.prefixes if spread else 1):
             return self.worker.call(
                 "write_part",
                 {
-                    "directory": job.request.directory,
+                    "directory": spread.home(directory, self.group.rank) if spread else directory,
                     "attempt": part["attempt"],
                     "rank": self.group.rank,
                     "arena": arena_id,
@@ -141,9 +144,9 @@ class Committer:
                 timeout=timeout,
             )
 
-    def _as_one_of_all(self) -> AbstractContextManager[None]:
+    def _as_one_of_all(self, prefixes: int = 1) -> AbstractContextManager[None]:
         """What follows is done by every rank at once, so each has but its share of a budget."""
-        return sharing(Share.of_rank(self.group.rank, self.group.world_size))
+        return sharing(Share.of_rank(self.group.rank, self.group.world_size, prefixes))
 
     def _probe(self, session: Session, job: SaveJob, timeout: float) -> None:
         """Once per session: can the store hold checkpoints, and do all hosts see one directory?
@@ -237,7 +240,7 @@ class Committer:
                 return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
             if failure is not None:
                 raise failure
-            epoch = self._epoch(session, job.request.directory, timeout)
+            epoch = self._epoch(session, job.request.directory, timeout, spread=_spread(job))
             return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
         except CheckpointError as error:
             return {"error": error.to_json()}
@@ -273,10 +276,22 @@ class Committer:
         directories = sorted({body["directory"] for body in got.values()})
         if len(directories) > 1:
             raise _different_ids(directories)
+        spreads = {str(body["spread"]): rank for rank, body in got.items()}
+        if len(spreads) > 1:
+            raise UsageError(
+                f"the ranks of the group spread their files differently: {sorted(spreads)[:4]}",
+                remedy="give all ranks the same S3Config.prefixes and prefix_root",
+                path=directories[0],
+            )
         return got
 
     def _epoch(
-        self, session: Session, directory: str, timeout: float, groups: Sequence[str] = ()
+        self,
+        session: Session,
+        directory: str,
+        timeout: float,
+        groups: Sequence[str] = (),
+        spread: dict[str, Any] | None = None,
     ) -> int:
         """The epoch under which this session publishes in `directory`; claimed once."""
         key = (directory, *groups)
@@ -288,6 +303,7 @@ class Committer:
                     "session": session.id,
                     "host": _host(),
                     "groups": list(groups),
+                    "spread": spread,
                 },
                 timeout=timeout,
             )
@@ -319,6 +335,7 @@ class Committer:
                     for b in bodies.values()
                 },
                 "record": record,
+                "spread": _spread(job),
             },
             timeout=timeout,
         )
@@ -425,6 +442,12 @@ def _different_ids(directories: list[str]) -> UsageError:
 def _bucket(directory: str) -> str:
     """Where it lies in S3; "" on a file system."""
     return parse_s3_url(directory)[0] if is_s3_url(directory) else ""
+
+
+def _spread(job: SaveJob) -> dict[str, Any] | None:
+    """How the options of the call spread the ranks' files over prefixes."""
+    spread = spread_for(job.request.directory, job.request.s3, len(job.partition.groups))
+    return spread.to_json() if spread else None
 
 
 def _attempt(session: Session, job: SaveJob) -> str:

@@ -27,6 +27,7 @@ from smckpt.checkpoint.commit import claim_epoch, probe, publish_manifest
 from smckpt.checkpoint.format import FORMAT_VERSION
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.spread import Spread, spread_for
 from smckpt.checkpoint.sweep import sweep
 from smckpt.engine.worker_write import write_part
 from smckpt.errors import CheckpointError, StateError, UsageError
@@ -35,6 +36,7 @@ from smckpt.layout.geometry import Box, BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
 from smckpt.storage.budget import Share
+from smckpt.storage.s3_config import current_s3
 from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import is_s3_url, normal_url
 
@@ -48,6 +50,7 @@ class _Ticket:
     """What the coordinator tells each rank of a save, inside its plan.
 
     ranks: global ranks, by rank of the process group. objects: names that the global plan keeps.
+    spread: of the ranks' files over prefixes.
     """
 
     session: str
@@ -55,6 +58,7 @@ class _Ticket:
     rank: int
     ranks: tuple[int, ...]
     objects: frozenset[str]
+    spread: Spread | None = None
 
     @property
     def attempt(self) -> str:
@@ -146,10 +150,16 @@ class DistributedFileSystemWriter(StorageWriter):
             StorageError: the directory cannot be used.
         """
         self._refuse_cached(plans)
+        spread = spread_for(self.checkpoint_id, current_s3())
         if self.checkpoint_id not in self._epochs:
             if not self._epochs and is_s3_url(self.checkpoint_id):
                 probe(self.checkpoint_id, self._session, create=True, leave=False)
-            claim = claim_epoch(self.checkpoint_id, self._session, socket.gethostname())
+            claim = claim_epoch(
+                self.checkpoint_id,
+                self._session,
+                socket.gethostname(),
+                spread=spread.to_json() if spread else None,
+            )
             self._epochs[self.checkpoint_id] = int(claim["epoch"])
         said = [plan.storage_data for plan in plans]
         known = all(isinstance(rank, int) for rank in said) and len(set(said)) == len(said)
@@ -161,7 +171,7 @@ class DistributedFileSystemWriter(StorageWriter):
             if item.type == WriteItemType.BYTE_IO
         )
         number, self._numbers = self._numbers, self._numbers + 1
-        self._ticket = _Ticket(self._session, number, -1, ranks, objects)
+        self._ticket = _Ticket(self._session, number, -1, ranks, objects, spread)
         return [
             replace(plan, storage_data=replace(self._ticket, rank=rank))
             for plan, rank in zip(plans, ranks, strict=True)
@@ -217,6 +227,7 @@ class DistributedFileSystemWriter(StorageWriter):
             ranks=list(ticket.ranks),
             parts=parts,
             record=None,
+            spread=ticket.spread.to_json() if ticket.spread else None,
         )
         if self._sweep:
             self._delete_superseded(published["manifest"], epoch)
@@ -298,11 +309,16 @@ class DistributedFileSystemWriter(StorageWriter):
         try:
             if arena is not None:
                 stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
-            with sharing(Share.of_rank(ticket.rank, len(ticket.ranks))):
+            home, share = self.checkpoint_id, Share.of_rank(ticket.rank, len(ticket.ranks))
+            if ticket.spread is not None:
+                home = ticket.spread.home(home, ticket.rank)
+                prefixes, under_one = ticket.spread.prefixes, ticket.spread.fullest(ticket.ranks)
+                share = Share.of_rank(ticket.rank, under_one * prefixes, prefixes)
+            with sharing(share):
                 return write_part(
                     cast(Any, arena and arena.view(0, arena.size)),
                     threads=self._threads,
-                    directory=self.checkpoint_id,
+                    directory=home,
                     attempt=ticket.attempt,
                     rank=ticket.rank,
                     files=[

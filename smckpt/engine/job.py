@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from smckpt.checkpoint.spread import spread_for
 from smckpt.engine.groups import Partition
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES, Layout
@@ -59,6 +60,9 @@ class SaveRequest:
     allow_objects: tuple[type, ...]
     options: SaveOptions
     s3: S3Config | None = None
+
+    def __post_init__(self) -> None:
+        spread_for(self.directory, self.s3)  # refused before anything is staged
 
 
 @dataclass(frozen=True)

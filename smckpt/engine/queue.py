@@ -277,7 +277,8 @@ class SaveQueue:
         while (job := self._inbox.get()) is not None:
             try:
                 groups = job.partition.groups
-                share = Share.of_coordinator(job.partition.mine, len(groups))
+                prefixes = job.request.s3.prefixes if job.request.s3 else 1
+                share = Share.of_coordinator(job.partition.mine, len(groups), prefixes)
                 with using_s3(job.request.s3), sharing(share):
                     if job.layout is not None and self._arena is not None:
                         self._attach()

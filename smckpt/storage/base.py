@@ -76,8 +76,13 @@ class Storage(Protocol):
         """How often a read whose bytes are wrong is worth repeating: a network may have changed
         them on the way, a disk gives the same again."""
 
-    def create_file(self, name: str, size: int) -> FileWriter:
+    def create_file(self, name: str, size: int, *, hidden: bool = False) -> FileWriter:
         """Begin a new file of `size` bytes.
+
+        Args:
+            hidden: on a file system it gets its name when it is finished, in the place of what has
+                the name then; else it has the name, unfinished, at once. In an object store a file
+                is never seen unfinished, and takes nobody's place.
 
         Raises:
             StorageError: the name exists (an object store says so when the object is complete), or
@@ -149,8 +154,8 @@ class Storage(Protocol):
         """
 
     def list_unfinished(self) -> list[str]:
-        """The names of files begun here that nobody finished and that `list` does not show, sorted;
-        none on a file system, where what is begun has a name at once."""
+        """The names of files begun here that nobody finished and that do not bear them yet, sorted:
+        uploads, and on a file system what was begun hidden or exclusively."""
 
     def discard_unfinished(self, names: Collection[str]) -> None:
         """Give up what was begun under these names and not finished; files that bear them stay."""
@@ -172,6 +177,9 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is fine."""
+
+    def remove_directory(self) -> None:
+        """Remove this directory if it is empty; an object store has none."""
 
     def join(self, name: str) -> Storage:
         """The sub-directory `name` ("a/b" goes two levels down), which may not exist yet."""

@@ -57,12 +57,13 @@ _FEW = 16.0  # requests a second: what is below says little about what the store
 
 
 def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
-    """Requests a second of each of `writers` ranks, so that all together stay below the limit of
-    `prefixes` prefixes. NeMo's rule, concurrency × writers × 1.15 ≤ limit, with the rate in the
-    place of the concurrency, since a connection may send more than one request a second."""
+    """Requests a second of each of `writers` ranks, dealt out to `prefixes` prefixes by turns, so
+    that those of each prefix together stay below its limit. NeMo's rule, concurrency × writers ×
+    1.15 ≤ limit, with the rate in the place of the concurrency, since a connection may send more
+    than one request a second."""
     if min(writers, prefixes) < 1:
         raise UsageError(f"{writers} writers, {prefixes} prefixes", remedy="pass 1 or more of each")
-    return limit * prefixes / (writers * headroom)
+    return limit / (-(-writers // prefixes) * headroom)
 
 
 def part_size(size: int, wanted: int) -> int:
@@ -79,30 +80,36 @@ def part_size(size: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """A process's part of what a store answers a second: `writes` and `reads` as fractions of the
-    limits, and the `phase` (0 to 1) of its turns, so that many do not begin in one instant."""
+    """A process's part of what a store answers a second: `writes` and `reads` as fractions of one
+    prefix's limits, and the `phase` (0 to 1) of its turns, so that many do not begin in one
+    instant. Above 1 where it sends to several prefixes."""
 
     writes: float = 1 / PREFIX_LIMITS.headroom
     reads: float = 1 / PREFIX_LIMITS.headroom
     phase: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.writes <= 1 and 0 < self.reads <= 1 and 0 <= self.phase <= 1):
-            raise UsageError(f"{self} of a budget", remedy="give fractions above 0 and up to 1")
+        if not (min(self.writes, self.reads) > 0 and 0 <= self.phase <= 1):
+            raise UsageError(f"{self} of a budget", remedy="give fractions above 0")
 
     @classmethod
-    def of_rank(cls, rank: int, ranks: int) -> Share:
-        """Of one rank where all of them send at once."""
-        each = rank_rate(1.0, ranks, headroom=PREFIX_LIMITS.headroom)
+    def of_rank(cls, rank: int, ranks: int, prefixes: int = 1) -> Share:
+        """Of one rank where all of them send at once, each to one of the prefixes."""
+        each = rank_rate(1.0, ranks, prefixes, headroom=PREFIX_LIMITS.headroom)
         return cls(each, each, rank % ranks / ranks)
 
     @classmethod
-    def of_coordinator(cls, turn: int, groups: int) -> Share:
+    def of_coordinator(cls, turn: int, groups: int, prefixes: int = 1) -> Share:
         """Of a group's coordinator, which looks after the files of all its ranks: publishes, reads
         back and deletes. Only coordinators read during a save. They write and delete within the
-        headroom that the ranks leave, for the next save may be under way."""
+        headroom that the ranks leave, for the next save may be under way. What they ask for lies
+        under all prefixes by turns."""
         spare = (1 - 1 / PREFIX_LIMITS.headroom) / groups
-        return cls(spare, rank_rate(1.0, groups), turn / groups)
+        return cls(spare, rank_rate(1.0, groups), turn / groups).times(prefixes)
+
+    def times(self, prefixes: int) -> Share:
+        """The same part of so many prefixes, used by turns."""
+        return Share(self.writes * prefixes, self.reads * prefixes, self.phase)
 
 
 @dataclass(frozen=True)

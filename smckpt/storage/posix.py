@@ -9,33 +9,42 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from smckpt.errors import (
     CorruptCheckpointError,
-    StorageError,
     UsageError,
 )
-from smckpt.storage.base import BLOCK, FileInfo, Storage
+from smckpt.storage.base import FileInfo, Storage
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import storage_error
-from smckpt.storage.linux import fallocate
+from smckpt.storage.posix_write import PosixWriter, sync_directory, unlink, write_all
 from smckpt.storage.urls import join_url
 
 __all__ = ["TEMPORARY_SUFFIX", "PosixStorage"]
 
-TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp`: a put_exclusive that was cut short
+TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp`: what is to bear the name when it is whole
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
 _OPEN_FILES = 64  # kept open for reading
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _READ_AHEAD = 1 << 20  # bytes: a read this large is asked for ahead of its copying
 _STRETCH = 256 << 10  # bytes: what somebody looks at while it is in the processor's cache
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
-# What a file system answers to fsync of a directory when it has no such thing (CIFS, some FUSE).
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
+# When a directory is not empty, gone, a mount point, or held by rights that rmdir needs alone.
+_STAYS = (
+    errno.ENOTEMPTY,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EBUSY,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 class PosixStorage:
@@ -58,27 +67,28 @@ class PosixStorage:
     def rereads(self) -> int:
         return 0
 
-    def create_file(self, name: str, size: int) -> PosixWriter:
+    def create_file(self, name: str, size: int, *, hidden: bool = False) -> PosixWriter:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
         path = self._path(name)
+        begun = self._temporary(name) if hidden else path
         try:
-            fd = self._create(path)
+            fd = self._create(begun)
         except OSError as error:
             raise storage_error(error, path, "create the file") from error
-        return PosixWriter(path, size, fd)
+        return PosixWriter(begun, path, size, fd, partial(self._forget, path))
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         try:
             self._write_new(path, data)
-            _sync_directory(self.url)
+            sync_directory(self.url)
         except OSError as error:
             raise storage_error(error, path, "write") from error
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         path = self._path(name)
-        temporary = self._path(f".{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        temporary = self._temporary(name)
         try:
             if os.path.lexists(path):
                 return False
@@ -86,9 +96,9 @@ class PosixStorage:
             try:
                 created = publish(temporary, path)
             finally:
-                _unlink(temporary)
+                unlink(temporary)
             if created:
-                _sync_directory(self.url)
+                sync_directory(self.url)
         except OSError as error:
             raise storage_error(error, path, "create exclusively") from error
         return created
@@ -139,10 +149,15 @@ class PosixStorage:
             raise storage_error(error, path, "look up the size") from error
 
     def list_unfinished(self) -> list[str]:
-        return []
+        return sorted({name for _, name in self._unfinished()})
 
     def discard_unfinished(self, names: Collection[str]) -> None:
-        """There is never any."""
+        for path, name in self._unfinished() if names else ():
+            if name in names:
+                try:
+                    unlink(path)
+                except OSError as error:
+                    raise storage_error(error, path, "delete") from error
 
     def stored_crc64(self, name: str) -> int | None:
         self.size(name)  # raises where there is no such file
@@ -171,11 +186,18 @@ class PosixStorage:
         path = self._path(name)
         self._forget(path)
         try:
-            _unlink(path)
+            unlink(path)
         except NotADirectoryError:
             return  # the directory is a file, so `name` is missing below it
         except OSError as error:
             raise storage_error(error, path, "delete") from error
+
+    def remove_directory(self) -> None:
+        try:
+            os.rmdir(self.url)
+        except OSError as error:
+            if error.errno not in _STAYS:
+                raise storage_error(error, self.url, "remove the empty directory") from error
 
     def join(self, name: str) -> Storage:
         if name == ".." or name.startswith("../"):
@@ -195,6 +217,14 @@ class PosixStorage:
                 f"{name!r} is no file name", remedy="pass a name without directory", path=self.url
             )
         return os.path.join(self.url, name)
+
+    def _temporary(self, name: str) -> str:
+        return self._path(f".{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+
+    def _unfinished(self) -> Sequence[tuple[str, str]]:
+        """(path, name) of what is to bear a name later."""
+        matches = ((entry.path, _TEMPORARY.fullmatch(entry.name)) for entry in self._scan())
+        return [(path, match["name"]) for path, match in matches if match]
 
     def _scan(self) -> Sequence[os.DirEntry[str]]:
         try:
@@ -216,12 +246,12 @@ class PosixStorage:
         fd = self._create(path)
         try:
             try:
-                _write_all(fd, memoryview(data), 0)
+                write_all(fd, memoryview(data), 0)
                 os.fsync(fd)
             finally:
                 os.close(fd)
         except OSError:
-            _unlink(path)
+            unlink(path)
             raise
 
     def _descriptor(self, path: str) -> _Descriptor:
@@ -250,116 +280,6 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.fd)
-
-
-class PosixWriter:
-    """One new file; implements `FileWriter`."""
-
-    def __init__(self, path: str, size: int, fd: int) -> None:
-        self._path = path
-        self._size = size
-        self._lock = threading.Lock()
-        self._written = 0
-        self._fds = [fd]  # the buffered one first: it takes odd ends, and fsync
-        self._direct: int | None = None
-        try:
-            fallocate(fd, size)
-            self._direct = self._open_direct()
-        except OSError as error:
-            self.abort()
-            raise storage_error(error, path, f"reserve {size:,} bytes") from error
-
-    @property
-    def direct(self) -> bool:
-        """Whether O_DIRECT works here, as far as is known."""
-        return self._direct is not None
-
-    @property
-    def piece(self) -> int:
-        return 0
-
-    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
-        if offset < 0 or offset + data.nbytes > self._size:
-            raise UsageError(
-                f"bytes {offset} to {offset + data.nbytes} of a file of {self._size}",
-                remedy="write within the size that create_file was given",
-                path=self._path,
-            )
-        try:
-            done = self._write_direct(offset, data)
-            _write_all(self._fds[0], data[done:], offset + done)
-        except OSError as error:
-            raise storage_error(error, self._path, f"write at byte {offset}") from error
-        with self._lock:
-            self._written += data.nbytes
-
-    def finish(self) -> None:
-        if self._written != self._size:
-            raise StorageError(
-                f"{self._written} of {self._size} bytes were written",
-                remedy="this is a fault of smckpt: please report it",
-                path=self._path,
-            )
-        try:
-            os.fsync(self._fds[0])
-            self._close()
-            _sync_directory(os.path.dirname(self._path))
-        except OSError as error:
-            raise storage_error(error, self._path, "make the file durable") from error
-
-    def abort(self) -> None:
-        try:
-            self._close()
-            _unlink(self._path)
-        except OSError as error:
-            raise storage_error(error, self._path, "remove the unfinished file") from error
-
-    def _open_direct(self) -> int | None:
-        if not _DIRECT or self._size < BLOCK:
-            return None
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # tmpfs before 6.6, some FUSE
-                return None
-            raise
-        self._fds.append(fd)
-        return fd
-
-    def _write_direct(self, offset: int, data: memoryview) -> int:
-        """How many bytes went out with O_DIRECT: all whole blocks, or none."""
-        fd, whole = self._direct, data.nbytes - data.nbytes % BLOCK
-        if fd is None or not whole or offset % BLOCK:
-            return 0
-        done = 0
-        while done < whole:
-            try:
-                done += os.pwrite(fd, data[done:whole], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Memory or offset is not aligned as this device asks: buffered from here on.
-                self._direct = None
-                break
-        return done
-
-    def _close(self) -> None:
-        with self._lock:
-            fds, self._fds, self._direct = self._fds, [], None
-        first: OSError | None = None
-        for fd in reversed(fds):
-            try:
-                os.close(fd)  # NFS reports a full disk here
-            except OSError as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
 
 
 class _Reading:
@@ -420,13 +340,6 @@ class _Reading:
                 self._left[-1] = self._left[-1][taken:]
 
 
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return  # nothing to remove
-
-
 def _make_directory(path: str) -> None:
     """Make `path` and its parents; each new name is durable in its parent."""
     missing = []
@@ -439,15 +352,4 @@ def _make_directory(path: str) -> None:
         except FileExistsError:
             if not os.path.isdir(directory):
                 raise NotADirectoryError(errno.ENOTDIR, "a file", directory) from None
-        _sync_directory(os.path.dirname(directory))
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
-    finally:
-        os.close(fd)
+        sync_directory(os.path.dirname(directory))

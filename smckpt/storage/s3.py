@@ -59,7 +59,7 @@ class S3Storage:
     def rereads(self) -> int:
         return _REREADS
 
-    def create_file(self, name: str, size: int) -> S3Writer:
+    def create_file(self, name: str, size: int, *, hidden: bool = False) -> S3Writer:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
         if part_size(size, self.config.part_bytes) > 5 << 30:
@@ -156,6 +156,9 @@ class S3Storage:
 
     def delete(self, name: str) -> None:
         self.delete_key(self.key(name), self.path(name))
+
+    def remove_directory(self) -> None:
+        """There are none."""
 
     def join(self, name: str) -> Storage:
         if name == ".." or name.startswith("../"):

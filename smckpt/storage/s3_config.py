@@ -41,6 +41,10 @@ class S3Config:
     timeout_s: seconds that all tries of one request may take together, waits for its turn aside.
     write_rate, read_rate: requests a second that the bucket answers, for all ranks of the job
         together: AWS promises 3,500 and 5,500 for a partitioned prefix; more where yours has more.
+    prefixes: under how many stable prefixes the ranks' files are spread, 1 to 256; each stands
+        write_rate and read_rate once S3 has split them off, tens of minutes after the first save.
+    prefix_root: where those prefixes are made, an s3:// URL above all checkpoints of the run; None
+        takes the parent of the step's directory.
     preflight: try out, at a session's first save into a bucket, all that saves will need.
     checksum: "crc64nvme", "crc32" or "none", for stores that refuse newer checksums.
     requester_pays: accept that reading is charged to us.
@@ -60,6 +64,8 @@ class S3Config:
     timeout_s: float = 300.0
     write_rate: float = PREFIX_LIMITS.writes
     read_rate: float = PREFIX_LIMITS.reads
+    prefixes: int = 1
+    prefix_root: str | None = None
     preflight: bool = True
     checksum: str = "crc64nvme"
     requester_pays: bool = False
@@ -86,6 +92,12 @@ class S3Config:
             raise UsageError(
                 f"write_rate={self.write_rate}, read_rate={self.read_rate}",
                 remedy="give requests a second above 0",
+            )
+        if not 1 <= self.prefixes <= 256:
+            raise UsageError(f"prefixes={self.prefixes}", remedy="give 1 to 256")
+        if self.prefix_root is not None and not is_s3_url(self.prefix_root):
+            raise UsageError(
+                f"prefix_root={self.prefix_root!r} is no URL of S3", remedy="write s3://bucket/run"
             )
         if self.checksum not in ("crc64nvme", "crc32", "none"):
             raise UsageError(

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.claims import claim_epoch
 from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.format import data_name
 from smckpt.checkpoint.remove import remove_checkpoint
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
@@ -17,7 +19,7 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Usage
 from smckpt.storage import open_storage
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
-from tests.support.saves import hybrid
+from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, kept, on_mesh
 
 
@@ -48,12 +50,40 @@ def test_the_newest_goes_the_older_and_what_is_not_ours_stays(two: Path) -> None
         contents_of(str(two))
 
 
+def test_nothing_of_its_own_is_left_and_a_claim_stays_while_it_tells_anything(two: Path) -> None:
+    assert len(list(two.rglob("epoch-000002.json"))) == 3
+    remove_checkpoint(contents_of(str(two)))
+    assert {path.name for path in two.rglob("epoch-*")} == {"epoch-000001.json"}
+    aside = shutil.copytree(two, two.parent / "aside")
+    claim_epoch(str(two / "part1"), "c" * 12, "host")  # a later run, which has not saved yet
+    remove_checkpoint(contents_of(str(two)))
+    assert [path.parent.name for path in two.rglob("*.json")] == ["part1"]
+    assert not (two / "part0").exists()
+    name = data_name("d" * 12 + "-00000000", 0, 0)
+    (aside / "part1" / name).write_bytes(b"a save under way")
+    claim_epoch(str(aside / "part0"), "e" * 12, "host")
+    remove_checkpoint(contents_of(str(aside)))
+    assert [path.name for path in aside.rglob("epoch-*")] == ["epoch-000002.json"]
+    assert list(contents(aside)) == [f"part1/{name}"]
+
+
+def test_an_empty_directory_goes_with_it_and_no_other(two: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        remove_checkpoint(contents_of(str(two)))
+    assert not two.exists()
+    assert tmp_path.exists()
+
+
 def test_in_s3_too(two: Path, s3_root: str) -> None:
     copied = copy_checkpoint(str(two), s3_root)
     open_storage(s3_root).put("notes.txt", b"not ours")
     report = remove_checkpoint(contents_of(s3_root))
     assert (report.files, report.left) == (copied.files, None)
     assert list(contents(s3_root)) == ["notes.txt"]
+    url = f"{s3_root}/saved"
+    Group(url, (0,), state=state_of(hybrid((0,), 1))).save()  # type: ignore[arg-type]
+    remove_checkpoint(contents_of(url))
+    assert open_storage(url).list() == []
 
 
 def test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none(

@@ -20,6 +20,7 @@ from smckpt.checkpoint.format import (
     parse_name,
     record_name,
 )
+from smckpt.checkpoint.spread import Homes
 from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import open_storage
@@ -287,7 +288,7 @@ def test_discarding_takes_one_attempt_and_nothing_else(tmp_path):
     group.save()
     before = names(tmp_path)
     group.write(1)
-    assert discard_attempt(open_storage(str(tmp_path)), f"{A}-00000001") == 6
+    assert discard_attempt(Homes(open_storage(str(tmp_path)), None), f"{A}-00000001") == 6
     assert names(tmp_path) == before
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,6 +146,54 @@ def test_uploads_that_a_killed_copy_left_are_given_up_and_no_others(
     copy_checkpoint(str(large), s3_root)
     assert store.list_unfinished() == ["other"]
     assert contents(s3_root) == contents(large)
+
+
+def test_a_copy_that_meets_an_unfinished_one_takes_over_and_the_other_fails(
+    large: Path, tmp_path: Path
+) -> None:
+    target = open_storage(str(tmp_path / "target"))
+    file = shards.files(large)[0]
+    size = file.stat().st_size
+    first = target.create_file(file.name, size, hidden=True)
+    first.write_at(0, memoryview(bytes(size)))  # of a copy that is slow, or was killed
+    assert target.list() == [] or file.name not in {info.name for info in target.list()}
+    assert target.list_unfinished() == [file.name]
+    copy_checkpoint(str(large), target.url)
+    with pytest.raises(StorageError, match="another copy to this place took over"):
+        first.finish()
+    first.abort()
+    assert contents(target.url) == contents(large)
+    late = target.create_file(file.name, size, hidden=True)
+    for low in range(0, size, 1 << 20):
+        late.write_at(low, memoryview(file.read_bytes())[low : low + (1 << 20)])
+    late.finish()  # one that was as far as the other: the same bytes in the same place
+    assert contents(target.url) == contents(large)
+
+
+@pytest.mark.parametrize("how", ["disk", "s3"])
+def test_of_copies_to_one_place_at_one_time_one_succeeds_and_what_is_committed_is_whole(
+    large: Path, tmp_path: Path, s3_root: str, how: str
+) -> None:
+    target = str(tmp_path / "target") if how == "disk" else s3_root
+    damaged = shards.files(large)[0].name
+    open_storage(target).put(damaged, b"the rest of an older tool's copy")
+    start = Barrier(4)
+
+    def copy(_: int) -> str:
+        start.wait(30)
+        try:
+            copy_checkpoint(str(large), target)
+        except StorageError as error:
+            return str(error)
+        assert verify_checkpoint(target).ok  # who says that it is there must be right
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(copy, range(4)))
+    assert "" in told, told
+    copy_checkpoint(str(large), target)
+    assert contents(target) == contents(large)
+    assert open_storage(target).list_unfinished() == []
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.geometry import Box, Mesh
 from smckpt.layout.image import compile_layout
+from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support import saves, synthetic
+from tests.support.proxy import faulty_proxy
+from tests.support.s3 import Server
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, boxes, flip, kept, on_mesh
 
@@ -65,6 +69,22 @@ def test_a_flipped_bit_anywhere_in_any_file_is_found_and_its_file_named(step: Pa
             assert any(path.name in name for name in named), (path.name, offset, report.problems)
             flip(path, offset)
     assert verify_checkpoint(str(step)).ok
+
+
+def test_a_block_that_changes_on_its_way_from_s3_is_read_again_before_it_is_called_damaged(
+    step: Path, s3_root: str, s3_server: Server
+) -> None:
+    copy_checkpoint(str(step), s3_root)
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        config = S3Config.from_mapping({"endpoint": proxy.endpoint}, S3Config.from_environment())
+        with using_s3(config):
+            proxy.spoil("GET", "wrong answer", 2, path="r00002-0.safetensors")
+            assert verify_checkpoint(s3_root).ok
+            assert proxy.left == 0
+            proxy.spoil("GET", "wrong answer", 3, path="r00002-0.safetensors")
+            [problem] = verify_checkpoint(s3_root).problems
+    assert "r00002-0.safetensors" in problem.path
+    assert "bytes 0 to" in problem.what
 
 
 def test_a_missing_file_is_found_and_named(step: Path) -> None:

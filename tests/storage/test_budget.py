@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.s3_scale import Clock, simulate
 from smckpt.errors import UsageError
 from smckpt.storage.budget import (
     MAX_PARTS,
@@ -20,22 +20,11 @@ from smckpt.storage.budget import (
     save_cost,
 )
 
-
-class Time:
-    """A clock that `wait` moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
+LARGE = 405_000_000_000 * 14  # bf16 weights, float32 master and two moments
 
 
-def bucket(rate: float, burst: float = 1.0) -> tuple[TokenBucket, Time]:
-    clock = Time()
+def bucket(rate: float, burst: float = 1.0) -> tuple[TokenBucket, Clock]:
+    clock = Clock()
     return TokenBucket(rate, burst, clock=clock, wait=clock.wait), clock
 
 
@@ -49,9 +38,10 @@ def test_parts_are_as_large_as_wanted_and_never_more_than_the_store_takes(size, 
 
 
 @given(st.integers(1, 20_000), st.integers(1, 64))
-def test_all_ranks_together_stay_within_the_limit_with_headroom(writers, prefixes):
+def test_all_ranks_under_a_prefix_together_stay_within_its_limit_with_headroom(writers, prefixes):
     rate = rank_rate(3500, writers, prefixes)
-    assert rate * writers * 1.15 == pytest.approx(3500 * prefixes)
+    under_one = [len(range(turn, writers, prefixes)) for turn in range(min(writers, prefixes))]
+    assert rate * max(under_one) * 1.15 == pytest.approx(3500)
 
 
 def test_too_small_parts_and_senseless_rates_are_refused():
@@ -134,47 +124,29 @@ def test_threads_that_share_a_bucket_share_its_rate():
     assert sum(w > 0 for w in waits) > 150
 
 
-def throttled(ranks: int, requests: int, rate: float, limit: float) -> tuple[int, float]:
-    """Refusals and seconds of a store that answers 503 above `limit` a second, as S3 documents it,
-    with `requests` from each rank that holds a bucket of `rate`."""
-    clocks = [Time() for _ in range(ranks)]
-    buckets = [
-        TokenBucket(rate, 1, phase=n / ranks, clock=c, wait=c.wait) for n, c in enumerate(clocks)
-    ]
-    for held in buckets:
-        held.take()
-    ready = [(clock.now, n) for n, clock in enumerate(clocks)]
-    heapq.heapify(ready)
-    left = [requests] * ranks
-    tokens, at, refused = limit, 0.0, 0
-    while ready:
-        now, number = heapq.heappop(ready)
-        tokens, at = min(limit, tokens + (now - at) * limit), max(at, now)
-        clocks[number].now = max(clocks[number].now, now)
-        if tokens >= 1:
-            tokens -= 1
-            left[number] -= 1
-        else:
-            refused += 1
-            buckets[number].slow_down()
-        if left[number]:
-            buckets[number].take()
-            heapq.heappush(ready, (clocks[number].now, number))
-    return refused, at
-
-
 def test_a_store_that_throttles_refuses_nothing_within_the_budget_and_much_beyond_it():
     ranks = 512
     cost = save_cost(ranks * (400 << 20), ranks)
-    refused, seconds = throttled(ranks, cost.per_rank, cost.rate, PREFIX_LIMITS.writes)
+    refused, seconds = simulate(ranks, cost.per_rank, cost.rate, 1)
     assert refused == 0
     assert seconds <= cost.seconds * 1.1
-    refused, _ = throttled(ranks, cost.per_rank, cost.rate * 4, PREFIX_LIMITS.writes)
+    refused, _ = simulate(ranks, cost.per_rank, cost.rate * 4, 1)
+    assert refused > 0
+
+
+def test_16384_ranks_under_eight_prefixes_need_an_eighth_of_the_time_and_meet_no_503():
+    one, eight = (save_cost(LARGE, 16_384, groups=128, prefixes=n) for n in (1, 8))
+    share = Share.of_rank(0, 16_384, prefixes=8)  # what a rank of that job is held to
+    assert share.writes * PREFIX_LIMITS.writes == pytest.approx(eight.rate)
+    refused, seconds = simulate(16_384, eight.per_rank, eight.rate, 8)
+    assert refused == 0
+    assert seconds == pytest.approx(one.seconds / 8, rel=0.01)
+    refused, _ = simulate(16_384, eight.per_rank, eight.rate, 4)  # it has not split the others yet
     assert refused > 0
 
 
 def test_ranks_that_begin_in_one_instant_do_not_come_at_once():
-    clocks = [Time() for _ in range(10)]
+    clocks = [Clock() for _ in range(10)]
     for number, clock in enumerate(clocks):
         held = TokenBucket(2, phase=number / 10, clock=clock, wait=clock.wait)
         held.take()
@@ -185,9 +157,8 @@ def test_ranks_that_begin_in_one_instant_do_not_come_at_once():
 
 
 def test_a_405b_model_on_16384_ranks_needs_several_prefixes_to_be_quick():
-    nbytes = 405_000_000_000 * 14  # bf16 weights, float32 master and two moments
-    one = save_cost(nbytes, 16_384, groups=128)
-    eight = save_cost(nbytes, 16_384, groups=128, prefixes=8)
+    one = save_cost(LARGE, 16_384, groups=128)
+    eight = save_cost(LARGE, 16_384, groups=128, prefixes=8)
     assert one.per_rank == 10  # 346 MB: 6 parts, begin, end, checksums, part record
     assert one.seconds == pytest.approx(53.8, rel=0.01)
     assert eight.seconds == pytest.approx(one.seconds / 8)

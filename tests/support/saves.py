@@ -11,6 +11,7 @@ from typing import Any
 from smckpt.checkpoint.commit import claim_epoch, publish_manifest
 from smckpt.checkpoint.format import FORMAT_VERSION
 from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.spread import Spread
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
@@ -80,6 +81,7 @@ class Group:
     host: str = "host"
     epoch: int | None = None
     numbers: Any = field(default_factory=itertools.count)
+    spread: Spread | None = None
 
     def write(self, number: int, **part: Any) -> dict[str, Any]:
         """Write all parts of a save; the arguments for `publish_manifest`.
@@ -102,6 +104,7 @@ class Group:
             "ranks": list(self.ranks),
             "parts": parts,
             "record": None,
+            "spread": self.spread and self.spread.to_json(),
         }
 
     def write_rank(
@@ -134,7 +137,9 @@ class Group:
         return write_part(
             memoryview(image_of(layout, data)),  # type: ignore[arg-type]
             threads=1,
-            directory=str(self.directory),
+            directory=self.spread.home(str(self.directory), rank)
+            if self.spread
+            else str(self.directory),
             attempt=body["attempt"],
             rank=rank,
             files=[{"arena_offset": f.arena_offset, "size": f.size} for f in layout.files],
@@ -143,7 +148,9 @@ class Group:
 
     def claim(self) -> int:
         if self.epoch is None:
-            self.epoch = claim_epoch(str(self.directory), self.session, self.host)["epoch"]
+            spread = self.spread and self.spread.to_json()
+            claim = claim_epoch(str(self.directory), self.session, self.host, spread=spread)
+            self.epoch = claim["epoch"]
         return self.epoch
 
     def save(self, record: str | None = None, **part: Any) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""One new file of a POSIX file system, written piecewise, past the page cache where that works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+
+from smckpt.errors import StorageError, UsageError
+from smckpt.storage.base import BLOCK
+from smckpt.storage.faults import storage_error
+from smckpt.storage.linux import fallocate
+
+__all__ = ["PosixWriter", "sync_directory", "unlink", "write_all"]
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+# What a file system answers to fsync of a directory when it has no such thing (CIFS, some FUSE).
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+class PosixWriter:
+    """One new file; implements `FileWriter`.
+
+    begun: its path until it is finished; path: after that. done: called then.
+    """
+
+    def __init__(self, begun: str, path: str, size: int, fd: int, done: Callable[[], None]) -> None:
+        self._at = begun
+        self._path = path
+        self._done = done
+        self._size = size
+        self._lock = threading.Lock()
+        self._written = 0
+        self._fds = [fd]  # the buffered one first: it takes odd ends, and fsync
+        self._direct: int | None = None
+        try:
+            fallocate(fd, size)
+            self._direct = self._open_direct()
+        except OSError as error:
+            self.abort()
+            raise storage_error(error, path, f"reserve {size:,} bytes") from error
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT works here, as far as is known."""
+        return self._direct is not None
+
+    @property
+    def piece(self) -> int:
+        return 0
+
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
+        if offset < 0 or offset + data.nbytes > self._size:
+            raise UsageError(
+                f"bytes {offset} to {offset + data.nbytes} of a file of {self._size}",
+                remedy="write within the size that create_file was given",
+                path=self._path,
+            )
+        try:
+            done = self._write_direct(offset, data)
+            write_all(self._fds[0], data[done:], offset + done)
+        except OSError as error:
+            raise storage_error(error, self._path, f"write at byte {offset}") from error
+        with self._lock:
+            self._written += data.nbytes
+
+    def finish(self) -> None:
+        if self._written != self._size:
+            raise StorageError(
+                f"{self._written} of {self._size} bytes were written",
+                remedy="this is a fault of smckpt: please report it",
+                path=self._path,
+            )
+        try:
+            os.fsync(self._fds[0])
+            self._close()
+            if self._at != self._path:
+                os.replace(self._at, self._path)
+                self._at = self._path
+                self._done()
+            sync_directory(os.path.dirname(self._path))
+        except FileNotFoundError as error:
+            raise StorageError(
+                "the file was removed before it was finished: another copy to this place took over",
+                remedy="make one copy at a time; the other goes on",
+                path=self._path,
+            ) from error
+        except OSError as error:
+            raise storage_error(error, self._path, "make the file durable") from error
+
+    def abort(self) -> None:
+        try:
+            self._close()
+            unlink(self._at)
+        except OSError as error:
+            raise storage_error(error, self._path, "remove the unfinished file") from error
+
+    def _open_direct(self) -> int | None:
+        if not _DIRECT or self._size < BLOCK:
+            return None
+        try:
+            fd = os.open(self._at, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # tmpfs before 6.6, some FUSE
+                return None
+            raise
+        self._fds.append(fd)
+        return fd
+
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """How many bytes went out with O_DIRECT: all whole blocks, or none."""
+        fd, whole = self._direct, data.nbytes - data.nbytes % BLOCK
+        if fd is None or not whole or offset % BLOCK:
+            return 0
+        done = 0
+        while done < whole:
+            try:
+                done += os.pwrite(fd, data[done:whole], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Memory or offset is not aligned as this device asks: buffered from here on.
+                self._direct = None
+                break
+        return done
+
+    def _close(self) -> None:
+        with self._lock:
+            fds, self._fds, self._direct = self._fds, [], None
+        first: OSError | None = None
+        for fd in reversed(fds):
+            try:
+                os.close(fd)  # NFS reports a full disk here
+            except OSError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return  # nothing to remove
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(fd)

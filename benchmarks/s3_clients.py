@@ -57,10 +57,11 @@ class MemoryFile(io.RawIOBase):
 
 
 class Smckpt:
-    """Our store: parts with their CRC-64/NVME; reads of 16 MiB, as a load asks for, checksummed."""
+    """Our store: parts with their CRC-64/NVME; reads as a load asks for them (two a thread, of 64
+    MiB at most), checksummed."""
 
     checked = True
-    request = 16 << 20  # bytes
+    most = PART  # bytes of a request
 
     def __init__(self, endpoint: str, bucket: str) -> None:
         from smckpt.storage.s3 import S3Storage
@@ -83,11 +84,13 @@ class Smckpt:
             for at in range(0, len(stretch), BLOCK):
                 crc64(stretch[at : at + BLOCK])
 
+        each = min(self.most, len(target) // (2 * THREADS))
+
         def one(at: int) -> None:
             seen = check if self.checked else None
-            self.store.read_into(key, at, [target[at : at + self.request]], seen)
+            self.store.read_into(key, at, [target[at : at + each]], seen)
 
-        list(self.pool.map(one, range(0, len(target), self.request)))
+        list(self.pool.map(one, range(0, len(target), each)))
 
 
 class SmckptUnchecked(Smckpt):
@@ -97,9 +100,9 @@ class SmckptUnchecked(Smckpt):
 
 
 class SmckptSmall(Smckpt):
-    """The same; reads of 8 MiB: twice the requests."""
+    """The same; reads of 8 MiB: up to eight times the requests."""
 
-    request = 8 << 20
+    most = 8 << 20
 
 
 class Boto3:

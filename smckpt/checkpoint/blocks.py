@@ -20,6 +20,7 @@ from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import join_url
 
 __all__ = [
+    "SCRATCH_BYTES",
     "BlockReader",
     "Readers",
     "SavedFile",
@@ -29,6 +30,7 @@ __all__ = [
     "requests",
 ]
 
+SCRATCH_BYTES = 16 << 20  # of one thread, for what is read and wanted by nobody
 DISK = "use an older checkpoint, and check the disk"
 
 
@@ -253,21 +255,28 @@ def combined(sums: Sequence[int], size: int) -> int:
     return whole
 
 
-def requests(reader: BlockReader, segments: Sequence[Segment]) -> Iterable[Callable[[], None]]:
-    """Requests of whole blocks, each of at most what the storage should be asked for at once, that
-    together fill the segments, which are disjoint and in order."""
-    limit = reader.storage.request_bytes
+def requests(
+    reader: BlockReader, segments: Sequence[Segment], most: int | None = None
+) -> Iterable[Callable[[], None]]:
+    """Requests of whole blocks, each of at most `most` bytes and what the storage should be asked
+    for at once, that together fill the segments, which are disjoint and in order."""
+    limit = min(most or reader.storage.request_bytes, reader.storage.request_bytes)
     pending = [s for s in segments if len(s.buffer)]
     at = 0
     while at < len(pending):
         low = pending[at].offset // BLOCK * BLOCK
         high = min(low + limit, reader.size)
         inside: list[Segment] = []
+        unwanted = 0
         while at < len(pending) and pending[at].offset < high:
             segment = pending[at]
-            # Far from the one before, nobody wants what lies between: it is left out.
-            if inside and segment.offset // BLOCK > -(-inside[-1].end // BLOCK):
-                break
+            if inside:
+                # Far from the one before, nobody wants what lies between: it is left out.
+                if segment.offset // BLOCK > -(-inside[-1].end // BLOCK):
+                    break
+                unwanted += segment.offset - inside[-1].end
+                if unwanted > SCRATCH_BYTES:
+                    break
             if segment.end <= high:
                 inside.append(segment)
                 at += 1

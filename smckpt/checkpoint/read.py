@@ -9,7 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, Segment, requests
+from smckpt.checkpoint.blocks import (
+    SCRATCH_BYTES,
+    BlockReader,
+    Readers,
+    SavedFile,
+    Segment,
+    requests,
+)
 from smckpt.checkpoint.crc import BLOCK
 from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
 from smckpt.errors import CorruptCheckpointError
@@ -17,6 +24,10 @@ from smckpt.errors import CorruptCheckpointError
 __all__ = ["ReadStats", "Readers", "execute"]
 
 Task = Callable[[], None]
+
+# Bytes of a request, if the storage takes so many: fewer cost more each, and what little there is
+# to read should still keep all threads busy, twice.
+_LEAST = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,8 @@ def execute(
 def _fill(plan: ReadPlan, buffers: Sequence[memoryview], readers: Readers, threads: int) -> None:
     copies: list[tuple[memoryview, memoryview]] = []
     try:
-        tasks = list(_direct_tasks(plan, buffers, readers, copies))
+        most = max(_LEAST, -(-plan.nbytes // (2 * threads) // BLOCK) * BLOCK)
+        tasks = list(_direct_tasks(plan, buffers, readers, copies, most))
         tasks += [_gather_task(gather, buffers, readers) for gather in plan.gathers]
         _run(tasks, threads)
     except CorruptCheckpointError as error:
@@ -98,6 +110,7 @@ def _direct_tasks(
     buffers: Sequence[memoryview],
     readers: Readers,
     copies: list[tuple[memoryview, memoryview]],
+    most: int,
 ) -> Iterable[Task]:
     by_file: dict[SavedFile, list[Direct]] = {}
     for direct in plan.directs:
@@ -105,7 +118,7 @@ def _direct_tasks(
     for file, directs in by_file.items():
         segments = [Segment(d.offset, buffers[d.target][d.at : d.at + d.nbytes]) for d in directs]
         for layer in _disjoint(segments, copies):
-            yield from requests(readers.of(file), layer)
+            yield from requests(readers.of(file), layer, most)
 
 
 def _disjoint(
@@ -137,7 +150,7 @@ def _preverify_tasks(plan: ReadPlan, readers: Readers) -> Iterable[Task]:
             needed.setdefault(read.file, set()).update(range(read.offset // BLOCK, last + 1))
     for file, blocks in needed.items():
         reader = readers.of(file)
-        most = reader.storage.request_bytes // BLOCK
+        most = min(reader.storage.request_bytes, SCRATCH_BYTES) // BLOCK
         for first, last in _stretches(sorted(blocks), most):
             yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
 

@@ -19,7 +19,7 @@ from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_faults import BadBody, code_of, status_of
 from smckpt.storage.s3_pace import current_share
 from smckpt.storage.s3_preflight import try_out
-from smckpt.storage.s3_read import fill, split
+from smckpt.storage.s3_read import Filling, fill, split
 from smckpt.storage.s3_write import Body, S3Writer
 from smckpt.storage.urls import join_url, normal_url, parse_s3_url
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 _MAX_KEY = 1024  # bytes
 _REREADS = 2
-_READ = 16 << 20  # bytes of one ranged GET; more are asked for at once
+_READ = 64 << 20  # bytes of one ranged GET at most: each costs milliseconds of the client
 
 
 class S3Storage:
@@ -103,13 +103,13 @@ class S3Storage:
         if not requests:
             self.size(name)
         elif len(requests) == 1:
-            self._get(name, *requests[0])
+            self._get(name, *requests[0], seen)
         else:
             for done in self._readers().map(lambda r: self._get(name, *r), requests):
                 assert done is None
-        if seen is not None:  # a retry fills again what it has filled: not before all is there
-            for buffer in wanted:
-                seen(buffer)
+            if seen is not None:  # in order: not before all is there
+                for buffer in wanted:
+                    seen(buffer)
 
     def size(self, name: str) -> int:
         return int(self._look_up(name)["ContentLength"])
@@ -307,23 +307,33 @@ class S3Storage:
         if kept is not None and kept != checksum.text(checksum.of(memoryview(data))):
             raise BadBody("the answer's body is not what the store keeps (checksum differs)")
 
-    def _get(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def _get(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
         key = self.key(name)
         length = sum(len(b) for b in buffers)
+        filling = Filling(buffers, seen)
 
         def request(client: Any) -> int:
             """The bytes that the object has from `offset`, up to `length`."""
-            wanted = f"bytes={offset}-{offset + length - 1}"
+            done = filling.done
+            if done == length:  # what broke off was the end of the answer before
+                return length
+            wanted = f"bytes={offset + done}-{offset + length - 1}"
             try:
                 answer = client.get_object(**self.common, Key=key, Range=wanted)
             except Exception as error:
                 if status_of(error) == 416:
-                    return 0
+                    return done
                 raise
-            if answer["ContentLength"] != length:
+            if answer["ContentLength"] != length - done:
                 answer["Body"].close()
-                return int(answer["ContentLength"])
-            fill(answer["Body"], buffers)
+                return done + int(answer["ContentLength"])
+            filling.take(answer["Body"])
             return length
 
         have = self.run("read", self.path(name), request)

@@ -18,6 +18,7 @@ from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_faults import is_transient, s3_error
 from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
+from smckpt.storage.s3_send import hand_over_pages
 
 __all__ = ["Requests"]
 
@@ -111,6 +112,7 @@ def _client(config: S3Config, pid: int) -> Any:
     except (BotoCoreError, ValueError) as error:
         raise s3_error(error, config.endpoint or "s3://", "make a client") from error
     watch(client)
+    hand_over_pages(client)
     return client
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smckpt.storage.s3_faults import BadBody
 
-__all__ = ["fill", "split"]
+__all__ = ["Filling", "fill", "split"]
+
+_STRETCH = 1 << 20  # bytes read from the socket at once, and looked at before the next
 
 
 def split(
@@ -28,35 +31,67 @@ def split(
     return out
 
 
+class Filling:
+    """Memory that an answer's body fills. Where one breaks off, the next goes on from `done`: no
+    byte is asked for twice, and `seen` may look at each stretch while it is in the cache."""
+
+    def __init__(
+        self, buffers: Sequence[memoryview], seen: Callable[[memoryview], None] | None = None
+    ) -> None:
+        self._ahead = deque(
+            buffer[at : at + _STRETCH]
+            for buffer in buffers
+            for at in range(0, len(buffer), _STRETCH)
+        )
+        self._inside = 0  # bytes of the first of them that are filled
+        self._seen = seen
+        self.done = 0
+
+    def take(self, body: Any) -> None:
+        """The answer's body, all of it, into the memory that is left.
+
+        Raises:
+            BadBody: it ended early or broke off; the connection is dropped.
+        """
+        raw = _plain(body)
+        reader = body if raw is None else raw._fp
+        try:
+            while self._ahead:
+                self._fill_first(reader)
+                stretch, self._inside = self._ahead.popleft(), 0
+                if self._seen is not None:
+                    self._seen(stretch)
+        except BaseException:
+            body.close()
+            raise
+        if raw is not None:
+            raw.release_conn()
+        else:
+            body.read()  # meets the end, so that the connection is used again
+
+    def _fill_first(self, reader: Any) -> None:
+        from botocore.exceptions import BotoCoreError
+        from urllib3.exceptions import HTTPError
+
+        stretch = self._ahead[0]
+        while self._inside < len(stretch):
+            try:
+                count = reader.readinto(stretch[self._inside :])
+            except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
+                raise BadBody(f"the answer's body broke off: {error}") from error
+            if not count:
+                raise BadBody("the answer's body ended early")
+            self._inside += count
+            self.done += count
+
+
 def fill(body: Any, buffers: Sequence[memoryview]) -> None:
     """The answer's body, all of it, into `buffers`.
 
     Raises:
         BadBody: it ended early or broke off; the connection is dropped.
     """
-    from botocore.exceptions import BotoCoreError
-    from urllib3.exceptions import HTTPError
-
-    raw = _plain(body)
-    reader = body if raw is None else raw._fp
-    try:
-        for buffer in buffers:
-            at = 0
-            while at < len(buffer):
-                count = reader.readinto(buffer[at:])
-                if not count:
-                    raise BadBody(f"the answer's body ended {len(buffer) - at} bytes early")
-                at += count
-    except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
-        body.close()
-        raise BadBody(f"the answer's body broke off: {error}") from error
-    except BaseException:
-        body.close()
-        raise
-    if raw is not None:
-        raw.release_conn()
-    else:
-        body.read()  # meets the end, so that the connection is used again
+    Filling(buffers).take(body)
 
 
 def _plain(body: Any) -> Any:

@@ -91,6 +91,19 @@ def test_reads_that_break_off_are_done_again(proxy: FaultyProxy, s3_root: str, f
     assert proxy.left == 0
 
 
+def test_a_read_that_breaks_off_goes_on_where_it_ended_and_shows_each_byte_once(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store, data = through(proxy, s3_root), os.urandom(4 * MIB)
+    store.put("data", data)
+    target, shown = bytearray(len(data)), []
+    proxy.spoil("GET", "half", 2)
+    store.read_into("data", 0, [memoryview(target)], lambda stretch: shown.append(bytes(stretch)))
+    assert target == data == b"".join(shown)
+    starts = [int(asked.removeprefix("bytes=").partition("-")[0]) for asked in proxy.ranges]
+    assert starts == [0, 2 * MIB, 3 * MIB]
+
+
 def test_a_store_that_stays_overloaded_is_reported_with_what_was_tried(
     proxy: FaultyProxy, s3_root: str
 ) -> None:

@@ -28,6 +28,7 @@ class FaultyProxy:
         self.upstream = upstream.partition("://")[2]
         self.endpoint = ""
         self.seen: list[str] = []
+        self.ranges: list[str] = []  # asked for, in order
         self.spoiled = 0  # by chance
         self.ended = threading.Event()
         self._plan: list[tuple[str, str, str]] = []
@@ -117,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
     plan: FaultyProxy
 
     def handle_one(self) -> None:
+        if "Range" in self.headers:
+            self.plan.ranges.append(self.headers["Range"])
         fault = self.plan.fault(self.command, self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if fault == "before":

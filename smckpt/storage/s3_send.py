@@ -1,0 +1,173 @@
+"""Sending a body over plain HTTP without a copy: the kernel takes the caller's pages themselves.
+
+`vmsplice` puts them into a pipe, `splice` moves them on into the socket; `sendall` would copy them
+to the kernel first. TLS has to encrypt what it sends, so there is nothing to be gained there.
+
+A connection refers to the pages until the far end has acknowledged them. After a try that failed it
+may therefore go on to send what is in that memory by then. So pages are only handed over where the
+request names the checksum of its body: a store that gets other bytes refuses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["hand_over_pages"]
+
+_LEAST = 256 << 10  # bytes for which it is worth while
+_PIPE = 1 << 20  # bytes; the most that Linux gives to everyone
+_CHECKSUM = "x-amz-checksum-"
+
+log = logging.getLogger("smckpt")
+
+
+def hand_over_pages(client: Any) -> bool:
+    """Let a boto3 client send memory that way, where it can. Returns whether it can.
+
+    What is changed is private to botocore: where it looks different the client stays as it is.
+    """
+    if not _works():
+        return False
+    try:
+        client._endpoint.http_session._pool_classes_by_scheme["http"] = _pool_class()
+    except (AttributeError, ImportError, TypeError) as error:
+        log.debug("bodies are copied on their way: %s", error)
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _pool_class() -> Any:
+    from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool
+
+    class Connection(AWSHTTPConnection):  # type: ignore[misc]
+        """Hands the pages of large memoryviews over, if the request names their checksum."""
+
+        _pipe: _Pipe | None = None
+        _checked = False
+
+        def request(
+            self,
+            method: str,
+            url: str,
+            body: Any = None,
+            headers: Any = None,
+            *args: Any,
+            **kw: Any,
+        ) -> Any:
+            self._checked = _names_checksum(headers or {})
+            return super().request(method, url, body, headers, *args, **kw)
+
+        def send(self, data: Any) -> None:
+            large = isinstance(data, memoryview) and data.nbytes >= _LEAST
+            # Whose request is refused before its body must not send it: botocore sees to that.
+            refused = getattr(self, "_response_received", True)
+            if not (self._checked and large) or refused:
+                super().send(data)
+                return
+            if self._pipe is None:
+                self._pipe = _Pipe()
+            try:
+                self._pipe.send(data, self.sock)
+            except BaseException:
+                self._drop_pipe()  # with what is left in it
+                raise
+
+        def close(self) -> None:
+            self._drop_pipe()
+            super().close()
+
+        def _drop_pipe(self) -> None:
+            pipe, self._pipe = self._pipe, None
+            if pipe is not None:
+                pipe.close()
+
+    class Pool(AWSHTTPConnectionPool):  # type: ignore[misc]
+        ConnectionCls = Connection
+
+    return Pool
+
+
+def _names_checksum(headers: Mapping[Any, Any]) -> bool:
+    names = (name.decode() if isinstance(name, bytes) else name for name in headers)
+    return any(name.lower().startswith(_CHECKSUM) for name in names)
+
+
+class _Pipe:
+    """A pipe that is empty between two calls."""
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe()
+        try:
+            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, _PIPE)
+        except OSError as error:  # this user has too many: it keeps its first size
+            log.debug("a pipe stays small: %s", error)
+
+    def send(self, data: memoryview, sock: Any) -> None:
+        """All of `data`; each wait for the far end is as long as the socket's timeout."""
+        import numpy
+
+        address = numpy.frombuffer(data, numpy.uint8).__array_interface__["data"][0]
+        call = _vmsplice()
+        at = 0
+        while at < data.nbytes:
+            pages = _Pages(address + at, min(_PIPE, data.nbytes - at))
+            taken = call(self._in, ctypes.byref(pages), 1, 0)
+            if taken < 0:
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
+            at += taken
+            self._empty(taken, sock)
+
+    def close(self) -> None:
+        os.close(self._out)
+        os.close(self._in)
+
+    def _empty(self, left: int, sock: Any) -> None:
+        from urllib3.util import wait_for_write
+
+        while left:
+            try:
+                left -= os.splice(self._out, sock.fileno(), left)
+            except BlockingIOError:
+                if not wait_for_write(sock, sock.gettimeout()):
+                    raise TimeoutError("timed out") from None
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@lru_cache(maxsize=1)
+def _vmsplice() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).vmsplice
+    call.argtypes = (ctypes.c_int, ctypes.POINTER(_Pages), ctypes.c_ulong, ctypes.c_uint)
+    call.restype = ctypes.c_ssize_t
+    return call
+
+
+@lru_cache(maxsize=1)
+def _works() -> bool:
+    """Whether a byte comes through. A sandbox may lack these calls."""
+    if not sys.platform.startswith("linux"):
+        return False
+    here, there = socket.socketpair()
+    with here, there:
+        try:
+            pipe = _Pipe()
+            try:
+                pipe.send(memoryview(b"x"), here)
+            finally:
+                pipe.close()
+            return there.recv(1) == b"x"
+        except (AttributeError, OSError) as error:
+            log.debug("bodies are copied on their way: %s", error)
+            return False

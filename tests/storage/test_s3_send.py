@@ -1,0 +1,102 @@
+"""Bodies over plain HTTP: the pages go to the kernel as they are, where that is safe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_client import Requests
+from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_write import Body
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="calls of Linux")
+
+CHECKED = {"x-amz-checksum-crc64nvme": "AAAAAAAAAAA="}
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def connection_to(listening: socket.socket, timeout: float = 20) -> Any:
+    """One of those that our boto3 client makes."""
+    port = listening.getsockname()[1]
+    config = S3Config(region="us-east-1", endpoint=f"http://127.0.0.1:{port}")
+    session = Requests(config, "bucket", Share()).client._endpoint.http_session
+    kind = session._pool_classes_by_scheme["http"].ConnectionCls
+    return kind("127.0.0.1", port, timeout=timeout)
+
+
+def put(connection: Any, data: memoryview, headers: dict[str, str]) -> None:
+    connection.request("PUT", "/", Body(data), {"Content-Length": str(len(data)), **headers})
+
+
+def body_of(sock: socket.socket, size: int) -> bytes:
+    with sock.makefile("rb") as stream:
+        while stream.readline() != b"\r\n":
+            pass
+        return stream.read(size)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("checked", "shows"), [(True, b"later"), (False, b"first")])
+def test_only_pages_whose_checksum_the_request_names_are_handed_over(
+    listening: socket.socket, checked: bool, shows: bytes
+) -> None:
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 << 20)  # takes all, unread
+    memory = bytearray(512 << 10)
+    memory[:5] = b"first"
+    connection = connection_to(listening)
+    put(connection, memoryview(memory), CHECKED if checked else {})
+    far, _ = listening.accept()
+    memory[:5] = b"later"
+    with far:
+        assert body_of(far, len(memory))[:5] == shows
+    connection.close()
+
+
+def test_a_body_arrives_whole_whatever_its_address_and_however_slow_the_far_end(
+    listening: socket.socket,
+) -> None:
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)  # always full
+    data = memoryview(os.urandom((5 << 20) + 4321))[1:]
+    found: list[bytes] = []
+
+    def receive() -> None:
+        far, _ = listening.accept()
+        with far:
+            found.append(body_of(far, len(data)))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    connection = connection_to(listening)
+    put(connection, data, CHECKED)
+    thread.join(60)
+    assert found == [data]
+    connection.close()
+
+
+def test_a_far_end_that_stops_reading_is_given_up_and_leaves_no_descriptors(
+    listening: socket.socket,
+) -> None:
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+    connection = connection_to(listening, timeout=0.2)
+    before = open_files()
+    with pytest.raises(TimeoutError):
+        put(connection, memoryview(bytes(16 << 20)), CHECKED)
+    connection.close()
+    assert open_files() == before

@@ -69,9 +69,14 @@ def test_mbridge_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family,
     model, state, folder = hub(family)
     written = {
         layout: import_hf(
-            folder, tmp_path / layout, layout, tp=t, ep=ep, prefix="",
+            folder,
+            tmp_path / layout,
+            layout,
+            tp=t,
+            ep=ep,
+            prefix="",
             pad_vocab_to_multiple_of=128 // t,
-        )  # fmt: skip
+        )
         for layout in ("mcore_te", "mcore_local")
     }
     megatron({

@@ -32,7 +32,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import FileWriter, Storage, open_storage
 from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import is_s3_url, join_url
+from smckpt.storage.urls import file_url, is_s3_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
 
@@ -172,7 +172,7 @@ class _Copy:
         name = self.contents.record
         if name is not None:
             data = _read(self.source, name)
-            open_json(data, join_url(self.source.url, name))
+            open_json(data, file_url(self.source.url, name))
             there = any(info.name == name for info in self.target.list(name))
             self._create(self.target, name, data, there)
 
@@ -216,7 +216,7 @@ class _Copy:
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
         data = _read(group.source, name) if crc is None else _checked(group.source, name, crc)
-        open_json(data, join_url(group.source.url, name))
+        open_json(data, file_url(group.source.url, name))
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
@@ -224,7 +224,7 @@ class _Copy:
             raise StorageError(
                 "a file of this name is there, with other bytes",
                 remedy="remove it, or choose an empty place",
-                path=join_url(target.url, name),
+                path=file_url(target.url, name),
             )
         if there:
             self.present.add_file(0)
@@ -409,7 +409,7 @@ def _settled(pending: set[Future[None]]) -> set[Future[None]]:
 
 
 def _read(storage: Storage, name: str) -> bytes:
-    with not_missing(join_url(storage.url, name)):
+    with not_missing(file_url(storage.url, name)):
         return storage.read(name)
 
 
@@ -419,7 +419,7 @@ def _checked(storage: Storage, name: str, crc: str) -> bytes:
         raise CorruptCheckpointError(
             "the file is not the one that the checkpoint names (checksum differs)",
             remedy="use an older checkpoint, and check the file system",
-            path=join_url(storage.url, name),
+            path=file_url(storage.url, name),
         )
     return data
 

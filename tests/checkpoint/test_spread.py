@@ -136,7 +136,7 @@ def test_damage_is_named_where_it_lies(step: str) -> None:
     store.delete(data.name)
     store.put(data.name, bytes(body))
     [problem] = verify_checkpoint(step).problems
-    assert problem.path.rstrip("/") == f"{store.url}{data.name}"
+    assert problem.path == f"{store.url}{data.name}"
 
 
 def test_a_copy_to_a_disk_has_all_in_one_directory_and_the_way_back_spreads_it(

@@ -197,14 +197,17 @@ class _Copy:
         self._put(group, file.target, file.record.crc_name, file.reader.stored_sums())
 
     def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
-        if name in group.there:
-            if group.there[name] == len(data) and target.read(name) == data:
-                self.present.add_file(0)
-                return
-            target.delete(name)
+        if group.there.get(name) == len(data) and target.read(name) == data:
+            self.present.add_file(0)
+            return
         if name in group.unfinished:
             target.discard_unfinished([name])
-        self._create(target, name, data, there=False)  # another copy may be quicker
+        with ExitStack() as on_failure:
+            writer = target.create_file(name, len(data), replace=True)
+            on_failure.callback(writer.abort)
+            writer.write_at(0, memoryview(data))
+            writer.finish()
+            on_failure.pop_all()
 
     def _look(self, file: _FileCopy) -> None:
         if file.look(self._memory):
@@ -281,7 +284,8 @@ class _FileCopy:
         self._whole = False
 
     def look(self, memory: _Memory) -> bool:
-        """Whether the target has it, whole. What else S3 has in its place is deleted."""
+        """Whether the target has it, whole. What else it has there is replaced later: another copy
+        may have put the whole one in its place since."""
         name, target = self.record.name, self.target
         if name not in self._group.there:
             return False
@@ -290,8 +294,6 @@ class _FileCopy:
             if value is None:
                 value = _crc_of(target, name, self.record.size, memory)
             self.present = hex64(value) == self.record.crc64
-        if not self.present and is_s3_url(target.url):  # on a disk it is replaced when it is there
-            target.delete(name)
         return self.present
 
     def begin(self) -> Sequence[int]:
@@ -299,7 +301,7 @@ class _FileCopy:
         name, target = self.record.name, self.target
         if name in self._group.unfinished:
             target.discard_unfinished([name])
-        self._writer = target.create_file(name, self.record.size, hidden=True)
+        self._writer = target.create_file(name, self.record.size, replace=True)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE
         starts = range(0, max(self.record.size, 1), self._step)

@@ -17,7 +17,7 @@ from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import file_url
 
 __all__ = [
     "SCRATCH_BYTES",
@@ -44,7 +44,7 @@ class SavedFile:
 
     @property
     def path(self) -> str:
-        return join_url(self.directory, self.record.name)
+        return file_url(self.directory, self.record.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class BlockReader:
     def _load_sums(self) -> bytes:
         """The sidecar, held against the file's own checksum in the manifest."""
         name = self.file.record.crc_name
-        path = join_url(self.file.directory, name)
+        path = file_url(self.file.directory, name)
         with not_missing(path):
             data = self.storage.read(name)
         blocks = -(-self.size // BLOCK)

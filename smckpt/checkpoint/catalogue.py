@@ -23,7 +23,7 @@ from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
 from smckpt.storage.s3_pace import current_share, sharing
-from smckpt.storage.urls import join_url, parent_url
+from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
 
@@ -312,7 +312,7 @@ class Catalogue:
             CorruptCheckpointError: it is missing, or not the one that the manifest names.
         """
         directory, part = self.parts[rank]
-        path = join_url(directory, part.name)
+        path = file_url(directory, part.name)
         with not_missing(path):
             data = self.storage(directory).read(part.name)
         if hex64(crc64(data)) != part.crc64:

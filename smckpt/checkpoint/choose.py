@@ -15,7 +15,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import join_url, parent_url
+from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = ["READERS", "Commit", "choose_commit", "commits_at", "read_manifest", "read_record"]
 
@@ -42,7 +42,7 @@ class Commit:
 
 def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
     """A manifest, checked against its own checksum and, when given, the record's."""
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     data = storage.read(name)
     body = open_json(data, path)
     if crc is not None and hex64(crc64(data)) != crc:
@@ -59,7 +59,7 @@ def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manife
 
 def read_record(storage: Storage, name: str) -> Record:
     """A record, checked against its own checksum."""
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     body = open_json(storage.read(name), path)
     try:
         return Record.from_json(body)

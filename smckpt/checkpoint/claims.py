@@ -27,7 +27,7 @@ from smckpt.checkpoint.format import (
 from smckpt.checkpoint.spread import Homes, Spread
 from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import join_url, relative_url
+from smckpt.storage.urls import file_url, join_url, relative_url
 
 __all__ = [
     "Claim",
@@ -112,7 +112,7 @@ def mark_epoch(storage: Storage, epoch: int, session: str, spread: Spread | None
             f"epoch {epoch} is claimed here by session {owner}, ours is {session}: this save is "
             "not committed",
             remedy="two jobs write to one directory: give each its own; else restart this job",
-            path=join_url(storage.url, epoch_name(epoch)),
+            path=file_url(storage.url, epoch_name(epoch)),
         )
 
 
@@ -174,7 +174,7 @@ def later_run(
                 "writes here; this save is not committed",
                 remedy="end the older of the two jobs; give each its own directory if both "
                 "are meant to run",
-                path=join_url(storage.url, name),
+                path=file_url(storage.url, name),
             )
     return None
 
@@ -244,7 +244,7 @@ def _create_claim(
 
 
 def _read_claim(storage: Storage, name: str) -> Claim:
-    body = open_json(storage.read(name), join_url(storage.url, name))
+    body = open_json(storage.read(name), file_url(storage.url, name))
     ways = body.get("groups", [])
     return Claim(
         name,
@@ -264,7 +264,7 @@ def _scope_of(storage: Storage, name: str) -> frozenset[str]:
     try:
         if kind == "epoch":
             return _read_claim(storage, name).scope
-        groups = open_json(storage.read(name), join_url(storage.url, name))["groups"]
+        groups = open_json(storage.read(name), file_url(storage.url, name))["groups"]
     except CheckpointNotFoundError:
         return frozenset()
     return frozenset(join_url(storage.url, group["directory"]) for group in groups)

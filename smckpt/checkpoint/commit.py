@@ -36,7 +36,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import file_url, join_url
 
 # The worker looks up here what a request names.
 __all__ = [
@@ -269,7 +269,7 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     data = seal_json(body)
     if storage.put_exclusive(name, data):
         return data
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     stands = storage.read(name)
     there = {**open_json(stands, path), "committed_at": body["committed_at"]}
     if seal_json(there) != data:

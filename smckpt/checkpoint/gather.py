@@ -21,7 +21,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage
-from smckpt.storage.urls import join_url
+from smckpt.storage.urls import file_url
 
 __all__ = ["READERS", "Gathered", "gather_parts"]
 
@@ -165,7 +165,7 @@ class _Group:
 def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
     """The part of a rank, or the name of what is not here."""
     name = said["part"]
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     where: dict[str, Any] = {"path": path, "rank": rank, "host": said["host"]}
     try:
         data = storage.read(name)
@@ -200,7 +200,7 @@ def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]
         raise StorageError(
             f"{name} has {found} bytes, {size} were written",
             remedy="check the file system; the save is not committed",
-            **{**where, "path": join_url(storage.url, name)},
+            **{**where, "path": file_url(storage.url, name)},
         )
 
 
@@ -221,7 +221,7 @@ def _not_shared(
         )
         what += f"; what {_few(seen)} wrote is" if seen else ""
         remedy = "mount one file system on all hosts, or use an s3:// checkpoint_id"
-    raise StorageError(what, remedy=remedy, path=join_url(storage.url, name))
+    raise StorageError(what, remedy=remedy, path=file_url(storage.url, name))
 
 
 # -- replicas ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import FileInfo, Storage, open_storage
-from smckpt.storage.urls import is_s3_url, join_url, parent_url
+from smckpt.storage.urls import file_url, is_s3_url, join_url, parent_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
@@ -271,7 +271,7 @@ def _give_up(
 
 def _manifest(storage: Storage, name: str) -> Manifest:
     """A manifest to keep."""
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     try:
         return Manifest.from_json(open_json(storage.read(name), path))
     except (KeyError, TypeError, ValueError) as error:
@@ -296,7 +296,7 @@ def _refuse_unwhole(
     storage: Storage, name: str, manifest: Manifest, sizes: Mapping[str, int]
 ) -> None:
     """A manifest to keep must be committed, and its files here."""
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     for part in manifest.parts:
         if part.name not in sizes:
             raise _not_kept(f"{part.name} is missing", path)
@@ -324,7 +324,7 @@ def _not_kept(what: str, path: str) -> CorruptCheckpointError:
 
 
 def _record(storage: Storage, name: str) -> Record:
-    path = join_url(storage.url, name)
+    path = file_url(storage.url, name)
     try:
         return Record.from_json(open_json(storage.read(name), path))
     except (KeyError, TypeError, ValueError) as error:

@@ -32,7 +32,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import FileWriter, Storage, open_storage
 from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import is_s3_url, join_url
+from smckpt.storage.urls import file_url, is_s3_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
 
@@ -172,7 +172,7 @@ class _Copy:
         name = self.contents.record
         if name is not None:
             data = _read(self.source, name)
-            open_json(data, join_url(self.source.url, name))
+            open_json(data, file_url(self.source.url, name))
             there = any(info.name == name for info in self.target.list(name))
             self._create(self.target, name, data, there)
 
@@ -197,14 +197,17 @@ class _Copy:
         self._put(group, file.target, file.record.crc_name, file.reader.stored_sums())
 
     def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
-        if name in group.there:
-            if group.there[name] == len(data) and target.read(name) == data:
-                self.present.add_file(0)
-                return
-            target.delete(name)
+        if group.there.get(name) == len(data) and target.read(name) == data:
+            self.present.add_file(0)
+            return
         if name in group.unfinished:
             target.discard_unfinished([name])
-        self._create(target, name, data, there=False)  # another copy may be quicker
+        with ExitStack() as on_failure:
+            writer = target.create_file(name, len(data), replace=True)
+            on_failure.callback(writer.abort)
+            writer.write_at(0, memoryview(data))
+            writer.finish()
+            on_failure.pop_all()
 
     def _look(self, file: _FileCopy) -> None:
         if file.look(self._memory):
@@ -216,7 +219,7 @@ class _Copy:
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
         data = _read(group.source, name) if crc is None else _checked(group.source, name, crc)
-        open_json(data, join_url(group.source.url, name))
+        open_json(data, file_url(group.source.url, name))
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
@@ -224,7 +227,7 @@ class _Copy:
             raise StorageError(
                 "a file of this name is there, with other bytes",
                 remedy="remove it, or choose an empty place",
-                path=join_url(target.url, name),
+                path=file_url(target.url, name),
             )
         if there:
             self.present.add_file(0)
@@ -281,7 +284,8 @@ class _FileCopy:
         self._whole = False
 
     def look(self, memory: _Memory) -> bool:
-        """Whether the target has it, whole. What else S3 has in its place is deleted."""
+        """Whether the target has it, whole. What else it has there is replaced later: another copy
+        may have put the whole one in its place since."""
         name, target = self.record.name, self.target
         if name not in self._group.there:
             return False
@@ -290,8 +294,6 @@ class _FileCopy:
             if value is None:
                 value = _crc_of(target, name, self.record.size, memory)
             self.present = hex64(value) == self.record.crc64
-        if not self.present and is_s3_url(target.url):  # on a disk it is replaced when it is there
-            target.delete(name)
         return self.present
 
     def begin(self) -> Sequence[int]:
@@ -299,7 +301,7 @@ class _FileCopy:
         name, target = self.record.name, self.target
         if name in self._group.unfinished:
             target.discard_unfinished([name])
-        self._writer = target.create_file(name, self.record.size, hidden=True)
+        self._writer = target.create_file(name, self.record.size, replace=True)
         # Whole parts of an upload, so that none is gathered in memory a second time.
         self._step = self._writer.piece or _PIECE
         starts = range(0, max(self.record.size, 1), self._step)
@@ -409,7 +411,7 @@ def _settled(pending: set[Future[None]]) -> set[Future[None]]:
 
 
 def _read(storage: Storage, name: str) -> bytes:
-    with not_missing(join_url(storage.url, name)):
+    with not_missing(file_url(storage.url, name)):
         return storage.read(name)
 
 
@@ -419,7 +421,7 @@ def _checked(storage: Storage, name: str, crc: str) -> bytes:
         raise CorruptCheckpointError(
             "the file is not the one that the checkpoint names (checksum differs)",
             remedy="use an older checkpoint, and check the file system",
-            path=join_url(storage.url, name),
+            path=file_url(storage.url, name),
         )
     return data
 

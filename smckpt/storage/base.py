@@ -76,17 +76,16 @@ class Storage(Protocol):
         """How often a read whose bytes are wrong is worth repeating: a network may have changed
         them on the way, a disk gives the same again."""
 
-    def create_file(self, name: str, size: int, *, hidden: bool = False) -> FileWriter:
+    def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
         """Begin a new file of `size` bytes.
 
         Args:
-            hidden: on a file system it gets its name when it is finished, in the place of what has
-                the name then; else it has the name, unfinished, at once. In an object store a file
-                is never seen unfinished, and takes nobody's place.
+            replace: it gets its name when it is finished, in the place of what has the name then.
+                Else the name must be free, and a file system shows it, unfinished, at once.
 
         Raises:
-            StorageError: the name exists (an object store says so when the object is complete), or
-                the store refused.
+            StorageError: the name exists (an object store says so when the object is complete) and
+                is not to be replaced, or the store refused.
         """
 
     def put(self, name: str, data: bytes) -> None:
@@ -155,7 +154,7 @@ class Storage(Protocol):
 
     def list_unfinished(self) -> list[str]:
         """The names of files begun here that nobody finished and that do not bear them yet, sorted:
-        uploads, and on a file system what was begun hidden or exclusively."""
+        uploads, and on a file system what was begun to replace, or exclusively."""
 
     def discard_unfinished(self, names: Collection[str]) -> None:
         """Give up what was begun under these names and not finished; files that bear them stay."""

@@ -67,11 +67,11 @@ class PosixStorage:
     def rereads(self) -> int:
         return 0
 
-    def create_file(self, name: str, size: int, *, hidden: bool = False) -> PosixWriter:
+    def create_file(self, name: str, size: int, *, replace: bool = False) -> PosixWriter:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
         path = self._path(name)
-        begun = self._temporary(name) if hidden else path
+        begun = self._temporary(name) if replace else path
         try:
             fd = self._create(begun)
         except OSError as error:

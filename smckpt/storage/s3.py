@@ -59,14 +59,14 @@ class S3Storage:
     def rereads(self) -> int:
         return _REREADS
 
-    def create_file(self, name: str, size: int, *, hidden: bool = False) -> S3Writer:
+    def create_file(self, name: str, size: int, *, replace: bool = False) -> S3Writer:
         if size < 0:
             raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
         if part_size(size, self.config.part_bytes) > 5 << 30:
             raise UsageError(
                 f"an object of {size} bytes", remedy="S3 takes 48.8 TiB at most", path=self.url
             )
-        return S3Writer(self, name, size)
+        return S3Writer(self, name, size, replace)
 
     def put(self, name: str, data: bytes) -> None:
         if not self.put_exclusive(name, data):
@@ -77,7 +77,7 @@ class S3Storage:
             )
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
-        return self.put_new(self.key(name), self.path(name), memoryview(data), None)
+        return self.put_object(self.key(name), self.path(name), memoryview(data), None)
 
     def try_out(self, name: str) -> str:
         return try_out(self, name) if self.config.preflight else ""
@@ -213,9 +213,11 @@ class S3Storage:
     def run(self, action: str, path: str, request: Callable[[Any], Result]) -> Result:
         return self._requests.run(action, path, request)
 
-    def put_new(self, key: str, path: str, data: memoryview, crc: int | None) -> bool:
-        """PUT unless the key exists. True too where it exists with these very bytes: an earlier
-        try made it, whose answer was lost."""
+    def put_object(
+        self, key: str, path: str, data: memoryview, crc: int | None, *, replace: bool = False
+    ) -> bool:
+        """PUT unless the key exists and is not to be replaced. True too where it exists with these
+        very bytes: an earlier try made it, whose answer was lost."""
         checksum = Checksum(self.config.checksum)
         value = checksum.of(data) if crc is None else crc
 
@@ -226,7 +228,7 @@ class S3Storage:
                     Key=key,
                     Body=Body(data),
                     ContentLength=len(data),
-                    IfNoneMatch="*",
+                    **({} if replace else {"IfNoneMatch": "*"}),
                     **checksum.field(value),
                 )
             except Exception as error:

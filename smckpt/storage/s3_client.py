@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_factory import client_from
 from smckpt.storage.s3_faults import is_transient, s3_error
 from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
 from smckpt.storage.s3_send import hand_over_pages
@@ -92,7 +93,6 @@ def _boto_error(error: BaseException) -> bool:
 
 @lru_cache(maxsize=8)
 def _client(config: S3Config, pid: int) -> Any:
-    import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
@@ -107,8 +107,7 @@ def _client(config: S3Config, pid: int) -> Any:
         s3={"payload_signing_enabled": _signs(config), "addressing_style": _style(config)},
     )
     try:
-        session = boto3.Session(profile_name=config.profile, region_name=config.region)
-        client = session.client("s3", endpoint_url=config.endpoint, config=settings)
+        client = client_from(config, settings)
     except (BotoCoreError, ValueError) as error:
         raise s3_error(error, config.endpoint or "s3://", "make a client") from error
     watch(client)

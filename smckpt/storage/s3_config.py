@@ -33,6 +33,8 @@ class S3Config:
     region: of the bucket; None takes what the AWS settings say and follows S3's redirection.
     endpoint: URL of a compatible store, or of a VPC endpoint.
     profile: of the AWS configuration file; None takes the usual chain of credentials.
+    client_factory: "module:function" that makes boto3's S3 client, in place of a profile; called
+        with region_name=, endpoint_url= and config=, in each process that reaches the store.
     chunk_size_MB: a part of an upload, in MiB, 5 to 5,120; grows by itself for files of more than
         10,000 parts.
     max_write_concurrency, max_read_concurrency: requests of one rank in flight.
@@ -56,6 +58,7 @@ class S3Config:
     region: str | None = None
     endpoint: str | None = None
     profile: str | None = None
+    client_factory: str | None = None
     chunk_size_MB: int = 64
     max_write_concurrency: int = 8
     max_read_concurrency: int = 8
@@ -103,6 +106,16 @@ class S3Config:
             raise UsageError(
                 f"checksum={self.checksum!r} is unknown", remedy="give crc64nvme, crc32 or none"
             )
+        if self.client_factory is not None:
+            module, _, function = self.client_factory.partition(":")
+            if not (module and function.isidentifier()):
+                raise UsageError(
+                    f"client_factory={self.client_factory!r}", remedy="write module:function"
+                )
+            if self.profile is not None:
+                raise UsageError(
+                    "client_factory and profile are both given", remedy="give one of the two"
+                )
         if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
             raise UsageError(
                 f"the endpoint {self.endpoint!r} is no URL", remedy="write https://host[:port]"

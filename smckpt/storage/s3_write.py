@@ -59,11 +59,12 @@ class S3Writer:
     then a part's memory is held for each part begun.
     """
 
-    def __init__(self, store: S3Storage, name: str, size: int) -> None:
+    def __init__(self, store: S3Storage, name: str, size: int, replace: bool) -> None:
         self._store = store
         self._key = store.key(name)
         self._path = store.path(name)
         self._size = size
+        self._replace = replace
         self._sum = Checksum(store.config.checksum)
         self.piece = part_size(size, store.config.part_bytes)
         self._lock = threading.Lock()
@@ -114,7 +115,7 @@ class S3Writer:
         upload, self._upload = self._upload, ""
         if upload and not self._done:
             self._store.abort_upload(self._key, upload, self._path)
-        elif self._done or self._parts:
+        elif (self._done or self._parts) and not self._replace:  # it would be others' too
             self._store.delete_key(self._key, self._path)
 
     def _gather(self, number: int, length: int, inside: int, piece: memoryview) -> None:
@@ -146,7 +147,7 @@ class S3Writer:
             self._parts[number] = (etag, value, len(data))
 
     def _put(self, data: memoryview, value: int | None) -> str:
-        created = self._store.put_new(self._key, self._path, data, value)
+        created = self._store.put_object(self._key, self._path, data, value, replace=self._replace)
         if not created:
             raise _exists(self._path)
         return ""
@@ -179,13 +180,14 @@ class S3Writer:
         fields: dict[str, Any] = {}
         if self._sum:
             fields = {"ChecksumType": "FULL_OBJECT", **self._sum.field(whole)}
+        if not self._replace:
+            fields["IfNoneMatch"] = "*"
         try:
             client.complete_multipart_upload(
                 **self._store.common,
                 Key=self._key,
                 UploadId=self._upload,
                 MultipartUpload={"Parts": parts},
-                IfNoneMatch="*",
                 **fields,
             )
         except Exception as error:

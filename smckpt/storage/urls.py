@@ -18,6 +18,7 @@ from smckpt.errors import UsageError
 __all__ = [
     "build_s3_url",
     "common_parent",
+    "file_url",
     "is_local",
     "is_s3_url",
     "join_url",
@@ -197,6 +198,12 @@ def join_url(base: str, rel: str) -> str:
             path=start,
         )
     return posixpath.join(start, rest)
+
+
+def file_url(directory: str, name: str) -> str:
+    """The path or URL of a file in a location, for people: a slash at its end would be a lie."""
+    start = normal_url(directory)
+    return posixpath.join(start, name) if is_local(start) else start + name
 
 
 def _place(url: str) -> tuple[str, str]:

@@ -154,7 +154,7 @@ def test_a_copy_that_meets_an_unfinished_one_takes_over_and_the_other_fails(
     target = open_storage(str(tmp_path / "target"))
     file = shards.files(large)[0]
     size = file.stat().st_size
-    first = target.create_file(file.name, size, hidden=True)
+    first = target.create_file(file.name, size, replace=True)
     first.write_at(0, memoryview(bytes(size)))  # of a copy that is slow, or was killed
     assert target.list() == [] or file.name not in {info.name for info in target.list()}
     assert target.list_unfinished() == [file.name]
@@ -163,7 +163,7 @@ def test_a_copy_that_meets_an_unfinished_one_takes_over_and_the_other_fails(
         first.finish()
     first.abort()
     assert contents(target.url) == contents(large)
-    late = target.create_file(file.name, size, hidden=True)
+    late = target.create_file(file.name, size, replace=True)
     for low in range(0, size, 1 << 20):
         late.write_at(low, memoryview(file.read_bytes())[low : low + (1 << 20)])
     late.finish()  # one that was as far as the other: the same bytes in the same place

@@ -53,8 +53,13 @@ def a_run(root: str) -> tuple[list[float], str, dict[str, Share]]:
         smckpt.load(target, checkpoint_id=f"{root}/run/step-{step}")
         assert target["rank"] == dist.get_rank()
         values.append(target["a"][0].item())  # type: ignore[index]
+    with_s3 = open_storage(root)
+    listings: list[str] = []
+    events = with_s3.run("look", root, lambda client: client.meta.events)  # type: ignore[attr-defined]
+    events.register("before-call.s3.ListObjectsV2", lambda **_: listings.append("one"))
     found = smckpt.latest_checkpoint(root)
     assert found is not None
+    assert bool(listings) == (dist.get_rank() == 0), "one rank looks and tells the others"
     return values, found.path, Listening.heard
 
 

@@ -93,17 +93,28 @@ def test_no_bucket_and_too_long_a_key_are_told(proxy: FaultyProxy, s3_root: str)
         try_out(proxy, f"{s3_root}/{'x' * 960}")  # a probe's key would do, a data file's not
 
 
-def test_a_bucket_that_keeps_versions_is_remarked(proxy: FaultyProxy, s3_root: str) -> None:
-    store = S3Storage("s3://versioned/x", S3Config.from_environment())
-    store.run("make", "", lambda client: client.create_bucket(Bucket="versioned"))
-    store.run(
-        "version",
-        "",
-        lambda client: client.put_bucket_versioning(
-            Bucket="versioned", VersioningConfiguration={"Status": "Enabled"}
-        ),
-    )
-    assert "keeps versions" in try_out(proxy, "s3://versioned/x")["remark"]
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_bucket_that_keeps_versions_is_remarked_and_one_that_locks_objects_too(
+    proxy: FaultyProxy, s3_root: str, locked: bool
+) -> None:
+    bucket = "locked" if locked else "versioned"
+    store = S3Storage(f"s3://{bucket}/x", S3Config.from_environment())
+
+    def make(client: Any) -> None:
+        client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=locked)
+        if not locked:
+            enabled = {"Status": "Enabled"}
+            client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration=enabled)
+            return
+        rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
+        client.put_object_lock_configuration(
+            Bucket=bucket,
+            ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule},
+        )
+
+    store.run("make", "", make)
+    assert "keeps versions" in try_out(proxy, store.url)["remark"]
+    assert store.list() == []
 
 
 def test_peers_are_told_why_they_cannot_read(proxy: FaultyProxy, s3_root: str) -> None:

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from smckpt.errors import UsageError
 from smckpt.storage.urls import (
+    build_s3_url,
     common_parent,
+    is_s3_url,
     join_url,
     local_path,
     normal_url,
     parent_url,
+    parse_s3_url,
     relative_url,
 )
 
@@ -114,3 +117,26 @@ def test_file_urls_and_paths_become_absolute_paths() -> None:
     for url in ("", "file://host/a", "file:a\0", "s3://b/a", "file://"):
         with pytest.raises(UsageError):
             local_path(url)
+
+
+@given(st.sampled_from(["b", "my-bucket"]), keys)
+def test_bucket_and_key_of_a_url_are_what_they_are(bucket: str, key: str) -> None:
+    url = build_s3_url(bucket, key)
+    assert url == f"s3://{bucket}/{key}"
+    assert is_s3_url(url)
+    assert parse_s3_url(url) == (bucket, key)
+
+
+def test_a_key_may_begin_with_a_slash_and_a_bucket_may_stand_alone() -> None:
+    assert parse_s3_url("s3://b//opt/ml/x") == ("b", "/opt/ml/x")
+    assert parse_s3_url("s3://b") == parse_s3_url("S3://b/") == ("b", "")
+    assert not is_s3_url(Path("/x"))
+
+
+@pytest.mark.parametrize("url", ["", "/run", "s3:/b/k", "s3://", "s3:///key", "https://b/k"])
+def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"write s3://bucket/prefix"):
+        parse_s3_url(url)
+    for bucket in ("", "a/b"):
+        with pytest.raises(UsageError, match="no name of a bucket"):
+            build_s3_url(bucket)

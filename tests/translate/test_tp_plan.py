@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism, live: what a model of `tp_plan="auto"` saves exports whole."""
+"""transformers' own tensor parallelism, live: what a model of `tp_plan="auto"` saves exports."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def bridge_of(hf: Path) -> Any:
 
     class OnCpu(_MODEL_REGISTRY[config.model_type]):  # type: ignore[misc]
         def _build_base_config(self, **given: Any) -> Any:
-            given.pop("max_position_embeddings", None)  # of 0.12; 0.16 does not know it
+            given.pop("max_position_embeddings", None)  # Megatron 0.16 calls it otherwise
             return super()._build_base_config(**{**given, **ON_CPU, **own})
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
@@ -129,23 +129,25 @@ def by_hand(hf: dict[str, Any], tp: int, ep: int) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
-    family, relu = hf["model_type"], torch.nn.functional
+    family, functional = hf["model_type"], torch.nn.functional
     hidden, heads = hf.get("hidden_size", hf.get("n_embd")), hf.get("num_attention_heads", 0)
     rope = hf.get("rope_parameters") or {}
-    gated = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": relu.silu,
-             "add_bias_linear": False}  # fmt: skip
-    plain = {"normalization": "LayerNorm", "activation_func": relu.gelu}
+    gated = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False,
+             "activation_func": functional.silu}  # fmt: skip
+    plain = {"normalization": "LayerNorm", "activation_func": functional.gelu}
     own: dict[str, dict[str, Any]] = {
         "phi3": gated,
         "gpt_neox": plain,
-        "gpt2": {**plain, "activation_func": lambda x: relu.gelu(x, approximate="tanh")},
+        "gpt2": {**plain, "activation_func": lambda x: functional.gelu(x, approximate="tanh")},
         "gpt_oss": {
             **gated, "add_bias_linear": True, "activation_func": quick_gelu,
             "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
             "softmax_type": "learnable", "num_moe_experts": hf.get("num_local_experts"),
             "moe_router_topk": hf.get("num_experts_per_tok"), "moe_router_pre_softmax": False,
-            "moe_router_load_balancing_type": "none", "moe_ffn_hidden_size": 48,
+            "moe_router_load_balancing_type": "none",
+            "moe_ffn_hidden_size": hf.get("intermediate_size"),
         },
     }  # fmt: skip
     heads = heads or hf["n_head"]
@@ -156,7 +158,7 @@ def by_hand(hf: dict[str, Any], tp: int, ep: int) -> Any:
         kv_channels=hf.get("head_dim", hidden // heads), tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep, params_dtype=torch.float32,
         layernorm_epsilon=hf.get("rms_norm_eps", hf.get("layer_norm_eps", 1e-5)),
-        **{**ON_CPU, **own[family], "attention_backend": backend()},
+        **{**ON_CPU, **own[family], "attention_backend": AttnBackend.unfused},
     )  # fmt: skip
     return GPTModel(
         config,
@@ -168,12 +170,6 @@ def by_hand(hf: dict[str, Any], tp: int, ep: int) -> Any:
         rotary_base=rope.get("rope_theta", 0), rotary_percent=rope.get("partial_rotary_factor", 1),
         share_embeddings_and_output_weights=bool(hf["tie_word_embeddings"]),
     )  # fmt: skip
-
-
-def backend() -> Any:
-    from megatron.core.transformer.enums import AttnBackend
-
-    return AttnBackend.unfused
 
 
 def run(job: dict[str, Any], rank: int) -> None:

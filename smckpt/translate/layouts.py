@@ -85,9 +85,7 @@ _MCORE_LAYER = (
     Row("mlp.linear_fc2.bias", ("fc2_b",)),
     Row("self_attention.core_attention.softmax_offset", ("sinks",), tp=0),
     Row("self_attention.linear_q_proj.weight", ("q",), tp=0, when="mla"),
-    Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
     Row("self_attention.linear_q_up_proj.weight", ("q_up",), tp=0),
-    Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
     Row("self_attention.linear_kv_up_proj.weight", ("kv_up",), tp=0),
     Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
     Row("mlp.router.weight", ("router",)),
@@ -118,7 +116,11 @@ _LEGACY = (
         folded="columns"),
     Row("mlp.experts.weight2", ("e_down",), tp=1, transposed=True, stacked=True, folded="rows"),
 )  # fmt: skip
-_MCORE_TE_NORMS = (
+# The narrow layers of compressed attention are whole on each rank in Transformer Engine's spec, and
+# cut in the local one.
+_MCORE_TE_OWN = (
+    Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
+    Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
     Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="mha"),
     Row("input_layernorm.weight", ("norm1",), when="mla"),
     Row("self_attention.linear_q_up_proj.layer_norm_weight", ("q_down_norm",)),
@@ -129,7 +131,9 @@ _MCORE_TE_NORMS = (
     Row("mlp.linear_fc1.layer_norm_weight", ("norm2",), when="dense"),
     Row("mlp.linear_fc1.layer_norm_bias", ("norm2_b",), when="dense"),
 )
-_MCORE_LOCAL_NORMS = (
+_MCORE_LOCAL_OWN = (
+    Row("self_attention.linear_q_down_proj.weight", ("q_down",), tp=0),
+    Row("self_attention.linear_kv_down_proj.weight", ("kv_down",), tp=0),
     Row("input_layernorm.weight", ("norm1",)),
     Row("input_layernorm.bias", ("norm1_b",)),
     Row("self_attention.q_layernorm.weight", ("q_down_norm",)),
@@ -139,8 +143,8 @@ _MCORE_LOCAL_NORMS = (
 )
 
 
-def _mcore(name: str, norms: tuple[Row, ...], experts: tuple[Row, ...]) -> Layout:
-    layer = rows("decoder.layers.{i}.", _MCORE_LAYER + norms + experts)
+def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> Layout:
+    layer = rows("decoder.layers.{i}.", _MCORE_LAYER + own + experts)
     return Layout(name, _MCORE_TOP + layer, _EXTRA_STATE)
 
 
@@ -243,10 +247,10 @@ LAYOUTS: Mapping[str, Layout] = {
     layout.name: layout
     for layout in (
         _te("te_split", _TE_SPLIT),
-        _mcore("mcore_te", _MCORE_TE_NORMS, _GROUPED),
-        _mcore("mcore_te_legacy", _MCORE_TE_NORMS, _LEGACY),
-        _mcore("mcore_te_sequential", _MCORE_TE_NORMS, _SEQUENTIAL),
-        _mcore("mcore_local", _MCORE_LOCAL_NORMS, _SEQUENTIAL),
+        _mcore("mcore_te", _MCORE_TE_OWN, _GROUPED),
+        _mcore("mcore_te_legacy", _MCORE_TE_OWN, _LEGACY),
+        _mcore("mcore_te_sequential", _MCORE_TE_OWN, _SEQUENTIAL),
+        _mcore("mcore_local", _MCORE_LOCAL_OWN, _SEQUENTIAL),
         _te_fused("te_fused", "per_rank"),
         _te_fused("te_fused_interleaved", "interleaved"),
         _META,

@@ -49,18 +49,20 @@ def config(family: str, **more: Any) -> Any:
     if family == "phi3":
         own = {**common, "hidden_size": 128}
         del own["head_dim"]
-        return tf.Phi3Config(**own, **theta, original_max_position_embeddings=64)
+        return tf.Phi3Config(**own, **theta, original_max_position_embeddings=64, **more)
     if family == "gpt_oss":
-        return tf.GptOssConfig(**{**common, "intermediate_size": 48}, num_local_experts=8,
-                               num_experts_per_tok=2, sliding_window=8)  # fmt: skip
+        oss = {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2,
+               "sliding_window": 8}  # fmt: skip
+        return tf.GptOssConfig(**{**common, **oss, **more})
     assert family == "deepseek_v3"
     common = {k: v for k, v in common.items() if k not in ("head_dim", "num_key_value_heads")}
-    return tf.DeepseekV3Config(
-        **common, **theta, num_key_value_heads=H, moe_intermediate_size=48, n_shared_experts=2,
-        n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, kv_lora_rank=24,
-        q_lora_rank=40, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
-        first_k_dense_replace=1, **more,
-    )  # fmt: skip
+    deepseek = {
+        **theta, "num_key_value_heads": H, "moe_intermediate_size": 48, "n_shared_experts": 2,
+        "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 12, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    return tf.DeepseekV3Config(**{**common, **deepseek, **more})
 
 
 def model(family: str, **more: Any) -> Any:
@@ -254,10 +256,11 @@ def _mcore_attention(family: str, own: State, t: int, r: int, local: bool) -> St
             else ("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight")
         )
         at = "self_attention."
-        out[at + "linear_q_down_proj.weight"] = own["self_attn.q_a_proj.weight"]
+        for part, name in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+            down = own[f"self_attn.{name}.weight"]  # cut by the local spec only
+            out[f"{at}linear_{part}_down_proj.weight"] = _chunk(down, t, r) if local else down
         out[at + norms[0]] = own["self_attn.q_a_layernorm.weight"]
         out[at + "linear_q_up_proj.weight"] = _chunk(own["self_attn.q_b_proj.weight"], t, r)
-        out[at + "linear_kv_down_proj.weight"] = own["self_attn.kv_a_proj_with_mqa.weight"]
         out[at + norms[1]] = own["self_attn.kv_a_layernorm.weight"]
         out[at + "linear_kv_up_proj.weight"] = _chunk(own["self_attn.kv_b_proj.weight"], t, r)
     return out

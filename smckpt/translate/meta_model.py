@@ -206,14 +206,16 @@ class _Child:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.answer: tuple[str, list[str]] | str | None = None
         self._process: subprocess.Popen[str] | None = None
-        # `python -c` finds modules where this process does
-        path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        # It finds modules where this process does, and not first in the directory that this one
+        # happens to be in, as `python -c` would.
+        path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env={**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, **path}, cwd=os.sep,
             )  # fmt: skip
         except OSError as error:
             self.answer = _first_line(error)

@@ -219,7 +219,9 @@ def load(
             untouched.
         threads: readers per rank.
         timeout: seconds for each meeting of the ranks.
-        groups, parallel_state, s3_region, s3client_config: as for `async_save`.
+        groups, parallel_state, s3_region, s3client_config: as for `async_save`. Where ranks saved
+            plain tensors of their own (tensor or expert parallelism), `parallel_state` says which
+            of them this rank follows; in a job of another size the load is refused without it.
 
     Returns:
         `state_dict`, or None for a process that is no member of `process_group`.

@@ -7,8 +7,9 @@ the tensors that are made of it, which go to the CPU when they are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from smckpt.state_dict.gather import (
     own_rank,
 )
 from smckpt.topology import ParallelState
+from smckpt.translate.cast import cast
 from smckpt.translate.compile import Block, Span
 from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.detect import looks_transformed
@@ -158,10 +160,12 @@ def check_full_optimizer(model: nn.Module, state: ParallelState | None) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """One stored tensor: who has its parts, where its blocks go, what it must be equal to."""
+    """One stored tensor: who has its parts, where its blocks go, what it must be equal to. view:
+    the shape that its blocks are of, where it is held in another."""
 
     key: Key
     shape: Shape
+    view: Shape
     dtype: str
     parts: tuple[tuple[int, Told, tuple[Piece, ...]], ...]
     blocks: tuple[tuple[str, Block], ...]
@@ -180,11 +184,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Job:
-    """targets: dtype and shape of each, in order. tied: (name, name of the tensor that it is)."""
+    """targets: dtype and shape of each, in order. tied: (name, name of the tensor that it is).
+    computed: targets that are not moved alone."""
 
     tasks: tuple[_Task, ...]
     targets: Mapping[str, tuple[str, Shape]]
     tied: tuple[tuple[str, str], ...]
+    computed: Mapping[str, Translated] = field(default_factory=dict)
 
     def steps(self) -> tuple[_Step, ...]:
         left: dict[str, int] = {}
@@ -224,22 +230,13 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
     hub, side = proof.hub, proof.side
     dtypes = {key: places.held[key.name].dtype for key in side.shapes}
     made = [target_of(key, side, hub, proof.blocks[key], dtypes) for key in hub.shapes]
-    _refuse_computed(made)
     blocks: dict[Key, list[tuple[str, Block]]] = {}
     for target in made:
-        for block in target.blocks:
+        for block in itertools.chain(target.blocks, *target.terms):
             blocks.setdefault(block.source, []).append((target.name, block))
     targets = {target.name: (target.dtype, target.shape) for target in made}
-    return _Job(tuple(_tasks(places, side, blocks)), targets, _tied(side))
-
-
-def _refuse_computed(made: Sequence[Translated]) -> None:
-    names = [target.name for target in made if target.computed or target.view is not None]
-    if names:
-        raise UsageError(
-            f"{len(names)} tensors have to be computed or folded, not only moved: {names[:8]}",
-            remedy="save LOCAL, and translate with export_hf",
-        )
+    computed = {target.name: target for target in made if target.computed}
+    return _Job(tuple(_tasks(places, side, blocks)), targets, _tied(side), computed)
 
 
 def _tied(side: Side) -> tuple[tuple[str, str], ...]:
@@ -254,15 +251,22 @@ def _tasks(
     places: Places, side: Side, blocks: Mapping[Key, list[tuple[str, Block]]]
 ) -> Iterator[_Task]:
     copies = {copy: first for first, copy in side.copies}
-    for key, shape in side.shapes.items():
+    for key, view in side.shapes.items():
+        shape = side.stored.get(key, view)
         yield _Task(
-            key, shape, places.held[key.name].dtype, places.parts(key, shape),
+            key, shape, view, places.held[key.name].dtype, places.parts(key, shape),
             tuple(blocks.get(key, ())), copies.get(key),
         )  # fmt: skip
 
 
 def _untranslated(places: Places, side: Side) -> _Job:
     """Each tensor under its own name: arrays of tensor-parallel ranks one after the other."""
+    if side.stored:
+        names = sorted({key.name for key in side.stored})
+        raise UsageError(
+            f"{names[:8]} are held folded: ranks' arrays one after the other would not be one",
+            remedy="pass translate_on_save=True, or save LOCAL",
+        )
     copies = {copy for _, copy in side.copies}
     ends: dict[str, list[int]] = {}
     blocks = {}
@@ -325,51 +329,124 @@ def _lead(
     job: _Job, steps: tuple[_Step, ...], arrays: Mapping[str, Array], wire: Wire,
     wishes: FullWishes,
 ) -> dict[str, Any]:  # fmt: skip
-    making: dict[str, torch.Tensor] = {}
-    out: dict[str, Any] = {}
-    originals = {task.copy_of for task in job.tasks if task.copy_of is not None}
-    first: dict[Key, torch.Tensor] = {}
-    differ: list[str] = []
+    making, out, check = _Making(job), dict[str, Any](), _Check(job)
+    attempt = _Attempt(making.under_way, out, check.first)
     for task, step in zip(job.tasks, steps, strict=True):
-        whole = _received(task, arrays, wire)
-        if any(key.name != task.key.name for key in first):
-            first.clear()
-        if task.key in originals:
-            first[task.key] = whole
-        if task.copy_of is not None and not _equal(first[task.copy_of], whole):
-            differ.append(f"{task.key.name} on (tp, ep) {task.key[1:]} and {task.copy_of[1:]}")
-        for name, block in task.blocks:
-            if name not in making:
-                dtype, shape = job.targets[name]
-                kind = getattr(torch, dtype)
-                making[name] = torch.empty(shape, dtype=kind, device=whole.device)
-            _copy(block, whole, making[name])
+        parts: list[torch.Tensor] = []
+        whole = attempt(lambda: _received(task, arrays, wire, parts))  # noqa: B023  # run at once
+        for rank, told, _ in task.parts[len(parts) :]:  # after a failure; they send all the same
+            if rank != own_rank():
+                wire.receive(told, rank)
+        attempt(lambda: check.look(task, whole))  # noqa: B023
+        attempt(lambda: making.take(task, whole))  # noqa: B023
         for name, dtype, shape in step.done:
-            made = making.pop(name)
+            made = attempt(lambda: making.done(name))  # noqa: B023
             if not wishes.rank0_only:
                 made = wire.share(made, dtype, shape, step.device)
-            out[name] = made.cpu() if wishes.offload_to_cpu else made
+            attempt(lambda: out.update({name: made.cpu() if wishes.offload_to_cpu else made}))  # noqa: B023
 
     def verdict() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        _refuse(differ, [pair for pair in job.tied if _tie_differs(out, *pair)])
+        if attempt.failure is not None:
+            raise attempt.failure
+        _refuse(check.differ, [pair for pair in job.tied if _tie_differs(out, *pair)])
         return tuple(job.targets), job.tied
 
     return _in_order(out, *agree(verdict))
 
 
-def _received(task: _Task, arrays: Mapping[str, Array], wire: Wire) -> torch.Tensor:
-    parts = []
-    for rank, told, pieces in task.parts:
-        if rank == own_rank():
-            flat = arrays[task.key.name].tensor.detach().contiguous().view(-1)
-        else:
-            flat = wire.receive(told, rank)
-        parts.append((flat, pieces))
-    devices = {flat.device for flat, _ in parts}
+class _Attempt:
+    """Does things until one fails, and nothing from then on; what it was given is let go then."""
+
+    def __init__(self, *held: dict[Any, Any]) -> None:
+        self.failure: Exception | None = None
+        self._held = held
+
+    def __call__(self, act: Callable[[], Any]) -> Any:
+        if self.failure is not None:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self.failure = error
+            for held in self._held:
+                held.clear()
+            return None
+
+
+class _Check:
+    """Whether tensors that ranks hold in copies are equal."""
+
+    def __init__(self, job: _Job) -> None:
+        self.differ: list[str] = []
+        self.first: dict[Key, torch.Tensor] = {}
+        self._originals = {task.copy_of for task in job.tasks if task.copy_of is not None}
+
+    def look(self, task: _Task, whole: torch.Tensor) -> None:
+        key, other = task.key, task.copy_of
+        if any(known.name != key.name for known in self.first):
+            self.first.clear()
+        if key in self._originals:
+            self.first[key] = whole
+        if other is not None and not _equal(self.first[other], whole):
+            self.differ.append(f"{key.name} on (tp, ep) {key[1:]} and {other[1:]}")
+
+
+class _Making:
+    """The targets that are begun. Those that are computed add up in float64 and are rounded once,
+    on the CPU, as an export does."""
+
+    def __init__(self, job: _Job) -> None:
+        self.under_way: dict[str, torch.Tensor] = {}
+        self._job = job
+
+    def take(self, task: _Task, whole: torch.Tensor) -> None:
+        for name, block in task.blocks:
+            dtype, shape = self._job.targets[name]
+            computed = name in self._job.computed
+            if name not in self.under_way:
+                kind = torch.float64 if computed else getattr(torch, dtype)
+                device = "cpu" if computed else whole.device
+                self.under_way[name] = torch.zeros(shape, dtype=kind, device=device)
+            if computed:
+                term = torch.zeros(shape, dtype=torch.float64)
+                _copy(block, whole.to("cpu", torch.float64), term)
+                self.under_way[name] += term
+            else:
+                _copy(block, whole, self.under_way[name])
+
+    def done(self, name: str) -> torch.Tensor:
+        made = self.under_way.pop(name)
+        target = self._job.computed.get(name)
+        if target is None:
+            return made
+        total = made.numpy() / (len(target.terms) + 1 if target.mean else 1) + target.shift
+        try:
+            rounded = torch.from_numpy(cast(total, "float64", target.dtype))
+        except OverflowError as error:
+            raise UsageError(
+                f"{name} cannot be computed in {target.dtype}: {error}",
+                remedy="the ranks' copies are not what layout= says, or the model has diverged",
+            ) from error
+        return rounded.view(getattr(torch, target.dtype))
+
+
+def _received(
+    task: _Task, arrays: Mapping[str, Array], wire: Wire, flats: list[torch.Tensor]
+) -> torch.Tensor:
+    """The tensor, and on the way the parts of it."""
+    for rank, told, _ in task.parts:
+        own = rank == own_rank()
+        flats.append(
+            arrays[task.key.name].tensor.detach().contiguous().view(-1)
+            if own
+            else wire.receive(told, rank)
+        )
+    devices = {flat.device for flat in flats}
+    parts = [(flat, pieces) for flat, (*_, pieces) in zip(flats, task.parts, strict=True)]
     if len(devices) > 1:  # what came by another way, to where this rank's own is
         gpu = next(device for device in devices if device.type != "cpu")
         parts = [(flat.to(gpu), pieces) for flat, pieces in parts]
-    return assembled(task.shape, task.dtype, parts)
+    return assembled(task.shape, task.dtype, parts).view(task.view)
 
 
 def _copy(block: Block, source: torch.Tensor, target: torch.Tensor) -> None:

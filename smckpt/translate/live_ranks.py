@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from smckpt.errors import TensorMismatchError, TopologyError, UsageError
+from smckpt.errors import TensorMismatchError, TopologyError
 from smckpt.layout.geometry import Box, Piece, Shape
 from smckpt.state_dict.gather import Told
 from smckpt.topology import ParallelState
@@ -123,10 +123,7 @@ class Places:
         return self.tp * self.ep > 1
 
     def view(self, key: Key, shape: Shape) -> None:
-        raise UsageError(
-            f"{key.name} is held folded, not as {list(shape)}",
-            remedy="save LOCAL, and translate with export_hf",
-        )
+        """Arrays are put together as they are held; who takes them sees them in that shape."""
 
     def places(self, row: Told) -> set[Coordinate]:
         return {self.coordinates[rank] for rank in row.ranks}

@@ -8,6 +8,7 @@ it seconds, in which the export goes on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import json
@@ -206,14 +207,16 @@ class _Child:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.answer: tuple[str, list[str]] | str | None = None
         self._process: subprocess.Popen[str] | None = None
-        # `python -c` finds modules where this process does
-        path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        # It finds modules where this process does, and not first in the directory that this one
+        # happens to be in, as `python -c` would.
+        path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env={**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, **path}, cwd=os.sep,
             )  # fmt: skip
         except OSError as error:
             self.answer = _first_line(error)
@@ -262,8 +265,10 @@ class _Child:
 
 def main() -> None:
     """The child: config and then shapes come in, a line of JSON each; the answer goes out."""
+    gc.disable()  # imports make no garbage, and looking for it is a tenth of their time
     models = _models(json.loads(sys.stdin.readline()))
     first = list(itertools.islice(models, 2))  # made while the shapes are not known yet
     shapes = json.loads(sys.stdin.readline())
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    print(json.dumps(_nearest(itertools.chain(first, models), shapes)))
+    print(json.dumps(_nearest(itertools.chain(first, models), shapes)), flush=True)
+    os._exit(0)  # nothing is left to be done, and taking down torch takes time

@@ -85,20 +85,32 @@ def test_a_model_that_transformers_does_not_know_is_exported_with_a_note(tmp_pat
     assert any("not compared" in note and "ours" in note for note in report.notes)
 
 
-def test_an_export_without_torch_is_compared_by_a_child(tmp_path):
+def test_an_export_without_torch_is_compared_by_a_child_and_leaves_nothing(tmp_path):
+    """Bytes move while the child is at it; an old model is not touched before it has answered."""
     state = state_of()
     state["model.norm.weight"] = torch.ones(32)
     _model().config.save_pretrained(tmp_path / "config")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.safetensors").write_bytes(b"old")
     code = """
     import sys
     from smckpt import errors, export_hf
-    try:
-        export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3])
-    except errors.KeysMismatchError as error:
-        print("model.norm.weight has the shape (32,)" in str(error), "torch" in sys.modules)
+    checkpoint, new, old, config = sys.argv[1:]
+    moved = []
+    for out, overwrite in (new, False), (old, True):
+        try:
+            export_hf(checkpoint, out, config=config, overwrite=overwrite,
+                      progress=lambda *done: moved.append(out))
+        except errors.KeysMismatchError as error:
+            print("model.norm.weight has the shape (32,)" in str(error), "torch" in sys.modules)
+    print(new in moved, old in moved)
     """
-    arguments = (str(saved(tmp_path, state)), str(tmp_path / "hf"), str(tmp_path / "config"))
-    assert child.run(code, *arguments, timeout=120) == "True False"
+    checkpoint = saved(tmp_path, state)
+    arguments = (str(tmp_path / name) for name in ("new", "old", "config"))
+    told = child.run(code, str(checkpoint), *arguments, timeout=200)
+    assert told.split("\n") == ["True False", "True False", "True False"]
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old" / "model.safetensors").read_bytes() == b"old"
 
 
 # -- NaN and infinity ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from smckpt.translate.live import FullWishes, job_of
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 from tests.support.parallel_models import Named, own_group, parallel_llama
+from tests.translate.test_rows import NORM, legacy, with_copies
 
 State = dict[str, torch.Tensor]
 TOKENS = torch.arange(24).view(2, 12) * 5 % 120
@@ -180,6 +181,45 @@ def experts_of_expert_parallel_ranks(job: Job) -> Any:
     return differences(found, state if dist.get_rank() == 0 else {}), *refused
 
 
+def computed_and_folded(job: Job) -> Any:
+    """What an export computes, and in the same way: bitwise."""
+    out, first = {}, dist.get_rank() == 0
+    less = {n: t - 1 if "norm" in n else t for n, t in job.llama.items()}
+    centred = Named(ref.te(less, 2, job.degrees.tp_rank), job.config)
+    found = taken(centred, layout="te_split_zero_centred", parallel_state=job.degrees)
+    wanted = {n: (t.double() + 1).float() if "norm" in n else t for n, t in less.items()}
+    out["shifted"] = differences(found, wanted if first else {})
+    drifted = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    own = job.cut(ref.mcore, local=True) | {NORM: drifted[job.degrees.tp_rank]}
+    found = taken(
+        Named(own, job.config), FullStateDictConfig(), layout=with_copies("mean"),
+        parallel_state=job.degrees,
+    )  # fmt: skip
+    mean = ((drifted[0].double() + drifted[1].double()) / 2).float()
+    out["averaged"] = differences(found, job.llama | {"model.norm.weight": mean})
+    state, config = job.saved("mixtral")
+    degrees = ParallelState(4, tensor_parallel_degree=2, expert_parallel_degree=2)
+    experts = legacy(state, "mixtral", 2, degrees.tp_rank, 2, degrees.ep_rank)
+    found = taken(Named(experts, config), parallel_state=degrees)
+    out["folded"] = differences(found, state if first else {})
+    off = FullStateDictConfig(translate_on_save=False)
+    told = raised(lambda: taken(Named(experts, config), off, parallel_state=degrees))
+    out["folded, untranslated"] = told
+    return out
+
+
+def a_failure_while_tensors_move(job: Job) -> Any:
+    """Rank 0 alone sees it: two copies whose sum is beyond the dtype."""
+    own = {n: t.half() for n, t in job.cut(ref.mcore, local=True).items()}
+    own[NORM] = torch.full((64,), 60000.0).half()
+    model = Named(own, job.config)
+    state = {"layout": with_copies("sum"), "parallel_state": job.degrees}
+    return [
+        raised(lambda: taken(model, **state)),
+        raised(lambda: taken(model, FullStateDictConfig(), **state)),
+    ]
+
+
 def tied_heads_are_one_tensor(job: Job) -> Any:
     config = {**job.config, "tie_word_embeddings": True}
     cut = {n: t for n, t in job.cut(ref.te).items() if n != "lm_head.weight"}
@@ -283,7 +323,7 @@ def optimizer_taken(job: Job) -> Any:
 CASES = [
     fsdp1, fsdp2_on_all_ranks, the_documentations_snippet, dtensors_tell_by_their_mesh,
     experts_of_expert_parallel_ranks, tied_heads_are_one_tensor, untranslated,
-    huggingface_names_stay, refusals,
+    huggingface_names_stay, refusals, computed_and_folded, a_failure_while_tensors_move,
 ]  # fmt: skip
 
 
@@ -359,6 +399,20 @@ def test_experts_come_from_their_expert_parallel_ranks(made) -> None:
         assert kind == "UsageError" and "translate_on_save=True" in text
 
 
+def test_what_an_export_computes_or_unfolds_comes_out_live_too(made) -> None:
+    for rank in made[1]:
+        told = rank["computed_and_folded"]
+        kind, text = told.pop("folded, untranslated")
+        assert kind == "UsageError" and "translate_on_save=True" in text
+        assert told == {"shifted": [], "averaged": [], "folded": []}
+
+
+def test_what_fails_on_the_first_rank_while_tensors_move_is_raised_on_every_rank(made) -> None:
+    for rank in made[1]:
+        for kind, text in rank["a_failure_while_tensors_move"]:
+            assert kind == "UsageError" and "model.norm.weight cannot be computed" in text
+
+
 def test_a_tied_head_is_the_embedding_itself(made) -> None:
     assert all(rank["tied_heads_are_one_tensor"] for rank in made[1])
 
@@ -431,9 +485,6 @@ def test_one_process_needs_no_process_group() -> None:
     state = {n: t.detach() for n, t in llama.state_dict().items()}
     model = Named(ref.te(state, 1, 0), llama.config)
     assert differences(taken(model), state) == []
-    # what has to be computed is not done in silence, nor left out
-    with pytest.raises(errors.UsageError, match=r"computed.*model\.norm\.weight"):
-        taken(model, layout="te_split_zero_centred")
 
 
 def test_the_config_takes_what_torchs_takes_and_nothing_else() -> None:

@@ -192,7 +192,7 @@ class SaveQueue:
 
     def _partition_for(self, job: SaveJob, selection: Selection, changed: bool) -> None:
         request = job.request
-        key = (id(request.parallel_state), repr(request.groups))
+        key = (request.parallel_state, repr(request.groups))  # kept: an id may be reused
         if changed or self._partition is None or key != self._partition_key:
             self._partition = partition_of(
                 self.group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from smckpt.layout.geometry import (
 )
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.private import detached, fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
-from smckpt.state_dict.tags import Tag, set_tag
+from smckpt.state_dict.tags import Tag, plain_tag, set_tag
 
 __all__ = ["Held", "ModelView", "view_of"]
 
@@ -107,10 +107,11 @@ class PlainView(ModelView):
                 )
             if isinstance(value, torch.Tensor):
                 value = detached(value)
-                geometry = None
                 if name in parameters and name not in ignored:
-                    geometry = self._replicated(fqn, value)
-                set_tag(value, Tag(kind, (fqn,), geometry))
+                    tag = Tag(kind, (fqn,), self._replicated(fqn, value))
+                else:
+                    tag = plain_tag(kind, fqn)
+                set_tag(value, tag)
             out[fqn] = value
         return out
 
@@ -176,6 +177,41 @@ class _Unit:
             FlatGeometry(record, self.mesh, segment) for _, record, segment, *_ in self.aliases
         )
 
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Sizes that cut the local shard into gap, member, gap, member, …, rest."""
+        cuts, at = [], 0
+        for _, _, offset, numel in self.members:
+            cuts += [offset - at, numel] if numel else [0, 0]
+            at = offset + numel if numel else at
+        return [*cuts, self.unit.shard_numel - at]
+
+    @cached_property
+    def _tags(self) -> dict[str, _Tags]:
+        return {}
+
+    def tags(self, kind: str) -> _Tags:
+        if kind not in self._tags:
+            self._tags[kind] = _Tags(
+                Tag(kind, tuple(fqn for fqn, *_ in self.members), self.whole),
+                tuple(map(partial(_tag, kind), self.members, self.parts)),
+                tuple(map(partial(_tag, kind), self.aliases, self.others)),
+            )
+        return self._tags[kind]
+
+
+@dataclass(frozen=True)
+class _Tags:
+    """Of an FSDP1 unit, under one kind: of the flat parameter, each member and each alias."""
+
+    whole: Tag
+    parts: tuple[Tag, ...]
+    others: tuple[Tag, ...]
+
+
+def _tag(kind: str, named: tuple[Any, ...], rule: FlatGeometry) -> Tag:
+    return Tag(kind, (named[0],), rule)
+
 
 class Fsdp1View(ModelView):
     """FSDP1: the flat parameters' local shards themselves; torch's hooks run collectives."""
@@ -191,20 +227,20 @@ class Fsdp1View(ModelView):
                 originals = zip(handle.flat_param._params, unit.members, strict=True)
                 owners.update((id(p), fqn) for p, (fqn, *_) in originals)
             shard = shard.detach()
+            tags = unit.tags(kind)
             managed.update(fqn for fqn, *_ in unit.members)
-            for (fqn, _, _, offset, numel), rule in zip(unit.aliases, unit.others, strict=True):
+            for (fqn, _, _, offset, numel), tag in zip(unit.aliases, tags.others, strict=True):
                 managed.add(fqn)
                 value = shard.narrow(0, offset, numel)
-                set_tag(value, Tag(kind, (fqn,), rule))
+                set_tag(value, tag)
                 out[fqn] = value
             if kind == "LOCAL" and not unit.original:
-                fqns = tuple(fqn for fqn, *_ in unit.members)
-                set_tag(shard, Tag(kind, fqns, unit.whole))
+                set_tag(shard, tags.whole)
                 out[unit.key] = shard
                 continue
-            for (fqn, _, offset, numel), rule in zip(unit.members, unit.parts, strict=True):
-                value = shard.narrow(0, offset, numel)
-                set_tag(value, Tag(kind, (fqn,), rule))
+            values = shard.split_with_sizes(unit.cuts)[1::2]  # one call: a view each costs 5 µs
+            for (fqn, *_), value, tag in zip(unit.members, values, tags.parts, strict=True):
+                set_tag(value, tag)
                 out[fqn] = value
         self._unmanaged(kind, managed, owners, out)
         return out
@@ -234,7 +270,7 @@ class Fsdp1View(ModelView):
                         remedy="wrap the two modules in one unit",
                     )
                 value = tensor.detach()
-                set_tag(value, Tag(kind, (fqn,)))
+                set_tag(value, plain_tag(kind, fqn))
                 out[fqn] = value
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 fqn = f"{prefix}._extra_state" if prefix else "_extra_state"

@@ -72,13 +72,14 @@ def dtensor_parts(tensor: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torc
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`. A DTensor's goes through torch's dispatcher, sharding propagation and a
-    Dynamo wrapper, tens of microseconds each: it is made here as torch makes it in the end."""
+    Dynamo wrapper, tens of microseconds each: it is made here as torch makes it in the end, and
+    without `__init__`, which does nothing in another such wrapper."""
     if not is_dtensor(tensor):
         return tensor.detach()
     kind: Any = _dtensor_class()
     try:
         local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-        out: torch.Tensor = kind(local.detach(), tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+        out: torch.Tensor = kind.__new__(kind, local.detach(), tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
     except (AttributeError, TypeError):  # another torch: slower, never wrong
         return tensor.detach()
     return out

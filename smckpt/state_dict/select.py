@@ -99,6 +99,8 @@ class Selector:
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
         """Collect what is below; whether it must stay apart: it has a tensor, or is an optimizer's
         state dict, whose groups are given back to the live optimizer."""
+        if type(value) is dict:  # what nearly all is: answered without asking abstract classes
+            return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True

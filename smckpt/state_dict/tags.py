@@ -7,6 +7,7 @@ can write hyperparameters through.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
 
-__all__ = ["OptimizerStateDict", "ParamGroups", "Tag", "renew_tag", "set_tag", "tag_of"]
+__all__ = [
+    "OptimizerStateDict",
+    "ParamGroups",
+    "Tag",
+    "plain_tag",
+    "renew_tag",
+    "set_tag",
+    "tag_of",
+]
 
 _ATTRIBUTE = "_smckpt_tag"
 
@@ -30,6 +39,13 @@ class Tag:
     fqns: tuple[str, ...]
     geometry: Geometry | None = None
     after: Path = ()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def plain_tag(kind: str, fqn: str) -> Tag:
+    """The tag of a parameter whose tensor tells its geometry: the same object at every take, so
+    that a selector sees at once that nothing changed."""
+    return Tag(kind, (fqn,))
 
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:

@@ -162,7 +162,9 @@ def real() -> Iterator[str]:
 
 def measure(args: argparse.Namespace, endpoint: str) -> list[Worker]:
     size = args.mib << 20
-    names = [n for n in (*CLIENTS, CHECKSUM) if not args.only or n in (*args.only, "smckpt")]
+    names = [
+        n for n in (*CLIENTS, CHECKSUM) if not args.only or n in (*args.only, "smckpt", CHECKSUM)
+    ]
     with tempfile.TemporaryDirectory(dir=args.memory) as folder:
         path = f"{folder}/memory"
         for end in (".source", ".target"):

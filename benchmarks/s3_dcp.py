@@ -5,8 +5,9 @@
 
 Against a real server on loopback (seaweedfs, the extra s3-test), which rank 0 starts. All ranks
 work at once and take turns with the two (A B A B …); the slowest rank counts for the seconds, all
-ranks together for the CPU-seconds of a load. DCP writes `--files` files a rank, smckpt one; what is
-loaded is compared with what was saved. Seconds mean something only on an idle machine.
+ranks together for the CPU-seconds of a load. Those of the server stand beside them: without cores
+of its own it is most of a load. DCP writes `--files` files a rank, smckpt one; what is loaded is
+compared with what was saved. Seconds mean something only on an idle machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import loopback_s3  # noqa: E402
 
 import smckpt  # noqa: E402
 
+Costed = dict[str, list[tuple[float, float, float]]]
 BUCKET, REGION, TENSORS = "bench", "us-east-1", 64
 
 
@@ -91,16 +93,22 @@ class Connector:
         dcp.load(state, storage_reader=reader)
 
 
-def timed(act: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the slowest rank, CPU-seconds of all."""
-    dist.barrier()
-    before, began = cpu(), time.perf_counter()
-    act()
-    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    used = torch.tensor([cpu() - before], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    dist.all_reduce(used)
-    return float(seconds), float(used)
+class Costs:
+    """Of what all ranks do at once."""
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+
+    def of(self, act: Callable[[], None]) -> tuple[float, float, float]:
+        """Seconds of the slowest rank, CPU-seconds of all, CPU-seconds of the server."""
+        dist.barrier()
+        before, theirs, began = cpu(), cpu_of(self._server), time.perf_counter()
+        act()
+        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        used = torch.tensor([cpu() - before], dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(used)
+        return float(seconds), float(used), cpu_of(self._server) - theirs
 
 
 def cpu() -> float:
@@ -108,36 +116,51 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def compare(args: argparse.Namespace, endpoint: str) -> None:
+def cpu_of(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(args: argparse.Namespace, endpoint: str, server: int) -> None:
     clients: list[Any] = [Ours()]
     try:
         clients.append(Connector(endpoint, args.files))
     except ImportError as error:
         say(f"left out: s3torchconnector is not installed: {error}")
-    state = state_of(args.mib)
+    state, costs = state_of(args.mib), Costs(server)
     saved = [tensor.to_local().clone() for tensor in state["model"].values()]
-    found: dict[str, list[tuple[float, float, float]]] = {c.name: [] for c in clients}
-    for turn in range(args.repeats + 1):  # the first warms up and does not count
+    saves, loads = ({client.name: [] for client in clients} for _ in range(2))
+    for turn in range(args.saves):
         for client in clients:
             place = f"s3://{BUCKET}/{clients.index(client)}/{turn}/"
-            save_seconds, _ = timed(lambda c=client, p=place: c.save(state, p))
+            saves[client.name].append(costs.of(lambda c=client, p=place: c.save(state, p)))
+    for turn in range(args.repeats + 1):  # the first warms up and does not count
+        for client in clients:
+            place = f"s3://{BUCKET}/{clients.index(client)}/{turn % args.saves}/"
             zero(state)
-            seconds, used = timed(lambda c=client, p=place: c.load(state, p))
+            cost = costs.of(lambda c=client, p=place: c.load(state, p))
             for tensor, was in zip(state["model"].values(), saved, strict=True):
                 assert torch.equal(tensor.to_local(), was), f"{client.name} loaded other bytes"
             if turn:
-                found[client.name].append((save_seconds, seconds, used))
-    gib = args.mib / 1024
-    say(f"{args.mib} MiB on {dist.get_world_size()} ranks: medians (least–most), real server")
-    for name, samples in found.items():
-        for what, index in (("save s", 0), ("load s", 1), ("load CPU-s", 2)):
-            values = [sample[index] / gib for sample in samples]
-            middle, base = (
-                statistics.median(each)
-                for each in (values, [s[index] / gib for s in found["smckpt"]])
-            )
+                loads[client.name].append(cost)
+    report(args.mib / 1024, saves, loads)
+
+
+def report(gib: float, saves: Costed, loads: Costed) -> None:
+    say(f"{gib:g} GiB on {dist.get_world_size()} ranks, per GiB: median (least–most), real server")
+    rows = (
+        ("save, s", saves, 0),
+        ("load, s", loads, 0),
+        ("load, CPU-s of the ranks", loads, 1),
+        ("load, CPU-s of the server", loads, 2),
+    )
+    for name in loads:
+        for what, costed, index in rows:
+            values = [cost[index] / gib for cost in costed[name]]
+            middle = statistics.median(values)
+            base = statistics.median(cost[index] / gib for cost in costed["smckpt"])
             spread = f"{min(values):.2f}–{max(values):.2f}"
-            say(f"  {name:24} {what:10} per GiB {middle:7.2f} ({spread}), × {middle / base:.2f}")
+            say(f"  {name:24} {what:26} {middle:7.2f} ({spread}), × {middle / base:.2f}")
 
 
 def say(text: str) -> None:
@@ -151,18 +174,19 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=1024, help="of all ranks (default 1024)")
     parser.add_argument("--files", type=int, default=16, help="of DCP, a rank (default 16)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--saves", type=int, default=1, help="by each (default 1)")
+    parser.add_argument("--repeats", type=int, default=5, help="loads that count (default 5)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     with contextlib.ExitStack() as stack:
         told: list[Any] = [None]
         if dist.get_rank() == 0:
             server = stack.enter_context(loopback_s3.serve(BUCKET))
-            told = [(server.endpoint, server.environment)]
+            told = [(server.endpoint, server.environment, server.pid)]
         dist.broadcast_object_list(told)
-        endpoint, environment = told[0]
+        endpoint, environment, process = told[0]
         os.environ.update(environment)
-        compare(args, endpoint)
+        compare(args, endpoint, process)
         smckpt.maybe_finalize_async_calls()
         dist.barrier()
     dist.destroy_process_group()

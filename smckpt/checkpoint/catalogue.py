@@ -184,6 +184,11 @@ class Catalogue:
     def files(self) -> list[SavedFile]:
         return [file for rank in self.object_ranks for file in self._files_of(rank)]
 
+    @property
+    def readers(self) -> Readers:
+        """Of its files, with the checksums and connections that they have got by now."""
+        return self._memory.readers
+
     def storage(self, directory: str) -> Storage:
         return self._memory.readers.storage(directory)
 

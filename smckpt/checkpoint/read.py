@@ -27,7 +27,7 @@ Task = Callable[[], None]
 
 # Bytes of a request, if the storage takes so many: fewer cost more each, and what little there is
 # to read should still keep all threads busy, twice.
-_LEAST = 8 << 20
+_LEAST = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Loader:
                 self._check_objects(selection, objects, request)
             self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"):
-            self._read(plan, selection.tensors, request)
+            self._read(plan, selection.tensors, request, catalogue)
             restore(
                 state_dict,
                 objects,
@@ -240,9 +240,21 @@ class Loader:
 
     # -- the bytes ---------------------------------------------------------------------------
 
-    def _read(self, plan: ReadPlan, tensors: Sequence[torch.Tensor], request: LoadRequest) -> None:
+    def _read(
+        self,
+        plan: ReadPlan,
+        tensors: Sequence[torch.Tensor],
+        request: LoadRequest,
+        catalogue: Catalogue,
+    ) -> None:
         buffers, late = _buffers(tensors)
-        execute(plan, buffers, threads=request.threads, preverify=request.preverify)
+        execute(
+            plan,
+            buffers,
+            threads=request.threads,
+            preverify=request.preverify,
+            readers=catalogue.readers,
+        )
         for tensor, staged in late:
             tensor.copy_(staged)
 

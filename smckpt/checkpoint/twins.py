@@ -44,7 +44,8 @@ def plan_local(
 ) -> ReadPlan:
     """Fill entries by key with the arrays of the saved ranks that held the same shard.
 
-    Among several such ranks, replica i here takes what replica i mod n there kept for itself.
+    Among several such ranks a rank takes what it kept for itself; where it saved nothing here,
+    replica i takes what replica i mod n kept.
 
     Args:
         entries: this rank's arrays, the targets.
@@ -60,7 +61,9 @@ def plan_local(
     for entry in entries:
         refuse_misfit(entry, rank)
     twins = places.of_own(_twins(catalogue, entries, rank, group_ranks))
-    twin = twins[_replica_index(entries, rank, group_ranks) % len(twins)]
+    twin = rank
+    if rank not in twins:
+        twin = twins[_replica_index(entries, rank, group_ranks) % len(twins)]
     saved = {
         key: row for key, rows in catalogue.rows_by_key.items() for row in rows if twin in row.ranks
     }

@@ -207,10 +207,11 @@ def rng_of(rank: int, key: str) -> bytes:
         (range(4), (1, 3), 3, 3),  # one group of two: its own, not that of its place
     ],
 )
-def test_a_kept_value_follows_the_rank_that_saved_it(tmp_path, saved, live, rank, followed):
+@pytest.mark.parametrize("local", [False, True])
+def test_a_kept_value_follows_the_rank_that_saved_it(tmp_path, saved, live, rank, followed, local):
     save(tmp_path, saved, state([kept("rng")], {}, rng_of))
     entries = entries_of([kept("rng")], rank)
-    got = load(open_catalogue(str(tmp_path)), entries, rank, live)
+    got = load(open_catalogue(str(tmp_path)), entries, rank, live, local=local)
     assert got.data["model.rng"] == bytes([followed] * 4)
 
 

@@ -95,7 +95,7 @@ class SaveQueue:
         self._launch(job)
         if refused is not None:
             raise refused
-        self._raise_failures(request.options.max_consecutive_failures)
+        self._raise_failures()
         return handle
 
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
@@ -116,7 +116,7 @@ class SaveQueue:
                 path=flying.checkpoint_id,
                 rank=self.group.rank,
             )
-        self._raise_failures(0)
+        self._raise_failures()
         with self._lock:
             committed, self._committed = self._committed, []
         return committed
@@ -260,12 +260,12 @@ class SaveQueue:
             self._thread.start()
         self._inbox.put(job)
 
-    def _raise_failures(self, tolerated: int) -> None:
+    def _raise_failures(self) -> None:
+        """Whatever succeeded since: a failure is told, once."""
         with self._lock:
-            failed = list(self._unreported)
-            if not failed or self._failures <= tolerated:
-                return
-            self._unreported.clear()
+            failed, self._unreported = self._unreported, []
+        if not failed:
+            return
         for handle in failed[:-1]:
             log.error("%s", handle.failure())
         raise failed[-1].failure()
@@ -303,7 +303,8 @@ class SaveQueue:
                 self._committed.append(job.handle.number)
             else:
                 self._failures += 1
-                if not job.reported:
+                tolerated = self._failures <= job.request.options.max_consecutive_failures
+                if not job.reported and not tolerated:
                     self._unreported.append(job.handle)
                 log.error("save %d was not committed: %s", job.handle.number, error)
         job.finish(error)

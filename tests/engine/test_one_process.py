@@ -307,6 +307,35 @@ def test_a_failed_background_save_is_raised_at_the_next_call_which_saves_all_the
     assert smckpt.latest_checkpoint(tmp_path / "y") is not None
 
 
+def test_failures_in_a_row_are_logged_up_to_the_number_tolerated_and_raised_beyond_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "x"
+    place.write_text("")
+    patient = smckpt.SaveOptions(max_consecutive_failures=1)
+
+    def attempt(directory: Path, options: smckpt.SaveOptions | None = None) -> int:
+        handle = smckpt.async_save(
+            {"a": torch.ones(1)}, checkpoint_id=directory, options=options, queue="patient"
+        )
+        assert handle._done.wait(60)
+        return int(handle.number)
+
+    first = attempt(place, patient)
+    assert smckpt.maybe_finalize_async_calls(queue="patient") == []
+    assert f"save {first} was not committed" in caplog.text
+    fine = attempt(tmp_path / "y", patient)  # which ends the row
+    attempt(place, patient)
+    second = attempt(place, patient)
+    with pytest.raises(errors.SaveFailedError, match=f"save {second}"):
+        smckpt.maybe_finalize_async_calls(queue="patient")
+    assert smckpt.maybe_finalize_async_calls(queue="patient") == [fine]
+    strict = attempt(place)
+    with pytest.raises(errors.SaveFailedError, match=f"save {strict}"):
+        attempt(tmp_path / "y", patient)  # its own patience is not that of the one before
+    assert len(smckpt.maybe_finalize_async_calls(queue="patient")) == 1
+
+
 def test_a_dead_worker_fails_one_save_and_the_next_gets_a_new_one(tmp_path: Path) -> None:
     smckpt.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, queue="mortal")
     from smckpt.engine import api

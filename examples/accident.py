@@ -64,6 +64,8 @@ class Accident:
 
     def step_begins(self, step: int) -> None:
         """On rank 0, starts the clock when the moment lies in this step."""
+        if self.timer is not None:
+            self.timer.join()  # set by the step before, and this one was shorter: still in it
         now = time.perf_counter()
         self.step, self.seconds, self.began = step, now - self.began, now
         if self.due and step == self.steps:

@@ -37,6 +37,9 @@ class PosixWriter:
         try:
             fallocate(fd, size)
             self._direct = self._open_direct()
+        except FileNotFoundError as error:
+            self.abort()
+            raise self._taken_over() from error
         except OSError as error:
             self.abort()
             raise storage_error(error, path, f"reserve {size:,} bytes") from error
@@ -81,11 +84,7 @@ class PosixWriter:
                 self._done()
             sync_directory(os.path.dirname(self._path))
         except FileNotFoundError as error:
-            raise StorageError(
-                "the file was removed before it was finished: another copy to this place took over",
-                remedy="make one copy at a time; the other goes on",
-                path=self._path,
-            ) from error
+            raise self._taken_over() from error
         except OSError as error:
             raise storage_error(error, self._path, "make the file durable") from error
 
@@ -95,6 +94,13 @@ class PosixWriter:
             unlink(self._at)
         except OSError as error:
             raise storage_error(error, self._path, "remove the unfinished file") from error
+
+    def _taken_over(self) -> StorageError:
+        return StorageError(
+            "the file was removed before it was finished: another copy to this place took over",
+            remedy="make one copy at a time; the other goes on",
+            path=self._path,
+        )
 
     def _open_direct(self) -> int | None:
         if not _DIRECT or self._size < BLOCK:

@@ -17,7 +17,8 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import FileInfo, open_storage
+from smckpt.storage import FileInfo, open_storage, posix_write
+from smckpt.storage.linux import fallocate
 from smckpt.storage.posix import PosixStorage
 from tests.support import child, refuse
 
@@ -432,3 +433,17 @@ def test_stores_that_are_not_built_are_refused_by_name() -> None:
         open_storage("ftp://host/run")
     with pytest.raises(UsageError, match="empty path"):
         open_storage("")
+
+
+def test_a_file_removed_right_after_its_creation_tells_of_the_other_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed_meanwhile(fd: int, size: int) -> bool:
+        for path in tmp_path.iterdir():
+            path.unlink()  # what another copy's start does to unfinished files
+        return fallocate(fd, size)
+
+    monkeypatch.setattr(posix_write, "fallocate", removed_meanwhile)
+    with pytest.raises(StorageError, match="another copy to this place took over"):
+        PosixStorage(str(tmp_path)).create_file("a", 1 << 20, replace=True)
+    assert names(tmp_path) == []

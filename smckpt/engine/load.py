@@ -28,7 +28,7 @@ from smckpt.engine.session import Session
 from smckpt.errors import CheckpointError, KeysMismatchError, UsageError, as_checkpoint_error
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
-from smckpt.state_dict.select import Selection, Selector
+from smckpt.state_dict.select import Selection, Selector, put_back
 
 if TYPE_CHECKING:
     import torch
@@ -256,6 +256,7 @@ class Loader:
         )
         for tensor, staged in late:
             tensor.copy_(staged)
+        put_back(tensors)
 
 
 @contextmanager

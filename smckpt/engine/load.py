@@ -82,9 +82,10 @@ class Loader:
         early: Catalogue | None = None
         failure: Exception | None = None
         try:
-            selection = self._select(selector, state_dict, request)
-            step = self._step(selection, request)
-            early = _glance(request.directory)
+            with _without_collections():
+                selection = self._select(selector, state_dict, request)
+                step = self._step(selection, request)
+                early = _glance(request.directory)
         except Exception as error:  # told to the peers, then raised
             failure = error
         identity = self._choose(session, point, step, request, early, failure)
@@ -94,8 +95,8 @@ class Loader:
                 if early is None or early.identity != identity:
                     early = open_catalogue(request.directory, choose=identity)
                 catalogue = early
-                prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
-                selection = selector.select(state_dict)
+                if prepare_optimizers(state_dict, catalogue.logical, strict=request.strict):
+                    selection = selector.select(state_dict)
                 plan = self._plan(catalogue, selection, request)
                 if request.strict and plan.unexpected:
                     told.body["spare"] = _marked(plan.unexpected, catalogue)

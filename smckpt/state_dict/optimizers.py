@@ -270,7 +270,7 @@ def _made_its_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
 
 def prepare_optimizers(
     state_dict: MutableMapping[str, Any], saved: Mapping[str, Any], *, strict: bool = True
-) -> None:
+) -> bool:
     """Give live optimizers exactly the state tensors that the checkpoint has.
 
     Args:
@@ -280,9 +280,13 @@ def prepare_optimizers(
     A parameter whose state was saved and that has none yet gets it; one that had none when the
     state was saved loses it; a state tensor of another dtype is replaced.
 
+    Returns:
+        Whether there are other tensors in `state_dict` now.
+
     Raises:
         StateError: there is no telling how a slot is to be made.
     """
+    renewed = False
     for path, tree, binding in optimizer_dicts(state_dict):
         if binding is None:
             continue
@@ -297,6 +301,8 @@ def prepare_optimizers(
         if changed or not tree["state"]:
             fresh = binding.take()
             tree["state"] = fresh["state"]
+            renewed = True
+    return renewed
 
 
 def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:

@@ -38,9 +38,14 @@ log = logging.getLogger("smckpt")
 
 
 class Committer:
-    """Carries the saves of one queue from the arena to the commit. Used by one thread."""
+    """Carries the saves of one queue from the arena to the commit. Used by one thread.
 
-    def __init__(self, membership: Membership, worker: Worker) -> None:
+    Args:
+        since: when this life of the job began, in nanoseconds since 1970.
+    """
+
+    def __init__(self, membership: Membership, worker: Worker, since: int) -> None:
+        self._since = since
         self.membership = membership
         self.worker = worker
         self.group = membership.group
@@ -241,7 +246,9 @@ class Committer:
                 return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
             if failure is not None:
                 raise failure
-            epoch = self._epoch(session, job.request.directory, timeout, spread=_spread(job))
+            epoch = self._epoch(
+                session, job.request.directory, self.group.ranks, timeout, spread=_spread(job)
+            )
             return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
         except Exception as error:
             return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
@@ -290,6 +297,7 @@ class Committer:
         self,
         session: Session,
         directory: str,
+        ranks: Sequence[int],
         timeout: float,
         groups: Sequence[str] = (),
         spread: dict[str, Any] | None = None,
@@ -305,6 +313,8 @@ class Committer:
                     "host": _host(),
                     "groups": list(groups),
                     "spread": spread,
+                    "ranks": list(ranks),
+                    "since": self._since,
                 },
                 timeout=timeout,
             )
@@ -418,7 +428,8 @@ class Committer:
         parent = common_parent(urls)
         if parent in urls:
             parent = parent_url(parent)
-        epoch = self._epoch(step, parent, timeout, urls)
+        ranks = [rank for group in job.partition.groups for rank in group]
+        epoch = self._epoch(step, parent, ranks, timeout, urls)
         return {
             "directory": parent,
             "epoch": epoch,

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from smckpt.engine.groups import Group
@@ -47,6 +48,7 @@ class Runtime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
+        self._since = _process_began()  # or, later, when a process group made anew was noticed
 
     def queue(self, group: Group, name: str) -> SaveQueue:
         with self._lock:
@@ -56,10 +58,11 @@ class Runtime:
             if old is not None and not old.group.same_life(group):
                 log.info("the process group was made anew: earlier saves are waited for")
                 failed = old.close(_exit_timeout(), leave=False)
-                self._queues[key] = SaveQueue(group, name)
+                self._since = time.time_ns()
+                self._queues[key] = SaveQueue(group, name, self._since)
                 self._queues[key].inherit(failed)
             elif old is None:
-                self._queues[key] = SaveQueue(group, name)
+                self._queues[key] = SaveQueue(group, name, self._since)
                 self._watch()
             return self._queues[key]
 
@@ -80,6 +83,7 @@ class Runtime:
             self._forget_if_forked()
             old = self._loaders.get(group.ranks)
             if old is None or not old.group.same_life(group):
+                self._since = self._since if old is None else time.time_ns()
                 self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
                 self._watch()
             return self._loaders[group.ranks]
@@ -147,6 +151,16 @@ class Runtime:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _process_began() -> int:
+    """In nanoseconds since 1970; of this module's first use where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        age = 0.0
+    return time.time_ns() - int(age * 1e9)
 
 
 def _exit_timeout() -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -51,20 +53,20 @@ class Runtime:
         self._since = _process_began()  # or, later, when a process group made anew was noticed
 
     def queue(self, group: Group, name: str) -> SaveQueue:
+        key = (name, group.ranks)
         with self._lock:
             self._forget_if_forked()
-            key = (name, group.ranks)
             old = self._queues.get(key)
-            if old is not None and not old.group.same_life(group):
-                log.info("the process group was made anew: earlier saves are waited for")
-                failed = old.close(_exit_timeout(), leave=False)
+            if old is not None and old.group.same_life(group):
+                return old
+            if old is not None:
                 self._since = time.time_ns()
-                self._queues[key] = SaveQueue(group, name, self._since)
-                self._queues[key].inherit(failed)
-            elif old is None:
-                self._queues[key] = SaveQueue(group, name, self._since)
-                self._watch()
-            return self._queues[key]
+            self._queues[key] = fresh = SaveQueue(group, name, self._since)
+            self._watch()
+        if old is not None:
+            log.info("the process group was made anew: earlier saves are waited for")
+            fresh.inherit(old.close(_exit_timeout(), leave=False))
+        return fresh
 
     def adopt(
         self, name: str, ranks: tuple[int, ...], make: Callable[[], Finalizable]
@@ -132,6 +134,9 @@ class Runtime:
         if not self._watching:
             self._watching = True
             atexit.register(self._at_exit)
+            if multiprocessing.parent_process() is not None:
+                # A forked child of multiprocessing ends without the handlers of `atexit`.
+                multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
 
     def _at_exit(self) -> None:
         """Drain within a limit. A failure that nobody saw makes the exit status non-zero.

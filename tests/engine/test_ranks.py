@@ -277,6 +277,30 @@ def test_a_peer_that_never_comes_is_named_within_the_limit(tmp_path: Path) -> No
     assert "rank 1" in run_ranks(a_peer_dies, 2, str(tmp_path))[0]
 
 
+def a_rank_comes_late(folder: str) -> list[str]:
+    store, rank, said = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    if rank == 1:
+        store.wait(["given up"])
+    for number in range(3):
+        options = smckpt.SaveOptions(timeout=60 if rank or number else 1)
+        try:
+            smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c", options=options)
+            said.append("fine")
+        except errors.SaveFailedError as error:
+            said.append(str(error))
+        store.set("given up", "yes")
+    return said
+
+
+def test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step(
+    tmp_path: Path,
+) -> None:
+    zero, one = run_ranks(a_rank_comes_late, 2, str(tmp_path), timeout=60)
+    assert "rank 1 did not answer" in zero[0]
+    assert "rank 0 had given up save 0" in one[0]
+    assert zero[1:] == one[1:] == ["fine", "fine"]
+
+
 def the_worker_of_this_rank() -> int:
     from smckpt.engine import api
 

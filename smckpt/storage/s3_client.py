@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_factory import client_from
 from smckpt.storage.s3_faults import is_transient, s3_error
 from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
+from smckpt.storage.s3_read import reads_below
 from smckpt.storage.s3_send import hand_over_pages
 
 __all__ = ["Requests"]
@@ -44,6 +46,16 @@ class Requests:
     @property
     def client(self) -> Any:
         """This process's: connections and locks of a client do not survive a fork."""
+        return self._made.client
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes pass between memory and socket by our own ways, not by boto3's public
+        methods alone."""
+        return self._made.direct
+
+    @property
+    def _made(self) -> _Made:
         with _MAKING:
             return _client(self.config, os.getpid())
 
@@ -91,8 +103,14 @@ def _boto_error(error: BaseException) -> bool:
     return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
 
 
+@dataclass(frozen=True)
+class _Made:
+    client: Any
+    direct: bool
+
+
 @lru_cache(maxsize=8)
-def _client(config: S3Config, pid: int) -> Any:
+def _client(config: S3Config, pid: int) -> _Made:
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
@@ -111,8 +129,29 @@ def _client(config: S3Config, pid: int) -> Any:
     except (BotoCoreError, ValueError) as error:
         raise s3_error(error, config.endpoint or "s3://", "make a client") from error
     watch(client)
-    hand_over_pages(client)
-    return client
+    return _Made(client, config.client == "direct" and _goes_directly(client))
+
+
+def _goes_directly(client: Any) -> bool:
+    """Let it, if what that takes of botocore's and urllib3's private names is there."""
+    differs = hand_over_pages(client) if reads_below() else "bodies of answers are built otherwise"
+    if differs:
+        _say_once(differs)
+    return not differs
+
+
+@lru_cache(maxsize=1)
+def _say_once(differs: str) -> None:
+    from importlib.metadata import version
+
+    log.warning(
+        "S3: botocore %s with urllib3 %s is not built as smckpt's own client needs it (%s); "
+        'requests go by public methods (S3Config(client="s3transfer")): as safe, but each byte '
+        "costs the processor several times as much",
+        version("botocore"),
+        version("urllib3"),
+        differs,
+    )
 
 
 def _signs(config: S3Config) -> bool:

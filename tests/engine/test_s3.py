@@ -30,26 +30,29 @@ def state(value: float, size: int = 1000) -> dict[str, object]:
     return {"a": torch.full((size,), value), "rank": dist.get_rank(), "step": int(value)}
 
 
-def saved_and_loaded(root: str) -> tuple[set[float], int, str]:
-    where = f"{root}/step1"
-    config = {"chunk_size_MB": 5}
-    smckpt.save(state(1.0, BIG), checkpoint_id=where, step=1, s3client_config=config)
-    target = state(0.0, BIG)
-    smckpt.load(target, checkpoint_id=where, s3client_config=config)
-    found = smckpt.latest_checkpoint(root)
-    assert found is not None
-    assert target["rank"] == dist.get_rank()
-    return set(target["a"].unique().tolist()), target["step"], found.path  # type: ignore[attr-defined, return-value]
+def saved_and_loaded(root: str) -> list[tuple[set[float], int, str]]:
+    """A step by each client."""
+    told = []
+    for step, client in ((1, "direct"), (2, "s3transfer")):
+        where = f"{root}/step{step}"
+        config = {"chunk_size_MB": 5, "client": client}
+        smckpt.save(state(float(step), BIG), checkpoint_id=where, step=step, s3client_config=config)
+        target = state(0.0, BIG)
+        smckpt.load(target, checkpoint_id=where, s3client_config=config)
+        found = smckpt.latest_checkpoint(root)
+        assert found is not None
+        assert target["rank"] == dist.get_rank()
+        told.append((set(target["a"].unique().tolist()), target["step"], found.path))  # type: ignore[attr-defined]
+    return told  # type: ignore[return-value]
 
 
 def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) -> None:
-    for values, step, path in run_ranks(saved_and_loaded, 2, s3_root):
-        assert values == {1.0}
-        assert step == 1
-        assert path == f"{s3_root}/step1/"
-    report = smckpt.verify_checkpoint(f"{s3_root}/step1")
-    assert report.ok
-    assert report.nbytes > 4 * BIG
+    for told in run_ranks(saved_and_loaded, 2, s3_root):
+        assert told == [({float(step)}, step, f"{s3_root}/step{step}/") for step in (1, 2)]
+    for step in (1, 2):
+        report = smckpt.verify_checkpoint(f"{s3_root}/step{step}")
+        assert report.ok
+        assert report.nbytes > 4 * BIG
 
 
 class Listening(Worker):

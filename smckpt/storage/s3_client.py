@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config
@@ -111,10 +112,22 @@ class _Made:
 
 @lru_cache(maxsize=8)
 def _client(config: S3Config, pid: int) -> _Made:
-    from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    settings = Config(
+    try:
+        client = client_from(config, _settings(config))
+        if _needs_signing(client.meta.endpoint_url):  # the user's AWS settings may name it, too
+            client = client_from(config, _settings(config, signs=True))
+    except (BotoCoreError, ValueError) as error:
+        raise s3_error(error, config.endpoint or "s3://", "make a client") from error
+    watch(client)
+    return _Made(client, config.client == "direct" and _goes_directly(client))
+
+
+def _settings(config: S3Config, signs: bool = False) -> Any:
+    from botocore.config import Config
+
+    return Config(
         retries={"mode": "standard", "total_max_attempts": _BOTOCORE_TRIES},
         max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
         connect_timeout=_CONNECT_SECONDS,
@@ -122,14 +135,8 @@ def _client(config: S3Config, pid: int) -> _Made:
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"payload_signing_enabled": _signs(config), "addressing_style": _style(config)},
+        s3={"payload_signing_enabled": signs, "addressing_style": _style(config)},
     )
-    try:
-        client = client_from(config, settings)
-    except (BotoCoreError, ValueError) as error:
-        raise s3_error(error, config.endpoint or "s3://", "make a client") from error
-    watch(client)
-    return _Made(client, config.client == "direct" and _goes_directly(client))
 
 
 def _goes_directly(client: Any) -> bool:
@@ -154,12 +161,11 @@ def _say_once(differs: str) -> None:
     )
 
 
-def _signs(config: S3Config) -> bool:
+def _needs_signing(endpoint: str) -> bool:
     """Bodies are signed (at the price of a SHA-256) only where nothing else protects them: plain
     HTTP to another host. TLS does; a loopback needs none; the CRC is checked in any case."""
-    endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "https://")
-    host = endpoint.partition("://")[2].split("/")[0].rpartition(":")[0]
-    return endpoint.startswith("http://") and host not in ("127.0.0.1", "localhost", "[::1]")
+    where = urlsplit(endpoint)
+    return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
 
 
 def _style(config: S3Config) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config, using_s3
 from smckpt.storage.s3_pace import current_share, sharing
 from tests.support.launch import ROOT, run_ranks
-from tests.support.proxy import faulty_proxy
+from tests.support.proxy import faulty_proxy, secure_proxy
 from tests.support.s3 import Server
 
 BIG = 3 << 20  # float32: 12 MiB, three parts of 5 MiB
@@ -230,12 +231,29 @@ def _until_uploading(where: str, parts: int) -> None:
     raise AssertionError("no upload was seen under way")
 
 
-def exported(root: str) -> None:
+def saved(root: str) -> None:
     model = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}}
     smckpt.save(model, checkpoint_id=f"{root}/run", step=7)
+    there = {"model": {"weight": torch.zeros(3, 4)}}
+    smckpt.load(there, checkpoint_id=f"{root}/run")
+    assert torch.equal(there["model"]["weight"], model["model"]["weight"])
 
 
-def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_path: Path) -> None:
+@pytest.fixture
+def over_tls(
+    s3_root: str, s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """All of this process and its children."""
+    with secure_proxy(s3_server.endpoint, tmp_path / "ca.pem") as proxy:
+        monkeypatch.setenv("SMCKPT_S3_ENDPOINT", proxy.endpoint)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+        yield
+        assert len(proxy.seen) > 30
+
+
+def test_a_checkpoint_is_saved_loaded_looked_at_and_exported_over_tls(
+    s3_root: str, over_tls: None, tmp_path: Path
+) -> None:
     import json
 
     from click.testing import CliRunner
@@ -243,7 +261,7 @@ def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_pa
 
     from smckpt.cli.app import app
 
-    run_ranks(exported, 1, s3_root)
+    run_ranks(saved, 1, s3_root)
     [listed] = json.loads(CliRunner().invoke(app, ["ls", "--json", s3_root]).output)
     assert (listed["path"], listed["step"]) == (f"{s3_root}/run/", 7)
     shown = CliRunner().invoke(app, ["show", f"{s3_root}/run"])

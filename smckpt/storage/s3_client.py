@@ -154,7 +154,7 @@ def _say_once(differs: str) -> None:
     log.warning(
         "S3: botocore %s with urllib3 %s is not built as smckpt's own client needs it (%s); "
         'requests go by public methods (S3Config(client="s3transfer")): as safe, but each byte '
-        "costs the processor several times as much",
+        "costs the processor up to twice as much",
         version("botocore"),
         version("urllib3"),
         differs,

@@ -146,32 +146,33 @@ def export_hf(
         StorageError: the disk is full, read-only, ….
     """
     began = time.perf_counter()
-    dtype = _dtype_name(dtype)
-    limit = _size(max_shard_size)
-    workers = min(8, os.cpu_count() or 1) if threads is None else threads
-    if workers < 1:
-        raise UsageError(f"threads={threads}", remedy="give a number above 0")
-    settings = read_config(base if config is None and lora == "merge" else config)
-    tokens = tokenizer_of(tokenizer, settings)
-
-    def plan() -> Planned:
-        if lora is None:
-            _refuse_given("without lora=", lora_config=lora_config, base=base)
-            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-        else:
-            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
-            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
-        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-        output = Output(os.fspath(out_dir), files)
-        return Planned(
-            found, files, output,
-            lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
-        )  # fmt: skip
-
     with ExitStack() as cleanup:
-        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
-        crew = crew_of(process_group, timeout)
+        crew = crew_of(process_group, timeout)  # first: what is wrong here the others hear of
         cleanup.callback(crew.close)
+        cleanup.enter_context(crew.telling())
+        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
+        dtype = _dtype_name(dtype)
+        limit = _size(max_shard_size)
+        workers = min(8, os.cpu_count() or 1) if threads is None else threads
+        if workers < 1:
+            raise UsageError(f"threads={threads}", remedy="give a number above 0")
+        settings = read_config(base if config is None and lora == "merge" else config)
+        tokens = tokenizer_of(tokenizer, settings)
+
+        def plan() -> Planned:
+            if lora is None:
+                _refuse_given("without lora=", lora_config=lora_config, base=base)
+                found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
+            else:
+                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
+                found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+            files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+            output = Output(os.fspath(out_dir), files)
+            return Planned(
+                found, files, output,
+                lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
+            )  # fmt: skip
+
         compared = settings if against_model and lora != "adapter" and crew.leads else None
         comparison = Comparison(None if compared is None else compared.complete(None))
         cleanup.callback(comparison.close)

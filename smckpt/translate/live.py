@@ -29,6 +29,7 @@ from smckpt.state_dict.gather import (
 from smckpt.topology import ParallelState
 from smckpt.translate.compile import Block, Span
 from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.hub import FAMILIES
 from smckpt.translate.live_move import Job, Plan, Task, follow, lead
@@ -166,8 +167,9 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
     places = places_of_ranks(told, wishes.parallel_state)
     if not wishes.translate and not places.many:
         return None
+    degrees = Degrees.of(places.tp, places.ep)
     try:
-        proof = prove(places, _config(model, wishes), wishes.layout, places.tp, places.ep)
+        proof = prove(places, _config(model, wishes), wishes.layout, degrees)
     except CheckpointError as error:
         if wishes.translate:
             error.remedy += "; or pass translate_on_save=False for the model's own names"

@@ -142,6 +142,9 @@ class PosixStorage:
                 path=path,
             )
 
+    def fetch(self, name: str, target: memoryview) -> None:
+        self.read_into(name, 0, [target])
+
     def size(self, name: str) -> int:
         path = self._path(name)
         try:

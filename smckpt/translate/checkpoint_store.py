@@ -33,7 +33,7 @@ def degrees_of(
         UsageError: what is given contradicts what was recorded.
     """
     if catalogue.topology is None:
-        return Degrees.of(tp or 1, ep or 1, etp)
+        return Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
     state = ParallelState.from_json(catalogue.topology)
     apart = etp not in (None, state.tp_size)
     if apart:

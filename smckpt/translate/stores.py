@@ -26,7 +26,7 @@ from smckpt.layout.geometry import Shape
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key
 
-__all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
+__all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files", "weight_map"]
 
 _RESIDENT = 128 << 20  # bytes read between two times that mapped pages are let go
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
@@ -222,7 +222,7 @@ def open_directory(directory: Path) -> FileStore:
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(_weight_map(index).values()))
+        names = sorted(set(weight_map(index).values()))
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
     maps: list[mmap.mmap] = []
@@ -243,7 +243,7 @@ def open_directory(directory: Path) -> FileStore:
     return FileStore(str(directory), arrays, dtypes, maps)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_text())["weight_map"]
         if all(isinstance(name, str) for name in found.values()):

@@ -227,6 +227,7 @@ def _contents(
     if layout is not None or looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, *given)
         store = CheckpointStore(catalogue, tensors, degrees)
+        store.refuse_unlike_replicas()
         made = _translated(store, settings, dtype, layout, degrees)
         return replace(made, identity=catalogue.identity)
     if any(degree is not None for degree in given):

@@ -62,12 +62,13 @@ class Smckpt:
 
     checked = True
     most = PART  # bytes of a request
+    way = "direct"
 
     def __init__(self, endpoint: str, bucket: str) -> None:
         from smckpt.storage.s3 import S3Storage
         from smckpt.storage.s3_config import S3Config
 
-        config = S3Config(endpoint=endpoint, region="us-east-1")
+        config = S3Config(endpoint=endpoint, region="us-east-1", client=self.way)
         self.store = S3Storage(f"s3://{bucket}/", config)
         self.pool = ThreadPoolExecutor(THREADS)
 
@@ -103,6 +104,12 @@ class SmckptSmall(Smckpt):
     """The same; reads of 8 MiB: up to eight times the requests."""
 
     most = 8 << 20
+
+
+class SmckptPublic(Smckpt):
+    """The same by public methods of boto3 alone."""
+
+    way = "s3transfer"
 
 
 class Boto3:
@@ -309,6 +316,7 @@ CLIENTS: dict[str, Callable[[str, str], Client]] = {
     "smckpt": Smckpt,
     "smckpt, reads unchecked": SmckptUnchecked,
     "smckpt, reads of 8 MiB": SmckptSmall,
+    "smckpt, by public methods": SmckptPublic,
     "boto3, as it comes": Boto3,
     "boto3, tuned": Boto3Tuned,
     "s3transfer with CRT": Crt,

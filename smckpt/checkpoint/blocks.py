@@ -113,15 +113,35 @@ class BlockReader:
             if not segments:
                 return
             low, high = segments[0].offset, segments[-1].end
+        self._tried(lambda: self._fill_once(low, high, segments))
+
+    def fetch(self, target: memoryview) -> None:
+        """Fill `target` with the whole file, of at most `request_bytes` of its storage, as files
+        are fetched whole there.
+
+        Raises:
+            CorruptCheckpointError: a block differs; names file and offset.
+        """
+        self._tried(lambda: self._fetch_once(target))
+
+    def _tried(self, read: Callable[[], None]) -> None:
         for tries_left in reversed(range(1 + self.storage.rereads)):
             try:
-                self._fill_once(low, high, segments)
+                read()
                 return
             except _WrongBytesError as error:
                 if not tries_left:
                     raise CorruptCheckpointError(
                         error.message, remedy=error.remedy, path=error.path
                     ) from None
+
+    def _fetch_once(self, target: memoryview) -> None:
+        with not_missing(self.file.path):
+            self.storage.fetch(self.file.record.name, target)
+        if self._verify:
+            sums = _BlockSums(0, self._compare)
+            sums.add(target)
+            sums.end()
 
     def _fill_once(self, low: int, high: int, segments: Sequence[Segment]) -> None:
         sums = _BlockSums(low, self._compare) if self._verify else None
@@ -307,6 +327,10 @@ class _BlockSums:
 
     def add(self, stretch: memoryview) -> None:
         at, size = 0, len(stretch)
+        if self._have + size < BLOCK:  # most: no slicing
+            self._value = crc64(stretch, self._value)
+            self._have += size
+            return
         while at < size:
             take = min(BLOCK - self._have, size - at)
             self._value = crc64(stretch[at : at + take], self._value)

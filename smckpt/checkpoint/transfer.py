@@ -67,9 +67,9 @@ def copy_checkpoint(
 
     Only what its record and manifests name is copied. A file that is at the target already, with
     the size and checksum of the manifest, is left as it is; one that differs is replaced. Memory:
-    for each thread one part of an upload (64 MiB), or 16 MiB to a file system. Every file appears
-    whole. So of two copies to one place at one time both succeed or the earlier one fails, and none
-    spoils what the other has committed.
+    for each thread one part of an upload (64 MiB), or 16 MiB between file systems. Every file
+    appears whole. So of two copies to one place at one time both succeed or the earlier one fails,
+    and none spoils what the other has committed.
 
     Args:
         threads: that read, check and write.
@@ -302,8 +302,9 @@ class _FileCopy:
         if name in self._group.unfinished:
             target.discard_unfinished([name])
         self._writer = target.create_file(name, self.record.size, replace=True)
-        # Whole parts of an upload, so that none is gathered in memory a second time.
-        self._step = self._writer.piece or _PIECE
+        # Whole parts of an upload, so that none is gathered in memory a second time; of a small
+        # file all of it, which then is one request.
+        self._step = self._writer.piece or max(_PIECE, self._small)
         starts = range(0, max(self.record.size, 1), self._step)
         self._left = len(starts)
         return starts
@@ -314,7 +315,10 @@ class _FileCopy:
         high = min(low + self._step, self.record.size)
         data = memory.take(self._step)[: high - low]
         if data:
-            self.reader.fill(low, high, [Segment(low, data)])
+            if len(data) == self._small:
+                self.reader.fetch(data)
+            else:
+                self.reader.fill(low, high, [Segment(low, data)])
             self._writer.write_at(low, data, self._sum(low, high))
         with self._lock:
             self._left -= 1
@@ -323,6 +327,12 @@ class _FileCopy:
             self._writer.finish()
             self._whole = True
         return len(data)
+
+    @property
+    def _small(self) -> int:
+        """The size of a file that is fetched whole; 0 of others."""
+        size = self.record.size
+        return size if size <= self.reader.storage.request_bytes else 0
 
     def abort(self) -> None:
         if self._writer is not None and not self._whole:

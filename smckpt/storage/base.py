@@ -145,6 +145,14 @@ class Storage(Protocol):
             CorruptCheckpointError: the file ends before the last buffer is full.
         """
 
+    def fetch(self, name: str, target: memoryview) -> None:
+        """Fill `target` with a whole file of as many bytes, at most `request_bytes`.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+            CorruptCheckpointError: it has fewer, or (where the store notices) more.
+        """
+
     def size(self, name: str) -> int:
         """In bytes.
 

@@ -20,7 +20,8 @@ from smckpt.storage.s3_faults import BadBody, code_of, status_of
 from smckpt.storage.s3_pace import current_share
 from smckpt.storage.s3_preflight import try_out
 from smckpt.storage.s3_read import Filling, fill, split
-from smckpt.storage.s3_write import Body, S3Writer
+from smckpt.storage.s3_transfer import TooLongError, receive_file, send_file
+from smckpt.storage.s3_write import Body, PublicBody, S3Writer
 from smckpt.storage.urls import join_url, normal_url, parse_s3_url
 
 __all__ = ["S3Storage"]
@@ -110,6 +111,20 @@ class S3Storage:
             if seen is not None:  # in order: not before all is there
                 for buffer in wanted:
                     seen(buffer)
+
+    def fetch(self, name: str, target: memoryview) -> None:
+        key, path = self.key(name), self.path(name)
+        try:
+            have = self.run("read", path, lambda c: receive_file(c, self.common, key, target))
+        except TooLongError as error:
+            raise CorruptCheckpointError(
+                f"{name} does not end at byte {len(target)}",
+                remedy="something was added to the file after it was written: use an older "
+                "checkpoint",
+                path=path,
+            ) from error
+        if have != len(target):
+            raise _too_short(name, have, len(target), path)
 
     def size(self, name: str) -> int:
         return int(self._look_up(name)["ContentLength"])
@@ -213,23 +228,29 @@ class S3Storage:
     def run(self, action: str, path: str, request: Callable[[Any], Result]) -> Result:
         return self._requests.run(action, path, request)
 
-    def put_object(
-        self, key: str, path: str, data: memoryview, crc: int | None, *, replace: bool = False
-    ) -> bool:
-        """PUT unless the key exists and is not to be replaced. True too where it exists with these
-        very bytes: an earlier try made it, whose answer was lost."""
-        checksum = Checksum(self.config.checksum)
-        value = checksum.of(data) if crc is None else crc
+    def body(self, data: memoryview) -> Body:
+        """Of a request that sends `data`."""
+        return Body(data) if self._requests.direct else PublicBody(data)
+
+    def put_file(self, key: str, path: str, data: memoryview, crc: int | None) -> None:
+        """PUT a whole file, in the place of what has the name."""
+        fields = {**self.new_object_fields(), **self._checksum_field(data, crc)}
+        self.run("write", path, lambda client: send_file(client, fields, key, data))
+
+    def put_object(self, key: str, path: str, data: memoryview, crc: int | None) -> bool:
+        """PUT unless the key exists. True too where it exists with these very bytes: an earlier
+        try made it, whose answer was lost."""
+        checksum = self._checksum_field(data, crc)
 
         def request(client: Any) -> bool:
             try:
                 client.put_object(
                     **self.new_object_fields(),
                     Key=key,
-                    Body=Body(data),
+                    Body=self.body(data),
                     ContentLength=len(data),
-                    **({} if replace else {"IfNoneMatch": "*"}),
-                    **checksum.field(value),
+                    IfNoneMatch="*",
+                    **checksum,
                 )
             except Exception as error:
                 if status_of(error) != 412:
@@ -267,6 +288,10 @@ class S3Storage:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _checksum_field(self, data: memoryview, crc: int | None) -> dict[str, str]:
+        checksum = Checksum(self.config.checksum)
+        return checksum.field(checksum.of(data) if crc is None else crc)
+
     def _refuse_missing_bucket(self, client: Any) -> None:
         """HEAD has no body to say that the bucket is what is missing."""
         try:
@@ -287,7 +312,7 @@ class S3Storage:
             return kept == checksum.text(checksum.of(data))
         body = client.get_object(**self.common, Key=key)["Body"]
         there = memoryview(bytearray(len(data)))
-        fill(body, [there])
+        fill(body, [there], directly=self._requests.direct)
         return there == data
 
     def _read_whole(self, name: str) -> bytes:
@@ -296,7 +321,7 @@ class S3Storage:
         def request(client: Any) -> bytes:
             answer = client.get_object(**self.common, Key=key, ChecksumMode="ENABLED")
             data = bytearray(answer["ContentLength"])
-            fill(answer["Body"], [memoryview(data)])
+            fill(answer["Body"], [memoryview(data)], directly=self._requests.direct)
             self._refuse_changed(answer, data)
             return bytes(data)
 
@@ -335,16 +360,12 @@ class S3Storage:
             if answer["ContentLength"] != length - done:
                 answer["Body"].close()
                 return done + int(answer["ContentLength"])
-            filling.take(answer["Body"])
+            filling.take(answer["Body"], directly=self._requests.direct)
             return length
 
         have = self.run("read", self.path(name), request)
         if have != length:
-            raise CorruptCheckpointError(
-                f"{name} ends at byte {self.size(name)}; {offset + length} were needed",
-                remedy="the file was cut after it was written: use an older checkpoint",
-                path=self.path(name),
-            )
+            raise _too_short(name, self.size(name), offset + length, self.path(name))
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, str] = {}
@@ -382,6 +403,14 @@ class S3Storage:
                 pool = ThreadPoolExecutor(self.config.max_read_concurrency, "smckpt-s3")
                 self._pool = (os.getpid(), pool)
             return self._pool[1]
+
+
+def _too_short(name: str, size: int, needed: int, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{name} ends at byte {size}; {needed} were needed",
+        remedy="the file was cut after it was written: use an older checkpoint",
+        path=path,
+    )
 
 
 def _list(fields: dict[str, Any], client: Any) -> dict[str, Any]:

@@ -11,14 +11,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_factory import client_from
 from smckpt.storage.s3_faults import is_transient, s3_error
 from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
+from smckpt.storage.s3_read import reads_below
 from smckpt.storage.s3_send import hand_over_pages
 
 __all__ = ["Requests"]
@@ -44,6 +47,16 @@ class Requests:
     @property
     def client(self) -> Any:
         """This process's: connections and locks of a client do not survive a fork."""
+        return self._made.client
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes pass between memory and socket by our own ways, not by boto3's public
+        methods alone."""
+        return self._made.direct
+
+    @property
+    def _made(self) -> _Made:
         with _MAKING:
             return _client(self.config, os.getpid())
 
@@ -91,12 +104,30 @@ def _boto_error(error: BaseException) -> bool:
     return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
 
 
+@dataclass(frozen=True)
+class _Made:
+    client: Any
+    direct: bool
+
+
 @lru_cache(maxsize=8)
-def _client(config: S3Config, pid: int) -> Any:
-    from botocore.config import Config
+def _client(config: S3Config, pid: int) -> _Made:
     from botocore.exceptions import BotoCoreError
 
-    settings = Config(
+    try:
+        client = client_from(config, _settings(config))
+        if _needs_signing(client.meta.endpoint_url):  # the user's AWS settings may name it, too
+            client = client_from(config, _settings(config, signs=True))
+    except (BotoCoreError, ValueError) as error:
+        raise s3_error(error, config.endpoint or "s3://", "make a client") from error
+    watch(client)
+    return _Made(client, config.client == "direct" and _goes_directly(client))
+
+
+def _settings(config: S3Config, signs: bool = False) -> Any:
+    from botocore.config import Config
+
+    return Config(
         retries={"mode": "standard", "total_max_attempts": _BOTOCORE_TRIES},
         max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
         connect_timeout=_CONNECT_SECONDS,
@@ -104,23 +135,37 @@ def _client(config: S3Config, pid: int) -> Any:
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"payload_signing_enabled": _signs(config), "addressing_style": _style(config)},
+        s3={"payload_signing_enabled": signs, "addressing_style": _style(config)},
     )
-    try:
-        client = client_from(config, settings)
-    except (BotoCoreError, ValueError) as error:
-        raise s3_error(error, config.endpoint or "s3://", "make a client") from error
-    watch(client)
-    hand_over_pages(client)
-    return client
 
 
-def _signs(config: S3Config) -> bool:
+def _goes_directly(client: Any) -> bool:
+    """Let it, if what that takes of botocore's and urllib3's private names is there."""
+    differs = hand_over_pages(client) if reads_below() else "bodies of answers are built otherwise"
+    if differs:
+        _say_once(differs)
+    return not differs
+
+
+@lru_cache(maxsize=1)
+def _say_once(differs: str) -> None:
+    from importlib.metadata import version
+
+    log.warning(
+        "S3: botocore %s with urllib3 %s is not built as smckpt's own client needs it (%s); "
+        'requests go by public methods (S3Config(client="s3transfer")): as safe, but each byte '
+        "costs the processor up to twice as much",
+        version("botocore"),
+        version("urllib3"),
+        differs,
+    )
+
+
+def _needs_signing(endpoint: str) -> bool:
     """Bodies are signed (at the price of a SHA-256) only where nothing else protects them: plain
     HTTP to another host. TLS does; a loopback needs none; the CRC is checked in any case."""
-    endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "https://")
-    host = endpoint.partition("://")[2].split("/")[0].rpartition(":")[0]
-    return endpoint.startswith("http://") and host not in ("127.0.0.1", "localhost", "[::1]")
+    where = urlsplit(endpoint)
+    return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
 
 
 def _style(config: S3Config) -> str:

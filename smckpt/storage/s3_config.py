@@ -35,6 +35,9 @@ class S3Config:
     profile: of the AWS configuration file; None takes the usual chain of credentials.
     client_factory: "module:function" that makes boto3's S3 client, in place of a profile; called
         with region_name=, endpoint_url= and config=, in each process that reaches the store.
+    client: "direct", or "s3transfer", which is slower and uses public methods of boto3 and
+        s3transfer alone: where "direct" makes trouble. A botocore that is built otherwise than
+        "direct" needs is found out, and this one used, without being asked.
     chunk_size_MB: a part of an upload, in MiB, 5 to 5,120; grows by itself for files of more than
         10,000 parts.
     max_write_concurrency, max_read_concurrency: requests of one rank in flight.
@@ -59,6 +62,7 @@ class S3Config:
     endpoint: str | None = None
     profile: str | None = None
     client_factory: str | None = None
+    client: str = "direct"
     chunk_size_MB: int = 64
     max_write_concurrency: int = 8
     max_read_concurrency: int = 8
@@ -105,6 +109,10 @@ class S3Config:
         if self.checksum not in ("crc64nvme", "crc32", "none"):
             raise UsageError(
                 f"checksum={self.checksum!r} is unknown", remedy="give crc64nvme, crc32 or none"
+            )
+        if self.client not in ("direct", "s3transfer"):
+            raise UsageError(
+                f"client={self.client!r} is unknown", remedy="give direct or s3transfer"
             )
         if self.client_factory is not None:
             module, _, function = self.client_factory.partition(":")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Iterator
 from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
@@ -86,8 +88,10 @@ def is_transient(error: BaseException) -> bool:
 
     if isinstance(error, bc.ClientError):
         return code_of(error) in _TRANSIENT or status_of(error) in (429, 500, 502, 503, 504)
-    if isinstance(error, (bc.ProxyConnectionError, bc.SSLError)):
-        return False
+    if isinstance(error, bc.SSLError):
+        return _tls_broke_off(error)
+    if isinstance(error, bc.ProxyConnectionError):
+        return not _proxy_refusal(error)
     return isinstance(
         error,
         (
@@ -98,6 +102,34 @@ def is_transient(error: BaseException) -> bool:
             BadBody,
         ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
+
+
+def _wrapped(error: BaseException) -> Iterator[BaseException]:
+    """An error of botocore, what it wraps (urllib3's), what that wraps, and so on."""
+    below: BaseException | None = error
+    while below is not None:
+        yield below
+        inside = (getattr(below, "kwargs", {}).get("error"), *below.args)
+        below = next((each for each in inside if isinstance(each, BaseException)), None)
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """What the ssl module said."""
+    return next((each for each in _wrapped(error) if isinstance(each, ssl.SSLError)), None)
+
+
+def _tls_broke_off(error: BaseException) -> bool:
+    """Whether a connection was cut, or bytes of it changed, as against one that is not trusted."""
+    below = _tls_error(error)
+    return isinstance(below, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)) or (
+        "BAD_RECORD_MAC" in (getattr(below, "reason", None) or "")
+    )
+
+
+def _proxy_refusal(error: BaseException) -> str:
+    """What an HTTP proxy answered that will not make a tunnel; "" if it could not be reached."""
+    said = next((str(each) for each in _wrapped(error) if "Tunnel connection" in str(each)), "")
+    return said if "failed: 4" in said else ""
 
 
 def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> CheckpointError:
@@ -142,6 +174,19 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if isinstance(error, (bc.ProfileNotFound, bc.CredentialRetrievalError, bc.TokenRetrievalError)):
         return (f"credentials could not be had: {error}", "look at the AWS configuration")
+    if isinstance(error, bc.SSLError) and not _tls_broke_off(error):
+        return _untrusted(_tls_error(error) or error)
+    if status == 407 or _proxy_refusal(error):
+        return (
+            f"the HTTP proxy refuses: {_proxy_refusal(error) or error}",
+            "look at HTTP_PROXY and HTTPS_PROXY and the name and password in them; NO_PROXY names "
+            "hosts that are reached without",
+        )
+    if isinstance(error, bc.ProxyConnectionError):
+        return (
+            f"the HTTP proxy cannot be reached: {error}",
+            "look at HTTP_PROXY and HTTPS_PROXY; NO_PROXY names hosts that are reached without",
+        )
     if isinstance(error, bc.EndpointConnectionError):
         return (f"the store cannot be reached: {error}", "look at the network and the endpoint")
     if is_transient(error):
@@ -151,3 +196,13 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
             "look whether the store is overloaded or down; lower max_write_concurrency",
         )
     return (f"{code or type(error).__name__}: {error}", "see what the store says about this URL")
+
+
+def _untrusted(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the store's certificate is not trusted: {error.verify_message}",
+            "name the file of the authority's certificate in AWS_CA_BUNDLE, and the store by a "
+            "name that its certificate has",
+        )
+    return (f"there is no TLS with the store: {error}", "look at the endpoint: is it https?")

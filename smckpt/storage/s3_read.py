@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from smckpt.storage.s3_faults import BadBody
 
-__all__ = ["Filling", "fill", "split"]
+__all__ = ["Filling", "fill", "reads_below", "split"]
 
 _STRETCH = 1 << 20  # bytes read from the socket at once, and looked at before the next
 
@@ -47,13 +48,16 @@ class Filling:
         self._seen = seen
         self.done = 0
 
-    def take(self, body: Any) -> None:
+    def take(self, body: Any, *, directly: bool = True) -> None:
         """The answer's body, all of it, into the memory that is left.
+
+        Args:
+            directly: from below the body, where that is as we know it.
 
         Raises:
             BadBody: it ended early or broke off; the connection is dropped.
         """
-        raw = _plain(body)
+        raw = _plain(body) if directly else None
         reader = body if raw is None else raw._fp
         try:
             while self._ahead:
@@ -85,13 +89,24 @@ class Filling:
             self.done += count
 
 
-def fill(body: Any, buffers: Sequence[memoryview]) -> None:
-    """The answer's body, all of it, into `buffers`.
+def fill(body: Any, buffers: Sequence[memoryview], *, directly: bool = True) -> None:
+    """The answer's body, all of it, into `buffers`; as `Filling.take`."""
+    Filling(buffers).take(body, directly=directly)
 
-    Raises:
-        BadBody: it ended early or broke off; the connection is dropped.
-    """
-    Filling(buffers).take(body)
+
+def reads_below() -> bool:
+    """Whether an ordinary body of this botocore is read from below."""
+    from botocore.response import StreamingBody
+    from urllib3 import HTTPResponse
+
+    response = HTTPResponse(_Ordinary(), preload_content=False)
+    return _plain(StreamingBody(response, 0)) is not None
+
+
+class _Ordinary(io.BytesIO):
+    """What http.client gives, of no bytes."""
+
+    chunked = False
 
 
 def _plain(body: Any) -> Any:

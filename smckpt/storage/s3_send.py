@@ -29,19 +29,24 @@ _CHECKSUM = "x-amz-checksum-"
 log = logging.getLogger("smckpt")
 
 
-def hand_over_pages(client: Any) -> bool:
-    """Let a boto3 client send memory that way, where it can. Returns whether it can.
+def hand_over_pages(client: Any) -> str:
+    """Let a boto3 client send memory that way, where the system can.
 
-    What is changed is private to botocore: where it looks different the client stays as it is.
+    Returns:
+        What differs, where botocore is not as we know it, and the client as it was; else "". What
+        is changed is private to it.
     """
     if not _works():
-        return False
+        return ""
     try:
-        client._endpoint.http_session._pool_classes_by_scheme["http"] = _pool_class()
-    except (AttributeError, ImportError, TypeError) as error:
-        log.debug("bodies are copied on their way: %s", error)
-        return False
-    return True
+        pools = client._endpoint.http_session._pool_classes_by_scheme
+        own = _pool_class()
+        if not issubclass(own, pools["http"]):
+            return f"plain HTTP is spoken by {pools['http']!r}"
+        pools["http"] = own
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 @lru_cache(maxsize=1)

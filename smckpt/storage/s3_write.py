@@ -14,7 +14,7 @@ from smckpt.storage.s3_faults import code_of, status_of
 if TYPE_CHECKING:
     from smckpt.storage.s3 import S3Storage
 
-__all__ = ["Body", "S3Writer"]
+__all__ = ["Body", "PublicBody", "S3Writer"]
 
 _SEND = 2 << 20  # bytes handed to the socket at once
 
@@ -42,6 +42,23 @@ class Body:
         piece = self._data[self._at : self._at + _SEND]
         self._at += len(piece)
         return piece if len(piece) else b""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """What signs a body reads that way, and asks for as much as its buffer holds."""
+        piece = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+
+class PublicBody(Body):
+    """The same as files do it: no more than was asked for, and copied."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = None if size is None or size < 0 else self._at + size
+        piece = bytes(self._data[self._at : stop])
+        self._at += len(piece)
+        return piece
 
 
 class _Gathered:
@@ -147,8 +164,9 @@ class S3Writer:
             self._parts[number] = (etag, value, len(data))
 
     def _put(self, data: memoryview, value: int | None) -> str:
-        created = self._store.put_object(self._key, self._path, data, value, replace=self._replace)
-        if not created:
+        if self._replace:
+            self._store.put_file(self._key, self._path, data, value)
+        elif not self._store.put_object(self._key, self._path, data, value):
             raise _exists(self._path)
         return ""
 
@@ -165,7 +183,7 @@ class S3Writer:
             Key=self._key,
             UploadId=self._upload,
             PartNumber=number + 1,
-            Body=Body(data),
+            Body=self._store.body(data),
             ContentLength=len(data),
             **self._sum.field(value),
         )

@@ -34,8 +34,20 @@ def read_json(path: Path, crc: str | None = None) -> dict[str, Any]:
     assert data[:10] == b'{"crc64":"' and data[26:35] == b'","body":' and data[-2:] == b"}\n"
     assert int(data[10:26], 16) == crc64(data[35:-2])
     body: dict[str, Any] = json.loads(data)["body"]
-    assert body["format"][0] == 1
+    assert body["format"][0] == (2 if "spread" in body else 1)
     return body
+
+
+def place(directory: Path, manifest: dict[str, Any], rank: int) -> Path:
+    """Where the files of a rank lie."""
+    spread = manifest.get("spread")
+    if spread is None:
+        return directory
+    root = directory
+    for _ in range(spread["up"]):
+        root = root.parent
+    turn = int(f"{rank % spread['prefixes']:08b}"[::-1], 2)
+    return root / f"{turn:02x}-smckpt" / directory.relative_to(root)
 
 
 def newest_record(root: Path) -> dict[str, Any]:
@@ -63,10 +75,11 @@ class Group:
         self.ranks = manifest["group_ranks"]
         self.stored: dict[str, list[tuple[int, int | None, int | None, bytes]]] = {}
         for part in manifest["parts"]:
-            body = read_json(directory / part["name"], part["crc64"])
+            there = place(directory, manifest, part["rank"])
+            body = read_json(there / part["name"], part["crc64"])
             assert body["files"] == part["files"]
             for file in part["files"]:
-                self._open(directory, file, part["rank"])
+                self._open(there, file, part["rank"])
 
     def _open(self, directory: Path, file: dict[str, Any], rank: int) -> None:
         data = (directory / file["name"]).read_bytes()

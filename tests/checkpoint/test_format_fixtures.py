@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
-from smckpt.checkpoint.format import FORMAT_VERSION, Manifest, Part, Record, open_json
+from smckpt.checkpoint.format import (
+    FORMAT_VERSION,
+    SPREAD_VERSION,
+    Manifest,
+    Part,
+    Record,
+    open_json,
+)
 from smckpt.checkpoint.plan import plan_local, plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.rows import decode_rows
@@ -17,7 +24,9 @@ from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.storage import open_storage
 from tests.support import make_fixture
+from tests.support.copies import contents
 from tests.support.saves import pattern
 
 FIXTURES = sorted(path for path in make_fixture.ROOT.iterdir() if path.is_dir())
@@ -44,8 +53,9 @@ def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) 
     return [bytes(buffer) for buffer in buffers]
 
 
-def test_there_is_a_fixture_of_this_version():
-    assert f"format-{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}" in {path.name for path in FIXTURES}
+@pytest.mark.parametrize("version", [FORMAT_VERSION, SPREAD_VERSION])
+def test_there_is_a_fixture_of_this_version(version):
+    assert f"format-{version[0]}.{version[1]}" in {path.name for path in FIXTURES}
 
 
 def test_every_json_file_of_it_reads_back(fixture):
@@ -59,6 +69,8 @@ def test_every_json_file_of_it_reads_back(fixture):
             if kind != "record":
                 assert decode_rows(read_back.layout, read_back.group_ranks)
             seen.add(kind)
+            if kind == "manifest":
+                assert f"format-{body['format'][0]}.{body['format'][1]}" == fixture.name
     assert seen == set(kinds)
 
 
@@ -71,6 +83,14 @@ def test_every_logical_tensor_of_it_is_what_was_saved(fixture, catalogue):
         rule = MeshGeometry(name, tensor.shape, mesh, (Placement("replicate"),) * 2)
         entry = Entry((name,), tensor.dtype, tensor.shape, rule, (), ())
         assert read(catalogue, [entry], 0, local=False) == [bytes.fromhex(text)]
+
+
+def test_it_is_read_in_a_bucket_too_as_it_lies_there(fixture, s3_root):
+    for way, data in contents(fixture / "checkpoint").items():
+        directory, _, name = way.rpartition("/")
+        open_storage(f"{s3_root}/{directory}").put(name, data)
+    report = verify_checkpoint(s3_root)
+    assert report.ok and report.files == 4
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from smckpt import export_hf
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import contents_of
@@ -17,6 +20,7 @@ from smckpt.checkpoint.spread import Spread, is_prefix, spread_for
 from smckpt.checkpoint.sweep import sweep
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.cli.app import app
 from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import open_storage
 from smckpt.storage.s3_config import S3Config
@@ -159,6 +163,32 @@ def test_a_copy_to_a_disk_has_all_in_one_directory_and_the_way_back_spreads_it(
     assert ways(f"{s3_root}/other") == set()
     remove_checkpoint(contents_of(str(here)))
     assert ways(str(here)) == set()
+
+
+def test_the_commands_and_an_export_say_of_it_what_they_say_of_a_copy_on_a_disk(
+    step: str, tmp_path: Path
+) -> None:
+    here = str(tmp_path / "copy")
+    copy_checkpoint(step, here)
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    for command in ("show", "verify"):
+        there, copied = (json.loads(said(command, "--json", url)) for url in (f"{step}/", here))
+        homes = [writer.pop("directory") for writer in there.get("writers", ())]
+        if homes:
+            assert homes == [f"../{n}-smckpt/step-100" for n in ("00", "80", "40", "c0")]
+            assert {writer.pop("directory") for writer in copied["writers"]} == {""}
+        url = "path" if command == "show" else "url"
+        assert (there.pop(url), copied.pop(url)) == (f"{step}/", here)
+        assert there == copied
+        said(command, step)
+    for url, out in ((step, "there"), (here, "copied")):
+        export_hf(url, tmp_path / out, allow_nonfinite=True)
+    assert contents(tmp_path / "there") == contents(tmp_path / "copied") != {}
 
 
 def test_a_file_system_that_shows_the_bucket_as_it_is_is_read_too(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from smckpt.storage.budget import Share
 from smckpt.storage.s3_config import S3Config, using_s3
 from smckpt.storage.s3_pace import current_share, sharing
 from tests.support.launch import ROOT, run_ranks
-from tests.support.proxy import faulty_proxy
+from tests.support.proxy import faulty_proxy, secure_proxy
 from tests.support.s3 import Server
 
 BIG = 3 << 20  # float32: 12 MiB, three parts of 5 MiB
@@ -30,26 +31,29 @@ def state(value: float, size: int = 1000) -> dict[str, object]:
     return {"a": torch.full((size,), value), "rank": dist.get_rank(), "step": int(value)}
 
 
-def saved_and_loaded(root: str) -> tuple[set[float], int, str]:
-    where = f"{root}/step1"
-    config = {"chunk_size_MB": 5}
-    smckpt.save(state(1.0, BIG), checkpoint_id=where, step=1, s3client_config=config)
-    target = state(0.0, BIG)
-    smckpt.load(target, checkpoint_id=where, s3client_config=config)
-    found = smckpt.latest_checkpoint(root)
-    assert found is not None
-    assert target["rank"] == dist.get_rank()
-    return set(target["a"].unique().tolist()), target["step"], found.path  # type: ignore[attr-defined, return-value]
+def saved_and_loaded(root: str) -> list[tuple[set[float], int, str]]:
+    """A step by each client."""
+    told = []
+    for step, client in ((1, "direct"), (2, "s3transfer")):
+        where = f"{root}/step{step}"
+        config = {"chunk_size_MB": 5, "client": client}
+        smckpt.save(state(float(step), BIG), checkpoint_id=where, step=step, s3client_config=config)
+        target = state(0.0, BIG)
+        smckpt.load(target, checkpoint_id=where, s3client_config=config)
+        found = smckpt.latest_checkpoint(root)
+        assert found is not None
+        assert target["rank"] == dist.get_rank()
+        told.append((set(target["a"].unique().tolist()), target["step"], found.path))  # type: ignore[attr-defined]
+    return told  # type: ignore[return-value]
 
 
 def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) -> None:
-    for values, step, path in run_ranks(saved_and_loaded, 2, s3_root):
-        assert values == {1.0}
-        assert step == 1
-        assert path == f"{s3_root}/step1/"
-    report = smckpt.verify_checkpoint(f"{s3_root}/step1")
-    assert report.ok
-    assert report.nbytes > 4 * BIG
+    for told in run_ranks(saved_and_loaded, 2, s3_root):
+        assert told == [({float(step)}, step, f"{s3_root}/step{step}/") for step in (1, 2)]
+    for step in (1, 2):
+        report = smckpt.verify_checkpoint(f"{s3_root}/step{step}")
+        assert report.ok
+        assert report.nbytes > 4 * BIG
 
 
 class Listening(Worker):
@@ -227,12 +231,29 @@ def _until_uploading(where: str, parts: int) -> None:
     raise AssertionError("no upload was seen under way")
 
 
-def exported(root: str) -> None:
+def saved(root: str) -> None:
     model = {"model": {"weight": torch.arange(12.0).reshape(3, 4)}}
     smckpt.save(model, checkpoint_id=f"{root}/run", step=7)
+    there = {"model": {"weight": torch.zeros(3, 4)}}
+    smckpt.load(there, checkpoint_id=f"{root}/run")
+    assert torch.equal(there["model"]["weight"], model["model"]["weight"])
 
 
-def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_path: Path) -> None:
+@pytest.fixture
+def over_tls(
+    s3_root: str, s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """All of this process and its children."""
+    with secure_proxy(s3_server.endpoint, tmp_path / "ca.pem") as proxy:
+        monkeypatch.setenv("SMCKPT_S3_ENDPOINT", proxy.endpoint)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+        yield
+        assert len(proxy.seen) > 30
+
+
+def test_a_checkpoint_is_saved_loaded_looked_at_and_exported_over_tls(
+    s3_root: str, over_tls: None, tmp_path: Path
+) -> None:
     import json
 
     from click.testing import CliRunner
@@ -240,7 +261,7 @@ def test_the_command_and_the_export_read_a_checkpoint_in_s3(s3_root: str, tmp_pa
 
     from smckpt.cli.app import app
 
-    run_ranks(exported, 1, s3_root)
+    run_ranks(saved, 1, s3_root)
     [listed] = json.loads(CliRunner().invoke(app, ["ls", "--json", s3_root]).output)
     assert (listed["path"], listed["step"]) == (f"{s3_root}/run/", 7)
     shown = CliRunner().invoke(app, ["show", f"{s3_root}/run"])

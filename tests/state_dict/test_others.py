@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -32,6 +33,23 @@ def torchs_own(kind: str, model: Any, optimizer: Any) -> dict[str, Any]:
             }
     tensors, state = get_state_dict(model, optimizer)
     return {"model": tensors, "optimizer": state}
+
+
+def two_shards_of_a_rank(folder: str) -> list[Any]:
+    """A ShardedTensor of which each rank holds two pieces that do not touch: filled in place."""
+    rank = dist.get_rank()
+    pieces = [torch.full((2, 3), float(10 * rank + i)) for i in range(2)]
+    shards = [
+        Shard.from_tensor_and_offsets(piece, [4 * i + 2 * rank, 0], rank)
+        for i, piece in enumerate(pieces)
+    ]
+    state = {"sharded": init_from_local_shards(shards, 8, 3)}
+    smckpt.save(state, checkpoint_id=folder)
+    for piece in pieces:
+        piece.zero_()
+    smckpt.load(state, checkpoint_id=folder)
+    expected = [torch.full((2, 3), float(10 * rank + i)) for i in range(2)]
+    return [(a, b) for a, b in zip(pieces, expected, strict=True) if not torch.equal(a, b)]
 
 
 def others(folder: str) -> dict[str, Any]:
@@ -56,6 +74,7 @@ def others(folder: str) -> dict[str, Any]:
         ours = {n: t for n, t in whole(other, fresh).items() if n.startswith("model")}
         theirs = {n: t for n, t in expected.items() if n.startswith("model")}
         out[f"{kind} model into torch's"] = differences(ours, theirs)
+    out["two shards on a rank"] = two_shards_of_a_rank(f"{folder}/shards")
     return {what: found for what, found in out.items() if found}
 
 

@@ -331,6 +331,7 @@ def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3_root: str)
         {"checksum": "md5"},
         {"endpoint": "host:1"},
         {"retries": -1},
+        {"client": "crt"},
         {"colour": 1},
     ],
 )

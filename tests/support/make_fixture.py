@@ -1,15 +1,15 @@
-"""Make tests/fixtures/format-1.0: a small checkpoint of every kind of row and value.
+"""Make tests/fixtures/format-1.0 and -2.0: a small checkpoint of every kind of row and value.
 
 Run it once for a new version of the format (`python -m tests.support.make_fixture`), into a new
 directory: fixtures of versions that landed are never made anew, since they show that what old
-releases wrote still loads. Four ranks, hybrid sharding 2 × 2: two groups that commit together.
+releases wrote still loads. Four ranks, hybrid sharding 2 × 2: two groups that commit together. That
+of the version for spread files (2.0) shows the keys of a bucket as a file system does.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.commit import claim_epoch, publish_record
-from smckpt.checkpoint.format import FORMAT_VERSION, record_name
+from smckpt.checkpoint.format import FORMAT_VERSION, SPREAD_VERSION, record_name
 from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.spread import Spread
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.geometry import (
     Box,
@@ -151,11 +152,12 @@ def objects_of(rank: int) -> dict[str, tuple[list[str | int], Any]]:
     }
 
 
-def make(root: Path) -> None:
+def make(root: Path, spread: Spread | None) -> None:
     groups = [
         Group(
             root / f"shard{number}",
             ranks,
+            spread=spread,
             session=f"{number}{number}1122334455",
             state=lambda rank: (
                 entries_of(rank),
@@ -180,10 +182,8 @@ def make(root: Path) -> None:
                 "coordinator": group.ranks[0],
             }
         )
-        for path in group.directory.glob("*-00000000-*"):
-            path.unlink()
-        for path in group.directory.glob("*-00000000.json"):
-            path.unlink()
+    for path in (*root.rglob("*-00000000-*"), *root.rglob("*-00000000.json")):
+        path.unlink()
     publish_record(str(root), lead, 1, epoch, named)
 
 
@@ -192,7 +192,7 @@ def common(group: Group, number: int) -> dict[str, Any]:
         "checkpoint_id": f"/checkpoints/{group.directory.name}",
         "step": 70 * number,
         "topology": {"world_size": 4, "hybrid_shard_degree": 2},
-        "metadata": {"note": f"format {FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}", "loss": 0.125},
+        "metadata": {"note": "spread" if group.spread else "in one place", "loss": 0.125},
         "optimizers": {"optimizer": {"form": "id", "ids": [["a.weight"], ["a.bias"]]}},
         "objects": encoded_objects,
     }
@@ -210,10 +210,13 @@ def expected() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    directory = ROOT / f"format-{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}"
-    if directory.exists():
-        sys.exit(f"{directory} exists: fixtures of a version that landed are kept as they are")
-    make(directory / "checkpoint")
-    (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
-    total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    print(f"{directory}: {total} bytes")
+    # Beside the groups' directories, so that all lies in the checkpoint's.
+    for version, spread in ((FORMAT_VERSION, None), (SPREAD_VERSION, Spread(1, 4))):
+        directory = ROOT / f"format-{version[0]}.{version[1]}"
+        if directory.exists():
+            print(f"{directory} exists: fixtures of a version that landed are kept as they are")
+            continue
+        make(directory / "checkpoint", spread)
+        (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
+        total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        print(f"{directory}: {total} bytes")

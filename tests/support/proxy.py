@@ -1,17 +1,22 @@
-"""A proxy in front of the S3 server that spoils chosen requests."""
+"""A proxy in front of the S3 server that spoils chosen requests; over TLS too, and as the HTTP
+proxy through which a client is told to go."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import random
+import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["FAULTS", "FaultyProxy", "faulty_proxy"]
+__all__ = ["FAULTS", "FaultyProxy", "faulty_proxy", "secure_proxy"]
 
 FAULTS = ("503", "500", "before", "after", "half", "wrong", "wrong answer")
 _CODES = {"503": "SlowDown", "500": "InternalError"}
@@ -30,6 +35,7 @@ class FaultyProxy:
         self.seen: list[str] = []
         self.ranges: list[str] = []  # asked for, in order
         self.spoiled = 0  # by chance
+        self.cut_handshakes = 0  # so many connections more, before a word is said
         self.ended = threading.Event()
         self._plan: list[tuple[str, str, str]] = []
         self._end: tuple[int, Callable[[], None]] | None = None
@@ -92,16 +98,23 @@ class FaultyProxy:
 
 
 @contextlib.contextmanager
-def faulty_proxy(upstream: str) -> Iterator[FaultyProxy]:
-    """A proxy on a port of its own, until the block ends."""
+def faulty_proxy(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
+    """A proxy on a port of its own, until the block ends.
+
+    Args:
+        tls: it speaks TLS with these certificates.
+    """
     proxy = FaultyProxy(upstream)
 
     class Handler(_Handler):
         plan = proxy
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    server = _Server(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
+    proxy.endpoint = f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -113,9 +126,56 @@ def faulty_proxy(upstream: str) -> Iterator[FaultyProxy]:
         thread.join()
 
 
+@contextlib.contextmanager
+def secure_proxy(upstream: str, authority: Path) -> Iterator[FaultyProxy]:
+    """The same over TLS; the certificate of the authority that vouches for it is put in a file."""
+    import trustme
+
+    made = trustme.CA()
+    made.cert_pem.write_to_path(str(authority))
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    made.issue_cert("127.0.0.1").configure_cert(tls)
+    with faulty_proxy(upstream, tls) as proxy:
+        yield proxy
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Quiet about clients that go away, or that do not trust it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     plan: FaultyProxy
+
+    def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):
+            if self.plan.cut_handshakes:
+                self.plan.cut_handshakes -= 1
+                raise ConnectionAbortedError
+            self.request.do_handshake()  # here, since it may wait for the client
+        super().setup()
+
+    def do_CONNECT(self) -> None:
+        """A tunnel to the address that the client names."""
+        fault = self.plan.fault(self.command, self.path)
+        if fault == "before":
+            return self._cut()
+        if fault:
+            return self._answer(int(fault[:3]), [], b"")
+        host, _, port = self.path.rpartition(":")
+        with socket.create_connection((host, int(port)), 60) as far:
+            self.send_response(200)
+            self.end_headers()
+            back = threading.Thread(target=_pass_on, args=(far, self.connection))
+            back.start()
+            _pass_on(self.connection, far)
+            back.join()
+        self._cut()
 
     def handle_one(self) -> None:
         if "Range" in self.headers:
@@ -152,7 +212,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         link = http.client.HTTPConnection(self.plan.upstream, timeout=60)
-        link.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        target = self.path  # a client that takes us for its proxy names the host too
+        if target.startswith("http://"):
+            target = "/" + target.removeprefix("http://").partition("/")[2]
+        link.putrequest(self.command, target, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
             if name.lower() not in ("expect", "connection"):
                 link.putheader(name, value)
@@ -184,6 +247,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _cut(self) -> None:
         self.close_connection = True
+
+
+def _pass_on(near: socket.socket, far: socket.socket) -> None:
+    """Until one of them ends."""
+    with contextlib.suppress(OSError):
+        while data := near.recv(1 << 16):
+            far.sendall(data)
+    with contextlib.suppress(OSError):
+        far.shutdown(socket.SHUT_RDWR)
 
 
 def _changed(body: bytes) -> bytes:

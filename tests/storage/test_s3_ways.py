@@ -1,0 +1,174 @@
+"""The ways to a store: TLS that is held against a CA, and HTTP proxies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.errors import StorageError
+from smckpt.storage.s3 import S3Storage
+from smckpt.storage.s3_config import S3Config, using_s3
+from tests.support.copies import contents
+from tests.support.proxy import FaultyProxy, faulty_proxy, secure_proxy
+from tests.support.s3 import Server
+from tests.support.saves import Group, hybrid, state_of
+
+MIB = 1 << 20
+AWAY = "http://store.example:8333"  # a name that no resolver knows
+
+
+@pytest.fixture
+def secure(s3_root: str, s3_server: Server, tmp_path: Path) -> Iterator[FaultyProxy]:
+    with secure_proxy(s3_server.endpoint, tmp_path / "ca.pem") as made:
+        yield made
+
+
+@pytest.fixture
+def trusted(secure: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+
+
+@pytest.fixture
+def proxy(
+    s3_root: str, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with faulty_proxy(s3_server.endpoint) as made:
+        yield made
+
+
+def options(endpoint: str, **fields: Any) -> S3Config:
+    fields = {"endpoint": endpoint, "chunk_size_MB": 5, **fields}
+    return S3Config.from_mapping(fields, S3Config.from_environment())
+
+
+def everything(root: str, config: S3Config, folder: Path) -> None:
+    """A checkpoint is saved, verified, copied; a file goes and comes in parts."""
+    with using_s3(config):
+        Group(root, range(1), state=state_of(hybrid(range(1), 1))).save()  # type: ignore[arg-type]
+        assert verify_checkpoint(root).ok
+        copy_checkpoint(root, str(folder))
+        assert contents(folder) == contents(root) != {}
+    store, data = S3Storage(f"{root}/big", config), memoryview(os.urandom(6 * MIB + 1))
+    writer = store.create_file("data", len(data))
+    for at in range(0, len(data), writer.piece):
+        writer.write_at(at, data[at : at + writer.piece])
+    writer.finish()
+    assert store.read("data", 0, len(data)) == data
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["direct", "s3transfer"])
+def test_a_store_behind_tls_is_used_where_its_authority_is_trusted(
+    secure: FaultyProxy, trusted: None, s3_root: str, tmp_path: Path, client: str
+) -> None:
+    everything(s3_root, options(secure.endpoint, client=client), tmp_path / "copy")
+    assert len(secure.seen) > 20
+
+
+def test_a_certificate_that_nobody_vouches_for_is_told_at_once_and_nothing_is_sent(
+    secure: FaultyProxy, s3_root: str
+) -> None:
+    store = S3Storage(s3_root, options(secure.endpoint, retries=50))
+    with pytest.raises(StorageError, match="certificate is not trusted.*AWS_CA_BUNDLE"):
+        store.put("data", b"x")
+    assert secure.seen == []
+
+
+def test_a_port_that_speaks_no_tls_is_told_at_once(s3_root: str, s3_server: Server) -> None:
+    plain = s3_server.endpoint.replace("http:", "https:")
+    with pytest.raises(StorageError, match="no TLS.*the endpoint"):
+        S3Storage(s3_root, options(plain, retries=50)).put("data", b"x")
+
+
+@pytest.mark.parametrize("fault", ["handshake", "before", "half", "wrong", "wrong answer"])
+def test_faults_below_and_above_tls_pass(
+    secure: FaultyProxy, trusted: None, s3_root: str, fault: str
+) -> None:
+    store, data = S3Storage(s3_root, options(secure.endpoint)), os.urandom(MIB)
+    times = 4  # botocore's own tries are three
+    if fault == "handshake":
+        secure.cut_handshakes = times
+    elif fault in ("before", "wrong"):
+        secure.spoil("PUT", fault, times)
+    store.put("data", data)
+    if fault in ("half", "wrong answer"):
+        secure.spoil("GET", fault, times)
+    assert store.read("data") == data
+    assert (secure.left, secure.cut_handshakes) == (0, 0)
+
+
+# -- HTTP proxies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["direct", "s3transfer"])
+def test_a_store_is_reached_through_the_proxy_that_the_environment_names(
+    proxy: FaultyProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy.endpoint)
+    # Bodies are signed too: this is plain HTTP to another host.
+    config = options(AWAY, client=client, retries=3)
+    everything(s3_root, config, tmp_path / "copy")
+    assert len(proxy.seen) > 20
+    assert all(AWAY in line for line in proxy.seen)
+
+
+def test_a_store_behind_tls_is_reached_through_a_tunnel(
+    proxy: FaultyProxy,
+    secure: FaultyProxy,
+    trusted: None,
+    s3_root: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", proxy.endpoint)
+    store = S3Storage(s3_root, options(secure.endpoint, retries=4))
+    proxy.spoil("CONNECT", "before", 4)
+    store.put("data", b"x" * MIB)
+    assert proxy.left == 0
+    assert store.read("data") == b"x" * MIB
+    assert {line.partition(" ")[0] for line in proxy.seen} == {"CONNECT"}
+
+
+@pytest.mark.parametrize("how", ["tunnel", "answer", "away"])
+def test_a_proxy_that_refuses_is_told_at_once_and_one_that_is_away_is_tried_again(
+    proxy: FaultyProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    endpoint, said = AWAY, "the HTTP proxy refuses.*HTTP_PROXY"
+    monkeypatch.setenv("HTTP_PROXY", proxy.endpoint)
+    if how == "tunnel":
+        monkeypatch.setenv("HTTPS_PROXY", proxy.endpoint)
+        proxy.spoil("CONNECT", "407", 100)
+        endpoint = AWAY.replace("http:", "https:")
+    elif how == "answer":
+        proxy.spoil("PUT", "407 ProxyAuthenticationRequired", 100)
+    else:  # nothing listens there
+        said = "the HTTP proxy cannot be reached.*tried 2 times.*NO_PROXY"
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    store = S3Storage(s3_root, options(endpoint, retries=1, read_timeout_s=51 + len(how)))
+    with pytest.raises(StorageError, match=said):
+        store.put("data", b"x")
+    assert len(proxy.seen) <= 3  # botocore's own tries
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "signed"),
+    [("http://store.example:80", True), ("https://store.example", False), (None, False)],
+)
+def test_bodies_are_signed_on_plain_http_to_other_hosts_wherever_the_endpoint_is_named(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch, endpoint: str | None, signed: bool
+) -> None:
+    monkeypatch.delenv("SMCKPT_S3_ENDPOINT")
+    if endpoint is not None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    config = S3Config(region="eu-west-1", read_timeout_s=71 + len(str(endpoint)))
+    client = S3Storage(s3_root, config).run("look", s3_root, lambda client: client)
+    assert client.meta.config.s3["payload_signing_enabled"] is signed

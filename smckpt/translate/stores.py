@@ -312,6 +312,11 @@ def _open_torch(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
     out = {}
     for name, tensor in _tensors(_model_of(loaded, path)).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UsageError(
+                f"{name} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device.type}",
+                remedy="save dense tensors with their values", path=str(path),
+            )  # fmt: skip
         code = bits(dtype)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         out[name] = (dtype, flat.view(code).reshape(tuple(tensor.shape)))

@@ -230,6 +230,15 @@ def test_a_config_without_numbers_is_refused_by_name(tmp_path, field, value):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=config)
 
 
+def test_tensors_without_plain_values_are_refused_by_name(tmp_path):
+    state = ref.mcore(ref.on_disk(_model(), tmp_path), 1, 0)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for change in (torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")):
+        torch.save(state | {name: change(state[name])}, tmp_path / "rank.pt")
+        with pytest.raises(errors.UsageError, match=f"{name} is a torch"):
+            export_hf([tmp_path / "rank.pt"], tmp_path / "hf", config=_model().config)
+
+
 def test_what_is_no_one_model_is_not_imported(tmp_path):
     """A head that differs from the embedding it is tied to; a tensor in two files; no index."""
     state = ref.on_disk(_model(), tmp_path / "hub")

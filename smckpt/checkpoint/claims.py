@@ -48,7 +48,8 @@ _WITH_EPOCH = ("epoch-", "manifest-", "record-")
 @dataclass(frozen=True)
 class Claim:
     """One epoch file. scope: URLs of the directories concerned; before: the sessions that had files
-    in the directory when it was made; spread: how its session's files are spread over prefixes."""
+    in the directory when it was made; spread: how its session's files are spread over prefixes;
+    ranks: that save under it; claimed_at: nanoseconds since 1970."""
 
     name: str
     epoch: int
@@ -56,6 +57,8 @@ class Claim:
     scope: frozenset[str]
     before: frozenset[str]
     spread: Spread | None = None
+    ranks: frozenset[int] = frozenset()
+    claimed_at: int = 0
 
 
 def claim_epoch(
@@ -64,6 +67,8 @@ def claim_epoch(
     host: str,
     groups: Sequence[str] = (),
     spread: Mapping[str, Any] | None = None,
+    ranks: Sequence[int] = (),
+    since: int = 0,
 ) -> dict[str, Any]:
     """Claim the next epoch of a directory for a session, exclusively.
 
@@ -74,11 +79,15 @@ def claim_epoch(
         groups: URLs of the groups' directories, for a record's parent. The epoch is above theirs
             too, so that it means the same in all of them.
         spread: how the ranks' files are spread over prefixes, as `Spread.to_json` gives it.
+        ranks: that save under this epoch; of all groups.
+        since: when this job began, in nanoseconds since 1970.
 
     Returns:
         {"epoch": int}.
 
     Raises:
+        UsageError: other ranks claimed one of the directories since this job began: two groups of
+            it have one checkpoint_id, and would take turns in superseding each other.
         StorageError: others win every claim, or the store refused.
     """
     storage = open_storage(directory)
@@ -86,7 +95,9 @@ def claim_epoch(
     ways = [relative_url(group.url, storage.url) for group in inside]
     for _ in range(_TURNS):
         epoch = max(map(_latest_epoch, (storage, *inside))) + 1
-        if _create_claim(storage, epoch, session, host, ways, Spread.from_json(spread)):
+        for place in (storage, *inside) if ranks else ():
+            _refuse_shared(place, groups or [directory], session, frozenset(ranks), since)
+        if _create_claim(storage, epoch, session, host, ways, Spread.from_json(spread), ranks):
             return {"epoch": epoch}
     raise StorageError(
         f"others claimed the last {_TURNS} epochs that this session tried",
@@ -95,7 +106,34 @@ def claim_epoch(
     )
 
 
-def mark_epoch(storage: Storage, epoch: int, session: str, spread: Spread | None = None) -> None:
+def _refuse_shared(
+    storage: Storage, scope: Sequence[str], session: str, ranks: frozenset[int], since: int
+) -> None:
+    urls = {open_storage(url).url for url in scope}
+    for claim in claims_at(storage):
+        if (
+            claim.session != session
+            and claim.claimed_at > since
+            and claim.ranks
+            and not claim.ranks & ranks
+            and claim.scope & urls
+        ):
+            raise UsageError(
+                f"ranks {sorted(claim.ranks)[:8]} and ranks {sorted(ranks)[:8]} of one job have "
+                "one checkpoint_id",
+                remedy="give each group its own directory: put the TP, EP, PP and shard "
+                "coordinates that tell them apart in the path",
+                path=min(claim.scope & urls),
+            )
+
+
+def mark_epoch(
+    storage: Storage,
+    epoch: int,
+    session: str,
+    spread: Spread | None = None,
+    ranks: Sequence[int] = (),
+) -> None:
     """Make sure that the epoch, claimed in the parent, stands in this group's directory as ours.
 
     Raises:
@@ -104,7 +142,7 @@ def mark_epoch(storage: Storage, epoch: int, session: str, spread: Spread | None
     try:
         owner = _read_claim(storage, epoch_name(epoch)).session
     except CheckpointNotFoundError:
-        if _create_claim(storage, epoch, session, socket.gethostname(), [], spread):
+        if _create_claim(storage, epoch, session, socket.gethostname(), [], spread, ranks):
             return
         owner = _read_claim(storage, epoch_name(epoch)).session
     if owner != session:
@@ -223,6 +261,7 @@ def _create_claim(
     host: str,
     groups: Sequence[str],
     spread: Spread | None,
+    ranks: Sequence[int],
 ) -> bool:
     names: list[str] = []
     for place in places_at(storage, [] if groups else [spread]):
@@ -238,6 +277,7 @@ def _create_claim(
         "claimed_at": time.time_ns(),
         "groups": list(groups),
         "before": sorted(before),
+        **({"ranks": sorted(ranks)} if ranks else {}),
         **({"spread": spread.to_json()} if spread else {}),
     }
     return storage.put_exclusive(epoch_name(epoch), seal_json(body))
@@ -253,6 +293,8 @@ def _read_claim(storage: Storage, name: str) -> Claim:
         frozenset(join_url(storage.url, way) for way in ways) or frozenset({storage.url}),
         frozenset(body.get("before", [])),
         Spread.from_json(body.get("spread")),
+        frozenset(body.get("ranks", [])),
+        int(body.get("claimed_at", 0)),
     )
 
 

@@ -86,7 +86,7 @@ def publish_manifest(
     storage, over = open_storage(directory), Spread.from_json(spread)
     homes = Homes(storage, over)
     if record is not None:
-        mark_epoch(storage, epoch, session, over)
+        mark_epoch(storage, epoch, session, over, ranks)
     # Before the parts are looked at: a run that gives up this attempt says so before it deletes,
     # so either we see that here or it sees our claim and leaves the files alone.
     _refuse_fenced(homes, epoch, attempt)

@@ -29,9 +29,9 @@ __all__ = [
     "save",
 ]
 
-# The one object of the process: SMP's functions take no handle, so queues must live somewhere.
 LOAD_THREADS, LOAD_TIMEOUT = 4, 1800.0
 
+# The one object of the process: SMP's functions take no handle, so queues must live somewhere.
 _RUNTIME = Runtime()
 
 
@@ -64,17 +64,19 @@ def async_save(
             `sm_state_dict_type` gives, or DTensors, ShardedTensors and plain tensors.
         checkpoint_id: the group's directory. May come from `storage_writer` instead.
         process_group: who commits together; None for all processes.
-        coordinator_rank: the global rank that publishes; by default the lowest of the group.
+        coordinator_rank: the global rank that publishes; by default the lowest of the group. The
+            same in all saves of a queue.
         storage_writer: `DistributedFileSystemWriter`, or any stock DCP writer: that one is run
             by DCP, with DCP's collectives.
         planner: a DCP save planner; DCP then plans, with its collectives.
         queue: a name; saves of one queue are in order, queues are independent.
         step: the training step, recorded.
-        metadata: JSON-able values to record.
+        metadata: a dict that JSON can hold, to record.
         groups: the groups (lists of global ranks) that make a step together, when neither
             `parallel_state` nor the model's sharding tells.
         parallel_state: a `ParallelState`; recorded, and its replication groups make the step.
-        on_commit: called once, on the coordinator, in the background, after the commit.
+        on_commit: called once, on the coordinator, in the background, after the commit. What it
+            raises is logged.
         allow_objects: types that may be stored with `torch.save` although they are no plain data.
         options: see `SaveOptions`.
         s3_region, s3client_config: for s3:// ids: the bucket's region, and an `S3Config` (or a

@@ -7,11 +7,13 @@ error; the coordinator turns all arrivals into one verdict; all ranks read that.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from smckpt.checkpoint.format import record_name
 from smckpt.checkpoint.spread import Spread, spread_for
 from smckpt.engine.job import SaveJob
 from smckpt.engine.membership import Membership
@@ -38,9 +40,14 @@ log = logging.getLogger("smckpt")
 
 
 class Committer:
-    """Carries the saves of one queue from the arena to the commit. Used by one thread."""
+    """Carries the saves of one queue from the arena to the commit. Used by one thread.
 
-    def __init__(self, membership: Membership, worker: Worker) -> None:
+    Args:
+        since: when this life of the job began, in nanoseconds since 1970.
+    """
+
+    def __init__(self, membership: Membership, worker: Worker, since: int) -> None:
+        self._since = since
         self.membership = membership
         self.worker = worker
         self.group = membership.group
@@ -60,7 +67,7 @@ class Committer:
         """
         timeout = job.request.options.timeout
         if self._session is None:
-            self._session = self.membership.session(timeout)
+            self._session = self._agreed(job, timeout)
         session = self._session
         body = self._write(session, job, arena_id, timeout)
         point = f"save/{job.handle.number}"
@@ -74,7 +81,9 @@ class Committer:
             return _opened(verdict)
         try:
             # Gathering, the step's two meetings and publishing have `timeout` each.
-            return _opened(session.channel.get(f"{point}/verdict", 6 * timeout + 5))
+            verdict = session.channel.get(f"{point}/verdict", 6 * timeout + 5)
+        except PeerError:
+            raise  # the store is gone: a TimeoutError too, as in the places below
         except TimeoutError as error:
             raise PeerError(
                 f"the coordinator, rank {job.request.coordinator}, gave no verdict on save "
@@ -83,6 +92,26 @@ class Committer:
                 path=job.request.directory,
                 rank=self.group.rank,
             ) from error
+        return _opened(verdict)
+
+    def _agreed(self, job: SaveJob, timeout: float) -> Session:
+        """The session; who leads gave up the saves before this one, if there were any, and a rank
+        that comes late to them must not wait for a word on them."""
+        session = self.membership.session(timeout)
+        for number in range(job.handle.number if session.channel is not None else 0):
+            assert session.channel is not None
+            error = PeerError(
+                f"rank {self.group.rank} had given up save {number} before this rank came",
+                remedy="see what held this rank up; raise timeout= if it was merely slow",
+                rank=self.group.rank,
+            )
+            over = {"error": error.to_json()}
+            if session.member == 0:
+                session.channel.set(f"probe/{number}/made", over)
+                session.channel.set(f"probe/{number}/decision", over)
+            if self.group.rank == job.request.coordinator:
+                session.channel.set(f"save/{number}/verdict", over)
+        return session
 
     # -- this rank's part ------------------------------------------------------------------
 
@@ -164,6 +193,8 @@ class Committer:
         else:
             try:
                 made = channel.get(f"{point}/made", 2 * timeout)
+            except PeerError:
+                raise
             except TimeoutError as error:
                 raise absent({}, 1, self.membership.rank_name, "probing the directory") from error
         here = made if "error" in made else self._try_probe(session, job, False, timeout)
@@ -215,7 +246,7 @@ class Committer:
                 with self._as_one_of_all():
                     answer = self.worker.call("probe", payload, timeout=timeout)
             self._remark(answer)
-            return {"host": _host(), "directory": directory, "seen": answer["seen"]}
+            return {"host": socket.gethostname(), "directory": directory, "seen": answer["seen"]}
         except CheckpointError as error:
             return {"error": error.to_json()}
 
@@ -241,7 +272,9 @@ class Committer:
                 return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
             if failure is not None:
                 raise failure
-            epoch = self._epoch(session, job.request.directory, timeout, spread=_spread(job))
+            epoch = self._epoch(
+                session, job.request.directory, self.group.ranks, timeout, spread=_spread(job)
+            )
             return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
         except Exception as error:
             return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
@@ -266,6 +299,8 @@ class Committer:
                 got = bodies
                 if "error" in got[0]:
                     raise error_from_json(got[0]["error"])
+        except PeerError:
+            raise
         except TimeoutError as error:
             raise absent(got, session.count, self.membership.rank_name, "writing") from error
         coordinators = {body["coordinator"] for body in got.values()}
@@ -290,6 +325,7 @@ class Committer:
         self,
         session: Session,
         directory: str,
+        ranks: Sequence[int],
         timeout: float,
         groups: Sequence[str] = (),
         spread: dict[str, Any] | None = None,
@@ -302,9 +338,11 @@ class Committer:
                 {
                     "directory": directory,
                     "session": session.id,
-                    "host": _host(),
+                    "host": socket.gethostname(),
                     "groups": list(groups),
                     "spread": spread,
+                    "ranks": list(ranks),
+                    "since": self._since,
                 },
                 timeout=timeout,
             )
@@ -403,8 +441,6 @@ class Committer:
         self, step: Session, job: SaveJob, bodies: dict[int, dict[str, Any]], timeout: float
     ) -> dict[str, Any]:
         """The lead: where the record will stand, under which epoch and name."""
-        from smckpt.checkpoint.format import record_name
-
         urls = [bodies[m]["directory"] for m in sorted(bodies)]
         if len(set(urls)) != len(urls):
             twice = next(u for u in urls if urls.count(u) > 1)
@@ -418,7 +454,8 @@ class Committer:
         parent = common_parent(urls)
         if parent in urls:
             parent = parent_url(parent)
-        epoch = self._epoch(step, parent, timeout, urls)
+        ranks = [rank for group in job.partition.groups for rank in group]
+        epoch = self._epoch(step, parent, ranks, timeout, urls)
         return {
             "directory": parent,
             "epoch": epoch,
@@ -460,9 +497,3 @@ def _opened(verdict: dict[str, Any]) -> dict[str, Any]:
         raise error_from_json(verdict["error"])
     ok: dict[str, Any] = verdict["ok"]
     return ok
-
-
-def _host() -> str:
-    import socket
-
-    return socket.gethostname()

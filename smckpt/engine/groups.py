@@ -157,6 +157,11 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
         elif isinstance(geometry, FlatGeometry) and geometry.mesh.shape[1] > 1:
             cuts.setdefault(id(geometry.mesh), (geometry.mesh, set()))[1].add(1)
     if not cuts:
+        log.info(
+            "nothing tells which groups make a step, so the checkpoint of process group %s stands "
+            "alone; pass parallel_state= or groups= if other ranks save the same step",
+            group.ranks,
+        )
         return alone
     cells = _cells([(mesh, tuple(sorted(dims))) for mesh, dims in cuts.values()])
     covered = {rank for cell in cells for rank in cell}

@@ -48,11 +48,12 @@ log = logging.getLogger("smckpt")
 class SaveQueue:
     """The saves of one group, in order; one in flight at a time.
 
-    It owns its thread, its worker process and its arena, and closes them.
+    It owns its thread, its worker process and its arena, and closes them. `since`: see `Committer`.
     """
 
-    def __init__(self, group: Group, name: str = "default") -> None:
+    def __init__(self, group: Group, name: str = "default", since: int = 0) -> None:
         self.group = group
+        self._since = since
         self.name = name
         self.membership = Membership(group, f"save/{name}")
         self._selector = Selector(group.rank)
@@ -314,7 +315,7 @@ class SaveQueue:
     # -- the thread --------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        committer = Committer(self.membership, self._worker)
+        committer = Committer(self.membership, self._worker, self._since)
         while (job := self._inbox.get()) is not None:
             try:
                 groups = job.partition.groups

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from smckpt.engine.groups import Group
@@ -47,21 +50,23 @@ class Runtime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
+        self._since = _process_began()  # or, later, when a process group made anew was noticed
 
     def queue(self, group: Group, name: str) -> SaveQueue:
+        key = (name, group.ranks)
         with self._lock:
             self._forget_if_forked()
-            key = (name, group.ranks)
             old = self._queues.get(key)
-            if old is not None and not old.group.same_life(group):
-                log.info("the process group was made anew: earlier saves are waited for")
-                failed = old.close(_exit_timeout(), leave=False)
-                self._queues[key] = SaveQueue(group, name)
-                self._queues[key].inherit(failed)
-            elif old is None:
-                self._queues[key] = SaveQueue(group, name)
-                self._watch()
-            return self._queues[key]
+            if old is not None and old.group.same_life(group):
+                return old
+            if old is not None:
+                self._since = time.time_ns()
+            self._queues[key] = fresh = SaveQueue(group, name, self._since)
+            self._watch()
+        if old is not None:
+            log.info("the process group was made anew: earlier saves are waited for")
+            fresh.inherit(old.close(_exit_timeout(), leave=False))
+        return fresh
 
     def adopt(
         self, name: str, ranks: tuple[int, ...], make: Callable[[], Finalizable]
@@ -80,6 +85,7 @@ class Runtime:
             self._forget_if_forked()
             old = self._loaders.get(group.ranks)
             if old is None or not old.group.same_life(group):
+                self._since = self._since if old is None else time.time_ns()
                 self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
                 self._watch()
             return self._loaders[group.ranks]
@@ -128,6 +134,9 @@ class Runtime:
         if not self._watching:
             self._watching = True
             atexit.register(self._at_exit)
+            if multiprocessing.parent_process() is not None:
+                # A forked child of multiprocessing ends without the handlers of `atexit`.
+                multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
 
     def _at_exit(self) -> None:
         """Drain within a limit. A failure that nobody saw makes the exit status non-zero.
@@ -147,6 +156,16 @@ class Runtime:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _process_began() -> int:
+    """In nanoseconds since 1970; of this module's first use where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        age = 0.0
+    return time.time_ns() - int(age * 1e9)
 
 
 def _exit_timeout() -> float:

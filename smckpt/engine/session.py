@@ -163,6 +163,8 @@ class Session:
         try:
             # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
             answer = channel.get(f"{point}/decision", 4 * timeout + 5)
+        except PeerError:
+            raise  # the store is gone: a TimeoutError too, as in the places below
         except TimeoutError as error:
             raise PeerError(
                 f"{name(0)} gave no decision on {point} within {timeout:.0f} s",
@@ -184,7 +186,9 @@ class Session:
                 if "error" in arrival.body:  # do not wait for the others
                     return {"error": arrival.body["error"]}
                 bodies[arrival.member] = arrival.body
-        except TimeoutError:  # PeerError is one too: the store is gone
+        except PeerError as error:
+            return {"error": error.to_json()}
+        except TimeoutError:
             return {"error": absent(bodies, self.count, name, point).to_json()}
         return self._decided(decide, bodies)
 
@@ -257,6 +261,8 @@ def agree(
         session = channel.get(f"accept/{nonce}", deadline + 5 - time.monotonic())["session"]
         channel.set(f"{session}/ack/{member}", here)
         answer = channel.get(f"{session}/go", deadline + 5 - time.monotonic())
+    except PeerError:
+        raise
     except TimeoutError as error:
         raise PeerError(
             f"{name(0)} did not agree on a session within {timeout:.0f} s",

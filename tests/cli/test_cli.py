@@ -273,7 +273,7 @@ def test_a_wrong_option_is_status_2():
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(root):
-    command = f"{sys.executable} -m smckpt.cli show {root}/step-7 --json | head -1"
+    command = f"{sys.executable} -m smckpt show {root}/step-7 --json | head -1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "{\n"
     assert done.stderr == ""

@@ -61,9 +61,13 @@ def test_tensor_and_data_parallel_meshes_cut_together() -> None:
     assert partition.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_state_without_sharding_stands_alone() -> None:
+def test_state_without_sharding_stands_alone_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kept = Entry(("x",), "float32", (2,), KeptGeometry(("x",), (2,), 0), (), ())
-    assert partition_of(Group((0,), 0, 4), [kept]).alone
+    with caplog.at_level(logging.INFO, "smckpt"):
+        assert partition_of(Group((0,), 0, 4), [kept]).alone
+    assert "stands alone" in caplog.text
 
 
 def test_told_groups_win_over_the_geometry() -> None:

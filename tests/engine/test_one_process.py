@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -394,6 +395,18 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
     target = {"a": torch.zeros(4 << 20)}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert bool(target["a"].all())
+
+
+def test_a_child_of_multiprocessing_drains_the_save_in_flight_too(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("forkserver").Process(target=leave_early, args=(tmp_path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert smckpt.latest_checkpoint(tmp_path) is not None
+
+
+def leave_early(folder: Path) -> None:
+    smckpt.async_save({"w": torch.ones(1 << 22)}, checkpoint_id=folder)
 
 
 def test_a_failure_that_nobody_was_told_of_makes_the_exit_status_non_zero(tmp_path: Path) -> None:

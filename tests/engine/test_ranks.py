@@ -277,6 +277,30 @@ def test_a_peer_that_never_comes_is_named_within_the_limit(tmp_path: Path) -> No
     assert "rank 1" in run_ranks(a_peer_dies, 2, str(tmp_path))[0]
 
 
+def a_rank_comes_late(folder: str) -> list[str]:
+    store, rank, said = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    if rank == 1:
+        store.wait(["given up"])
+    for number in range(3):
+        options = smckpt.SaveOptions(timeout=60 if rank or number else 1)
+        try:
+            smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c", options=options)
+            said.append("fine")
+        except errors.SaveFailedError as error:
+            said.append(str(error))
+        store.set("given up", "yes")
+    return said
+
+
+def test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step(
+    tmp_path: Path,
+) -> None:
+    zero, one = run_ranks(a_rank_comes_late, 2, str(tmp_path), timeout=60)
+    assert "rank 1 did not answer" in zero[0]
+    assert "rank 0 had given up save 0" in one[0]
+    assert zero[1:] == one[1:] == ["fine", "fine"]
+
+
 def the_worker_of_this_rank() -> int:
     from smckpt.engine import api
 
@@ -398,22 +422,33 @@ def test_no_member_returns_at_once_and_an_equal_group_finds_the_save(tmp_path: P
     assert run_ranks(membership, 2, str(tmp_path / "m")) == [0, []]
 
 
-def same_id_for_two_groups(folder: str) -> str:
+def same_id_for_two_groups(folder: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model, optimizer = model_on(mesh)
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    try:
-        smckpt.save(
-            taken(model, optimizer, smckpt.LOCAL),
-            checkpoint_id=f"{folder}/same",
-            process_group=groups[dist.get_rank()],
-        )
-    except errors.SaveFailedError as error:
-        return str(error)
-    return "committed"
+    groups, rank = [dist.new_group([0]), dist.new_group([1])], dist.get_rank()
+
+    def save(state: dict[str, Any], where: str) -> str:
+        try:
+            smckpt.save(state, checkpoint_id=f"{folder}/{where}", process_group=groups[rank])
+        except errors.SaveFailedError as error:
+            return str(error)
+        return "committed"
+
+    said = [save(taken(model, optimizer, smckpt.LOCAL), "sharded")]
+    # Where nothing tells that the groups belong together, one may come long after the other.
+    for turn in range(2):
+        if turn == rank:
+            said.append(save({"rank": rank, "stage": torch.ones(2)}, "plain"))
+        dist.barrier()
+    return said
 
 
 def test_two_groups_with_one_checkpoint_id_are_refused(tmp_path: Path) -> None:
-    for text in run_ranks(same_id_for_two_groups, 2, str(tmp_path)):
+    first, second = run_ranks(same_id_for_two_groups, 2, str(tmp_path))
+    for text in (first[0], second[0], second[1]):
         assert "one checkpoint_id" in text
-    assert smckpt.latest_checkpoint(tmp_path) is None
+    assert smckpt.latest_checkpoint(tmp_path / "sharded") is None
+    assert first[1] == "committed"
+    target = {"rank": -1, "stage": torch.zeros(2)}
+    smckpt.load(target, checkpoint_id=tmp_path / "plain")
+    assert target["rank"] == 0

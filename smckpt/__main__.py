@@ -1,0 +1,3 @@
+from smckpt.cli.app import main
+
+main()

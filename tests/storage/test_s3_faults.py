@@ -18,7 +18,7 @@ import pytest
 from smckpt.checkpoint.blocks import Readers
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
-from smckpt.storage import open_storage
+from smckpt.storage import open_storage, s3
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -118,6 +118,52 @@ def test_the_deadline_ends_the_tries(proxy: FaultyProxy, s3_root: str) -> None:
     proxy.spoil("PUT", "500", 1000)
     with pytest.raises(StorageError, match=r"tried \d+ times in"):
         store.put("data", b"x")
+
+
+def test_an_answer_that_is_not_the_range_that_was_asked_for_is_not_taken_for_it(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store, data = through(proxy, s3_root, retries=1), os.urandom(1000)
+    store.put("data", data)
+    proxy.spoil("GET", "whole")
+    assert store.read("data", 10, 90) == data[10:100]
+    proxy.spoil("GET", "whole", 2)
+    with pytest.raises(StorageError, match="not the range that was asked for.*tried 2 times"):
+        store.read("data", 10, 90)
+
+
+def test_what_fails_in_one_of_several_ranges_is_told_when_no_other_writes_into_the_memory(
+    proxy: FaultyProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_READ", MIB)
+    store, data = through(proxy, s3_root), os.urandom(4 * MIB)
+    store.put("data", data)
+    proxy.spoil("GET", "403 AccessDenied")
+    proxy.spoil("GET", "late 1", 3)
+    target = bytearray(len(data))
+    with pytest.raises(StorageError, match="access denied"):
+        store.read_into("data", 0, [memoryview(target)])
+    then = bytes(target)
+    proxy.ended.wait(1.5)
+    assert target == then
+
+
+@pytest.mark.parametrize("fault", ["408 RequestTimeTooLong", "520 Unknown"])
+def test_answers_of_gateways_are_tried_again(proxy: FaultyProxy, s3_root: str, fault: str) -> None:
+    proxy.spoil("PUT", fault, MORE_THAN_BOTOCORES)
+    through(proxy, s3_root).put("data", b"x")
+    assert proxy.left == 0
+
+
+def test_a_store_that_tells_of_a_missing_object_at_its_deletion_is_understood(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root)
+    proxy.spoil("DELETE", "404 NoSuchKey")
+    store.delete("nothing")
+    proxy.spoil("DELETE", "404 NoSuchBucket")
+    with pytest.raises(StorageError, match="no such bucket"):
+        store.delete("nothing")
 
 
 # -- time -----------------------------------------------------------------------------------------

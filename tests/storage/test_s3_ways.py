@@ -84,6 +84,28 @@ def test_a_certificate_that_nobody_vouches_for_is_told_at_once_and_nothing_is_se
     assert secure.seen == []
 
 
+@pytest.mark.parametrize("what", ["missing", "no certificate", "another name"])
+def test_what_is_wrong_with_certificates_is_told_at_once(
+    secure: FaultyProxy,
+    trusted: None,
+    s3_root: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    endpoint, said = secure.endpoint, "TLS cannot be set up.*AWS_CA_BUNDLE"
+    if what == "another name":
+        endpoint = endpoint.replace("127.0.0.1", "localhost")
+        said = "certificate is not trusted.*localhost.*a name that its certificate has"
+    elif what == "missing":
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))
+    else:
+        (tmp_path / "ca.pem").write_text("nothing of that kind")
+    with pytest.raises(StorageError, match=said):
+        S3Storage(s3_root, options(endpoint, retries=50)).put("data", b"x")
+    assert secure.seen == []
+
+
 def test_a_port_that_speaks_no_tls_is_told_at_once(s3_root: str, s3_server: Server) -> None:
     plain = s3_server.endpoint.replace("http:", "https:")
     with pytest.raises(StorageError, match="no TLS.*the endpoint"):

@@ -112,20 +112,17 @@ def test_a_port_that_speaks_no_tls_is_told_at_once(s3_root: str, s3_server: Serv
         S3Storage(s3_root, options(plain, retries=50)).put("data", b"x")
 
 
-@pytest.mark.parametrize("fault", ["handshake", "before", "half", "wrong", "wrong answer"])
-def test_faults_below_and_above_tls_pass(
+@pytest.mark.parametrize("fault", ["handshake", "half"])
+def test_tls_that_breaks_off_is_begun_again(
     secure: FaultyProxy, trusted: None, s3_root: str, fault: str
 ) -> None:
     store, data = S3Storage(s3_root, options(secure.endpoint)), os.urandom(MIB)
-    times = 4  # botocore's own tries are three
     if fault == "handshake":
-        secure.cut_handshakes = times
-    elif fault in ("before", "wrong"):
-        secure.spoil("PUT", fault, times)
+        secure.cut_handshakes = 4  # botocore's own tries are three
     store.put("data", data)
-    if fault in ("half", "wrong answer"):
-        secure.spoil("GET", fault, times)
-    assert store.read("data") == data
+    if fault == "half":
+        secure.spoil("GET", "half")
+    assert store.read("data", 0, MIB) == data
     assert (secure.left, secure.cut_handshakes) == (0, 0)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "TopologyError",
     "UsageError",
     "WorkerError",
+    "as_checkpoint_error",
     "error_from_json",
 ]
 
@@ -143,6 +144,18 @@ class PeerError(CheckpointError, TimeoutError):
 
 class SaveFailedError(CheckpointError):
     """A save was not committed; raised on every rank with the cause and its rank."""
+
+
+def as_checkpoint_error(error: BaseException, rank: int | None = None) -> CheckpointError:
+    """The error itself if it is ours, else one that says what it was: peers must hear of any."""
+    if isinstance(error, CheckpointError):
+        return error
+    kind = StateError if isinstance(error, (TypeError, ValueError)) else WorkerError
+    return kind(
+        f"{type(error).__name__}: {error}",
+        remedy="see the traceback on that rank",
+        rank=rank,
+    )
 
 
 def error_from_json(data: dict[str, Any]) -> CheckpointError:

@@ -231,6 +231,9 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option("--layout", help="The tensor-parallel layout; left out: found from the names.")
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, where not recorded.")
 @click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree, where not recorded.")
+@click.option(
+    "--etp", type=click.IntRange(1), help="At which experts are cut, where it is not --tp."
+)
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
     "--dtype",
@@ -265,6 +268,7 @@ def export(
     layout: str | None,
     tp: int | None,
     ep: int | None,
+    etp: int | None,
     config: str | None,
     dtype: str | None,
     max_shard_size: str,
@@ -298,6 +302,7 @@ def export(
             layout=layout,
             tp=tp,
             ep=ep,
+            etp=etp,
             config=config,
             dtype=dtype,
             max_shard_size=max_shard_size,
@@ -330,6 +335,9 @@ def export(
 @click.option("--layout", required=True, help="The tensor-parallel layout to write.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--etp", type=click.IntRange(1), help="At which experts are cut, where it is not --tp."
+)
 @click.option("--config", help="The model's config.json; left out: the one in DIRECTORY.")
 @click.option(
     "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,

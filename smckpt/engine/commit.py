@@ -22,6 +22,7 @@ from smckpt.errors import (
     PeerError,
     StorageError,
     UsageError,
+    as_checkpoint_error,
     error_from_json,
 )
 from smckpt.layout.image import Layout
@@ -114,8 +115,8 @@ class Committer:
                 "part": done["part"],
                 "crc64": done["crc64"],
             }
-        except CheckpointError as error:
-            return {"error": error.to_json()}
+        except Exception as error:  # whatever it is: who waits for this rank hears of it
+            return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
 
     def _write_part(
         self,
@@ -233,8 +234,8 @@ class Committer:
         gathered: dict[int, dict[str, Any]] = {}
         try:
             gathered = self._gather(session, point, timeout, bodies)
-        except CheckpointError as error:
-            failure = error
+        except Exception as error:
+            failure = as_checkpoint_error(error, self.group.rank)
         try:
             if not job.partition.alone:
                 return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
@@ -242,8 +243,8 @@ class Committer:
                 raise failure
             epoch = self._epoch(session, job.request.directory, timeout, spread=_spread(job))
             return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
-        except CheckpointError as error:
-            return {"error": error.to_json()}
+        except Exception as error:
+            return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
 
     def _gather(
         self,
@@ -361,7 +362,7 @@ class Committer:
         directory = job.request.directory
         body: dict[str, Any] = {"directory": directory}
         ticket = step.meet(
-            f"ticket/{job.step_number}",
+            f"ticket/{job.handle.number}",
             {"error": failure.to_json()} if failure else body,
             lambda all_: self._ticket(step, job, all_, timeout),
             timeout=timeout,
@@ -380,14 +381,14 @@ class Committer:
         except CheckpointError as error:
             body = {"error": error.to_json()}
         decision = step.meet(
-            f"record/{job.step_number}",
+            f"record/{job.handle.number}",
             body,
             lambda all_: self.worker.call(
                 "publish_record",
                 {
                     "directory": ticket["directory"],
                     "session": step.id,
-                    "number": job.step_number,
+                    "number": job.handle.number,
                     "epoch": ticket["epoch"],
                     "groups": [all_[m] for m in sorted(all_)],
                 },
@@ -421,7 +422,7 @@ class Committer:
         return {
             "directory": parent,
             "epoch": epoch,
-            "record": record_name(epoch, job.step_number, step.id),
+            "record": record_name(epoch, job.handle.number, step.id),
         }
 
     def _step_session(self, job: SaveJob, timeout: float) -> Session:

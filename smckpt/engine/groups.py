@@ -34,6 +34,10 @@ class Group:
     def index(self) -> int:
         return self.ranks.index(self.rank)
 
+    def same_life(self, other: Group) -> bool:
+        """Whether both stand in one life of the job's process group."""
+        return self == other and self.store is other.store
+
 
 @dataclass(frozen=True)
 class Partition:

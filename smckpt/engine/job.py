@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +66,29 @@ class SaveRequest:
     def __post_init__(self) -> None:
         spread_for(self.directory, self.s3)  # refused before anything is staged
 
+    def recorded(self) -> dict[str, Any]:
+        """`step` and `metadata` as they will stand in JSON; of this moment, whatever the caller
+        does to them later.
+
+        Raises:
+            UsageError: they cannot stand there.
+        """
+        try:
+            step = None if self.step is None else operator.index(self.step)
+        except TypeError:
+            raise UsageError(
+                f"step is {self.step!r}, a {type(self.step).__name__}",
+                remedy="pass a whole number",
+            ) from None
+        try:
+            metadata = json.loads(json.dumps(self.metadata, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"metadata cannot stand in JSON: {error}",
+                remedy="pass text, finite numbers, lists and dicts; put other values in the state",
+            ) from error
+        return {"step": step, "metadata": metadata}
+
 
 @dataclass(frozen=True)
 class Timings:
@@ -90,6 +115,7 @@ class SaveHandle:
         self.timings: Timings | None = None
         self.error: CheckpointError | None = None
         self._done = threading.Event()
+        self._announced_by: int | None = None  # the thread that is in on_commit
 
     def done(self) -> bool:
         """Whether the verdict is known on this rank. Runs no communication."""
@@ -102,6 +128,9 @@ class SaveHandle:
             SaveFailedError: it was not; with the cause, and the rank where it happened.
             TimeoutError: `timeout` seconds passed.
         """
+        if self._announced_by == threading.get_ident():  # on_commit: it would wait for itself
+            assert self.timings is not None
+            return self.timings
         if not self._done.wait(timeout):
             raise TimeoutError(f"save {self.number} is not finished after {timeout} s")
         if self.error is not None:
@@ -139,7 +168,6 @@ class SaveJob:
     handle: SaveHandle
     request: SaveRequest
     partition: Partition
-    step_number: int
     layout: Layout | None = None
     part: dict[str, Any] = field(default_factory=dict)
     error: CheckpointError | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,10 @@ from smckpt.checkpoint.read import execute
 from smckpt.engine.groups import Group, partition_of
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session
-from smckpt.errors import CheckpointError, KeysMismatchError, StateError, UsageError
+from smckpt.errors import CheckpointError, KeysMismatchError, UsageError, as_checkpoint_error
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
-from smckpt.state_dict.select import Selection, Selector
+from smckpt.state_dict.select import Selection, Selector, put_back
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +82,10 @@ class Loader:
         early: Catalogue | None = None
         failure: Exception | None = None
         try:
-            selection = self._select(selector, state_dict, request)
-            step = self._step(selection, request)
-            early = _glance(request.directory)
+            with _without_collections():
+                selection = self._select(selector, state_dict, request)
+                step = self._step(selection, request)
+                early = _glance(request.directory)
         except Exception as error:  # told to the peers, then raised
             failure = error
         identity = self._choose(session, point, step, request, early, failure)
@@ -95,8 +95,8 @@ class Loader:
                 if early is None or early.identity != identity:
                     early = open_catalogue(request.directory, choose=identity)
                 catalogue = early
-                prepare_optimizers(state_dict, catalogue.logical, strict=request.strict)
-                selection = selector.select(state_dict)
+                if prepare_optimizers(state_dict, catalogue.logical, strict=request.strict):
+                    selection = selector.select(state_dict)
                 plan = self._plan(catalogue, selection, request)
                 if request.strict and plan.unexpected:
                     told.body["spare"] = _marked(plan.unexpected, catalogue)
@@ -182,7 +182,7 @@ class Loader:
         try:
             decision = session.meet(
                 f"{point}/choice",
-                {} if failure is None else {"error": _told(failure).to_json()},
+                {} if failure is None else {"error": as_checkpoint_error(failure).to_json()},
                 look,
                 timeout=request.timeout,
                 name=self.membership.rank_name,
@@ -257,6 +257,7 @@ class Loader:
         )
         for tensor, staged in late:
             tensor.copy_(staged)
+        put_back(tensors)
 
 
 @contextmanager
@@ -416,7 +417,7 @@ class _Stage:
         try:
             self.decision = guard.session.meet(
                 f"{guard.point}/{self._what}",
-                self.body if error is None else {"error": _told(error).to_json()},
+                self.body if error is None else {"error": as_checkpoint_error(error).to_json()},
                 self._decide,
                 timeout=guard.timeout,
                 name=guard.name,
@@ -425,15 +426,3 @@ class _Stage:
         except CheckpointError:
             if error is None:
                 raise  # a peer's; ours is under way by itself
-
-
-def _told(error: Exception) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else _wrapped(error)
-
-
-def _wrapped(error: Exception) -> CheckpointError:
-    return StateError(
-        f"{type(error).__name__}: {error}",
-        remedy="see the traceback on that rank",
-        rank=int(os.environ.get("RANK", "0")),
-    )

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smckpt.checkpoint.format import FORMAT_VERSION
@@ -27,9 +28,8 @@ from smckpt.engine.worker_client import Worker
 from smckpt.errors import (
     CheckpointError,
     SaveFailedError,
-    StateError,
     UsageError,
-    WorkerError,
+    as_checkpoint_error,
 )
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
@@ -54,7 +54,7 @@ class SaveQueue:
     def __init__(self, group: Group, name: str = "default") -> None:
         self.group = group
         self.name = name
-        self.membership = Membership(group, name)
+        self.membership = Membership(group, f"save/{name}")
         self._selector = Selector(group.rank)
         self._worker = Worker()
         self._arena: Arena | None = None
@@ -64,8 +64,9 @@ class SaveQueue:
         self._rows: dict[str, Any] = {}
         self._partition: Partition | None = None
         self._partition_key: object = None
+        self._coordinator: int | None = None
+        self._max_file_bytes = 0
         self._numbers = 0
-        self._steps: dict[tuple[tuple[int, ...], ...], int] = {}
         self._failures = 0
         self._unreported: list[SaveHandle] = []
         self._committed: list[int] = []
@@ -79,17 +80,23 @@ class SaveQueue:
 
     def submit(self, state_dict: Mapping[str, Any] | None, request: SaveRequest) -> SaveHandle:
         """Take, stage and hand over. See `smckpt.async_save`."""
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "a save was begun in on_commit of the same queue, and would wait for itself",
+                remedy="save from the training loop, or with a queue= of its own",
+            )
         began = time.perf_counter()
         handle = SaveHandle(self._numbers, request.directory, request.step)
         self._numbers += 1  # used up before anything can raise: peers count along
-        job = SaveJob(handle, request, Partition((self.group.ranks,), 0), 0, began=began)
-        self._wait_for_room(request)
+        job = SaveJob(handle, request, Partition((self.group.ranks,), 0), began=began)
         refused: BaseException | None = None
         try:
+            job.partition = self._expected(request)
+            self._wait_for_room()
             self._prepare(job, state_dict)
         except BaseException as error:
             refused = error
-            job.error = _as_checkpoint_error(error, self.group.rank)
+            job.error = as_checkpoint_error(error, self.group.rank)
             job.reported = True
         job.blocked = job.elapsed()
         self._launch(job)
@@ -121,9 +128,12 @@ class SaveQueue:
             committed, self._committed = self._committed, []
         return committed
 
-    def close(self, timeout: float) -> list[SaveHandle]:
+    def close(self, timeout: float, *, leave: bool = True) -> list[SaveHandle]:
         """Drain the save in flight for at most `timeout` seconds, then stop the thread and the
         worker and free the arena.
+
+        Args:
+            leave: also see that no peer still needs the store that this process may host.
 
         Returns:
             The saves that nobody was told of: those that failed, and that which was given up.
@@ -141,12 +151,18 @@ class SaveQueue:
             self._inbox.put(None)
             self._thread.join(timeout=1 if late else 5)
             self._thread = None
-            self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
+            if leave:
+                self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
         self._worker.close(timeout=5)
         if self._arena is not None and (flying is None or flying.done()):
             self._arena.close()
             self._arena = None
         return failed
+
+    def inherit(self, failed: list[SaveHandle]) -> None:
+        """Failures of the queue whose place this one takes; told at the next call."""
+        with self._lock:
+            self._unreported += failed
 
     @property
     def failed(self) -> list[SaveHandle]:
@@ -154,7 +170,7 @@ class SaveQueue:
         with self._lock:
             return list(self._unreported)
 
-    def _wait_for_room(self, request: SaveRequest) -> None:
+    def _wait_for_room(self) -> None:
         flying = self._flying
         if flying is None or flying.done():
             return
@@ -165,7 +181,9 @@ class SaveQueue:
         log.info("waited %.2f s for save %d", time.perf_counter() - began, flying.number)
 
     def _prepare(self, job: SaveJob, state_dict: Mapping[str, Any] | None) -> None:
+        self._refuse_other_coordinator(job)
         request = job.request
+        recorded = request.recorded()
         selection = self._selector.select(state_dict)
         changed = self._selection is None or selection.entries is not self._selection.entries
         self._partition_for(job, selection, changed)
@@ -178,7 +196,9 @@ class SaveQueue:
             }
             for leaf in selection.objects
         }
-        if changed or self._layout is None:
+        limit = request.options.max_file_bytes
+        if changed or self._layout is None or limit != self._max_file_bytes:
+            self._selection, self._max_file_bytes = None, limit
             self._compile(selection, request)
         assert self._layout is not None
         job.layout = self._layout
@@ -187,12 +207,37 @@ class SaveQueue:
             order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
             stage(arena, self._layout, [order[id(e)] for e in self._layout.entries])
         job.staged = job.elapsed()
-        job.part = self._static_part(request, selection, objects)
+        job.part = {**self._static_part(request, selection, objects), **recorded}
         self._selection = selection
+
+    def _refuse_other_coordinator(self, job: SaveJob) -> None:
+        """The coordinator holds the epochs and the other groups' ear: it stays who it was."""
+        known, asked = self._coordinator, job.request.coordinator
+        if known is None:
+            self._coordinator = asked
+        elif known != asked:
+            job.request = replace(job.request, coordinator=known)  # who tells the others
+            raise UsageError(
+                f"coordinator_rank is {asked}; it was {known} in earlier saves",
+                remedy="pass the same coordinator_rank in every save, or another queue=",
+                rank=self.group.rank,
+            )
+
+    def _expected(self, request: SaveRequest) -> Partition:
+        """The groups of the step as far as they are known before the state is looked at: who leads
+        a group without one has to tell the other groups so."""
+        told = request.groups is not None or request.parallel_state is not None
+        if self._partition is not None and (not told or _key(request) == self._partition_key):
+            return self._partition
+        if not told:
+            return Partition((self.group.ranks,), 0)
+        return partition_of(
+            self.group, (), groups=request.groups, parallel_state=request.parallel_state
+        )
 
     def _partition_for(self, job: SaveJob, selection: Selection, changed: bool) -> None:
         request = job.request
-        key = (request.parallel_state, repr(request.groups))  # kept: an id may be reused
+        key = _key(request)
         if changed or self._partition is None or key != self._partition_key:
             self._partition = partition_of(
                 self.group,
@@ -202,8 +247,6 @@ class SaveQueue:
             )
             self._partition_key = key
         job.partition = self._partition
-        job.step_number = self._steps.get(self._partition.groups, 0)
-        self._steps[self._partition.groups] = job.step_number + 1
 
     def _compile(self, selection: Selection, request: SaveRequest) -> None:
         if self._layout is not None:
@@ -237,7 +280,6 @@ class SaveQueue:
             "format": list(FORMAT_VERSION),
             "checkpoint_id": request.directory,
             "kind": selection.kind,
-            "step": request.step,
             "rank": self.group.rank,
             "host": socket.gethostname(),
             "group_ranks": list(self.group.ranks),
@@ -247,7 +289,6 @@ class SaveQueue:
             "objects": objects,
             "optimizers": selection.optimizers,
             "topology": request.topology,
-            "metadata": request.metadata,
             "versions": _versions(),
         }
 
@@ -286,8 +327,8 @@ class SaveQueue:
                     self._announce(job)
                     self._done(job, None)
                     self._sweep(job, verdict)
-            except Exception as error:  # the thread must outlive any failure, and report it
-                self._done(job, _as_checkpoint_error(error, self.group.rank))
+            except BaseException as error:  # the thread must outlive any failure, and report it
+                self._done(job, as_checkpoint_error(error, self.group.rank))
 
     def _attach(self) -> None:
         assert self._arena is not None
@@ -311,13 +352,17 @@ class SaveQueue:
 
     def _announce(self, job: SaveJob) -> None:
         """`on_commit`, on the coordinator. What it raises does not undo the commit."""
-        job.handle.timings = job.timings()
+        handle = job.handle
+        handle.timings = job.timings()
         if job.request.on_commit is None or job.request.coordinator != self.group.rank:
             return
+        handle._announced_by = threading.get_ident()
         try:
-            job.request.on_commit(job.handle)
-        except Exception:
-            log.exception("on_commit of save %d raised; the save is committed", job.handle.number)
+            job.request.on_commit(handle)
+        except BaseException:  # sys.exit too: it would end this thread, and nobody would know
+            log.exception("on_commit of save %d raised; the save is committed", handle.number)
+        finally:
+            handle._announced_by = None
 
     def _sweep(self, job: SaveJob, verdict: dict[str, Any]) -> None:
         """Delete what the commit supersedes; after the verdict, so that nobody waits for it."""
@@ -344,15 +389,8 @@ class SaveQueue:
             log.warning("what save %d supersedes is not swept: %s", job.handle.number, error)
 
 
-def _as_checkpoint_error(error: BaseException, rank: int) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    kind = StateError if isinstance(error, (TypeError, ValueError)) else WorkerError
-    return kind(
-        f"{type(error).__name__}: {error}",
-        remedy="see the traceback on that rank",
-        rank=rank,
-    )
+def _key(request: SaveRequest) -> object:
+    return request.parallel_state, repr(request.groups)  # kept: an id may be reused
 
 
 def _no_directory(rank: int) -> CheckpointError:

@@ -35,7 +35,9 @@ class Finalizable(Protocol):
 class Runtime:
     """Queues and loaders of this process, by name and by the ranks of their group.
 
-    Keyed by ranks: a new but equal `dist.new_group` finds the save that is in flight.
+    Keyed by ranks: a new but equal `dist.new_group` finds the save that is in flight. But when the
+    process group was destroyed and made anew (an elastic restart in this process), the same ranks
+    may be other processes: then all that was agreed before is over.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,13 @@ class Runtime:
         with self._lock:
             self._forget_if_forked()
             key = (name, group.ranks)
-            if key not in self._queues:
+            old = self._queues.get(key)
+            if old is not None and not old.group.same_life(group):
+                log.info("the process group was made anew: earlier saves are waited for")
+                failed = old.close(_exit_timeout(), leave=False)
+                self._queues[key] = SaveQueue(group, name)
+                self._queues[key].inherit(failed)
+            elif old is None:
                 self._queues[key] = SaveQueue(group, name)
                 self._watch()
             return self._queues[key]
@@ -70,7 +78,8 @@ class Runtime:
     def loader(self, group: Group) -> Loader:
         with self._lock:
             self._forget_if_forked()
-            if group.ranks not in self._loaders:
+            old = self._loaders.get(group.ranks)
+            if old is None or not old.group.same_life(group):
                 self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
                 self._watch()
             return self._loaders[group.ranks]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
-from smckpt.errors import CheckpointError, PeerError, error_from_json
+from smckpt.errors import PeerError, as_checkpoint_error, error_from_json
 
 __all__ = ["Arrival", "Channel", "Session", "Store", "agree", "lone_session"]
 
@@ -69,16 +69,16 @@ class Channel:
 
     def clone(self) -> Channel:
         """The same keys over a connection of its own: a wait blocks every other user of one."""
-        return Channel(self._store.clone(), self._prefix)
+        return Channel(_asked(self._store.clone), self._prefix)
 
     def set(self, key: str, body: dict[str, Any]) -> None:
-        self._store.set(self._key(key), json.dumps(body))
+        _asked(self._store.set, self._key(key), json.dumps(body))
 
     def peek(self, key: str) -> dict[str, Any] | None:
         """The value if it is there already."""
-        if not self._store.check([self._key(key)]):
+        if not _asked(self._store.check, [self._key(key)]):
             return None
-        return self._decode(self._store.get(self._key(key)))
+        return self._decode(_asked(self._store.get, self._key(key)))
 
     def get(self, key: str, timeout: float) -> dict[str, Any]:
         """Wait for the value; TimeoutError after `timeout` seconds."""
@@ -87,19 +87,16 @@ class Channel:
         except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
             if _is_timeout(error):
                 raise TimeoutError(key) from error
-            raise PeerError(
-                f"the job's c10d store no longer answers: {_first_line(error)}",
-                remedy="the process that hosts the store is gone; restart the job",
-            ) from error
-        return self._decode(self._store.get(self._key(key)))
+            raise _gone(error) from error
+        return self._decode(_asked(self._store.get, self._key(key)))
 
     def put_once(self, key: str, body: dict[str, Any]) -> dict[str, Any]:
         """Write-once: the value that stands after the call, ours or that of who came first."""
-        return self._decode(self._store.compare_set(self._key(key), "", json.dumps(body)))
+        return self._decode(_asked(self._store.compare_set, self._key(key), "", json.dumps(body)))
 
     def arrive(self, point: str, member: int, body: dict[str, Any]) -> None:
         """Say something at a meeting point. Who waits there sees messages as they arrive."""
-        turn = self._store.add(self._key(f"{point}/turn"), 1)
+        turn = _asked(self._store.add, self._key(f"{point}/turn"), 1)
         self.set(f"{point}/{turn}", {"member": member, "body": body})
 
     def arrivals(self, point: str, count: int, deadline: float) -> Iterator[Arrival]:
@@ -201,8 +198,8 @@ class Session:
                 return {"error": body["error"]}
         try:
             return {"decision": decide(bodies)}
-        except CheckpointError as error:
-            return {"error": error.to_json()}
+        except Exception as error:  # whatever it is: the members wait for an answer
+            return {"error": as_checkpoint_error(error).to_json()}
 
 
 def _answered(answer: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +263,6 @@ def agree(
             remedy="all ranks of the group must save or load; look at that rank's log",
         ) from error
     if "error" in answer:
-        from smckpt.errors import error_from_json
-
         raise error_from_json(answer["error"])
     return Session(session, member, count, channel.sub(session))
 
@@ -312,6 +307,21 @@ def _lead(
 def _is_timeout(error: RuntimeError) -> bool:
     text = str(error).lower()
     return "timeout" in text or "timed out" in text
+
+
+def _asked(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """The store's answer; what c10d raises (RuntimeErrors) becomes an error of ours."""
+    try:
+        return ask(*arguments)
+    except RuntimeError as error:
+        raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> PeerError:
+    return PeerError(
+        f"the job's c10d store no longer answers: {_first_line(error)}",
+        remedy="the process that hosts the store is gone; restart the job",
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""FULL state: gathered, by torch's own means, which run collectives."""
+"""FULL state: gathered, by torch's own means, which run collectives.
+
+A rank that fails in between goes on taking part in them, and then all raise what it raises.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.state_dict.gather import Attempt
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import ModelView
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_groups
-from smckpt.state_dict.private import is_dtensor, is_fsdp1
+from smckpt.state_dict.private import dtensor_parts, fsdp1_units, is_dtensor, is_fsdp1
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
 
 __all__ = [
@@ -106,26 +110,55 @@ def check_load(
 def full_model(model: nn.Module, config: Any) -> dict[str, Any]:
     """The whole model by canonical name; {} on the ranks that shall hold nothing."""
     rank0_only, to_cpu = _wishes(config)
+    out: dict[str, Any] = {}
+    attempt, groups = Attempt(out), _groups_of(model)
     if is_fsdp1(model):
         raw = _fsdp1_full(model, rank0_only, to_cpu)
     else:
-        raw = type(model).state_dict(model)
+        raw = attempt(lambda: type(model).state_dict(model)) or {}
+        attempt.settle(groups)
     ddp = type(model).__name__ == "DistributedDataParallel"
-    out: dict[str, Any] = {}
-    for name, value in raw.items():
-        whole = _gathered(value, rank0_only, to_cpu)
+    for attempt.step, (name, value) in enumerate(raw.items()):
+        whole = _gathered(value, rank0_only, to_cpu, attempt)
         if whole is not None:
             out[canonical(name, ddp=ddp)] = whole
+    attempt.settle(groups)
     return out
 
 
-def _gathered(value: Any, rank0_only: bool, to_cpu: bool) -> Any:
+def _groups_of(model: nn.Module) -> list[Any]:
+    """This rank's process groups of all that the model's shards are spread over: what gathers it
+    runs over these anyway."""
+    found: dict[int, Any] = {}
+    for _, module, handle in fsdp1_units(model):
+        for group in (handle.process_group, getattr(module, "_inter_node_pg", None)):
+            if group is not None:
+                found.setdefault(id(group), group)
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            for group in dtensor_parts(parameter)[1].get_all_groups():
+                found.setdefault(id(group), group)
+    return list(found.values())
+
+
+def _gathered(value: Any, rank0_only: bool, to_cpu: bool, attempt: Attempt) -> Any:
+    """The whole of a value; None where it is not to be held, or this rank has failed."""
     if not isinstance(value, torch.Tensor):
         return None if rank0_only and _rank() else value
-    whole = value.full_tensor() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]
+    if is_dtensor(value):
+        attempt(lambda: _check_room(value))  # which frees, where there is none
+        whole = value.full_tensor()  # type: ignore[attr-defined]
+    else:
+        whole = value.detach()
     if rank0_only and _rank():
         return None
-    return whole.cpu() if to_cpu else whole
+    return attempt(lambda: whole.cpu() if to_cpu else whole)
+
+
+def _check_room(value: torch.Tensor) -> None:
+    """Whether there is memory for torch's gathering, which would leave the others waiting in it."""
+    local, _, _, shape = dtensor_parts(value)
+    torch.empty((2, *shape), dtype=local.dtype, device=local.device)
 
 
 def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
@@ -149,15 +182,18 @@ def full_optimizer(
 ) -> dict[str, Any]:
     """The whole optimizer state by name, gathered tensor by tensor."""
     rank0_only, to_cpu = _wishes(config)
-    sharded = bind(optimizer, "SHARDED", view).take()
     state: dict[str, Any] = {}
+    attempt, groups = Attempt(state), _groups_of(view.model)
+    sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
+    attempt.settle(groups)
     if is_fsdp1(view.model):
         state = _fsdp1_full_state(view.model, optimizer, rank0_only, to_cpu)
     else:
-        for fqn, slots in sharded["state"].items():
-            whole = {k: _gathered(v, rank0_only, to_cpu) for k, v in slots.items()}
+        for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
+            whole = {k: _gathered(v, rank0_only, to_cpu, attempt) for k, v in slots.items()}
             if not (rank0_only and _rank()):
                 state[fqn] = whole
+        attempt.settle(groups)
     groups = ParamGroups() if rank0_only and _rank() else sharded["param_groups"]
     out = OptimizerStateDict(state=state, param_groups=groups)
     return out
@@ -277,9 +313,11 @@ def load_full_optimizer(
     if _initialised():
         dist.broadcast_object_list(boxed, src=0)
     outline = boxed[0]
-    binding = bind(optimizer, "SHARDED", view)
-    owners = _rooms(binding, outline["state"])
-    live = binding.take()["state"]
+    attempt = Attempt()
+    binding: Any = attempt(lambda: bind(optimizer, "SHARDED", view))
+    owners: Any = attempt(lambda: _rooms(binding, outline["state"]))
+    live: Any = attempt(lambda: binding.take()["state"])
+    attempt.settle()
     for fqn, slots in outline["state"].items():
         for slot, described in slots.items():
             value = _from_rank0(whole, fqn, slot, described)

@@ -2,12 +2,15 @@
 
 Every rank tells what its arrays hold (`meet`), rank 0 decides what is to be sent and says so, or
 says why not (`agree`), and the arrays follow in that order (`Wire`): point to point, so that it
-makes no difference which wrapper, mesh or parallelism cut them.
+makes no difference which wrapper, mesh or parallelism cut them. A rank that fails on the way goes
+on sending and receiving as was agreed, bytes that nobody uses, until all `settle`: nobody waits
+for it, and all raise what it raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import CheckpointError, PeerError
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import FlatGeometry, Geometry, MeshGeometry, Piece, Shape
 from smckpt.state_dict.model import view_of
 from smckpt.state_dict.names import canonical
@@ -23,6 +27,7 @@ from smckpt.state_dict.select import Selector
 
 __all__ = [
     "Array",
+    "Attempt",
     "Told",
     "Wire",
     "agree",
@@ -32,6 +37,8 @@ __all__ = [
     "names_of",
     "own_rank",
 ]
+
+_PIECE = 16 << 20  # bytes that travel at a time
 
 T = TypeVar("T")
 
@@ -51,6 +58,10 @@ class Told:
     ranks: tuple[int, ...]
     dims: tuple[tuple[str, int, int], ...]
     device: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -163,45 +174,119 @@ def _as_ours(error: Exception) -> CheckpointError:
     )
 
 
+class Attempt:
+    """Does things until one fails, and nothing from then on; what it was given is let go then.
+
+    step: which of the steps of all ranks is under way; counted by who uses it.
+    """
+
+    def __init__(self, *held: dict[Any, Any]) -> None:
+        self.failure: Exception | None = None
+        self.step = 0
+        self._failed_at = 0
+        self._held = held
+
+    def __call__(self, act: Callable[[], T]) -> T | None:
+        if self.failure is not None:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self.failure, self._failed_at = error, self.step
+            for held in self._held:
+                held.clear()
+            return None
+
+    def settle(self, groups: Iterable[Any] = (None,)) -> None:
+        """Raise on every rank what one of them has failed with. All call it, and return when none
+        has. Of several it is the first failure, and of one step rank 0's comes last: what it got
+        from a rank that has failed makes no sense, and it may have failed of that.
+
+        Args:
+            groups: this rank's group in each dimension of the mesh of those that meet; None is the
+                job.
+        """
+        import torch.distributed as dist
+
+        own: tuple[tuple[int, bool, int], CheckpointError] | None = None
+        if self.failure is not None:
+            rank = own_rank()
+            own = (self._failed_at, rank == 0, rank), _as_ours(self.failure)
+        first = own
+        for group in groups if _many() else ():
+            said: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(said, first, group)
+            first = min(filter(None, said), key=lambda told: told[0], default=None)
+        if first is not None and own is not None and first[0] == own[0]:
+            assert self.failure is not None
+            raise self.failure
+        if first is not None:
+            raise first[1]
+
+
 class Wire:
     """Bytes of tensors between this rank and rank 0, on the device that the job's backend knows:
-    NCCL takes them from the GPU, gloo from the CPU, both together from where they are."""
+    NCCL takes them from the GPU, gloo from the CPU, both together from where they are.
+
+    They travel in pieces. Who has failed passes None for the tensor, and a buffer that is made
+    beforehand is sent, or filled, in its place.
+    """
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
         only = {"nccl": "cuda", "gloo": "cpu"}
         self._only = only.get(dist.get_backend()) if _many() else None
+        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if _many() else []
+        self._spare = {
+            device.type: torch.empty(_PIECE, dtype=torch.uint8, device=device)
+            for device in {self._device(kind) for kind in kinds}
+        }
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its bytes, where they travel from."""
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        return flat.to(self._device(flat.device.type))
+
+    def placed(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        """The tensor, where `share` has it."""
+        return tensor.to(self._device(device))
+
+    def room(self, dtype: str, shape: Shape, device: str) -> torch.Tensor:
+        """Where a tensor arrives that lies on such a device."""
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(device))
+
+    def send(self, told: Told, packed: torch.Tensor | None) -> None:
         """To rank 0, which must be receiving."""
         import torch.distributed as dist
 
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        self._run(dist.isend, flat.to(self._device(flat.device.type)), 0)
+        for piece in self._pieces(packed, told.nbytes, told.device):
+            self._run(dist.isend, piece, 0)
 
-    def receive(self, told: Told, rank: int) -> torch.Tensor:
-        """The array of another rank, flat."""
+    def receive(self, told: Told, rank: int, flat: torch.Tensor | None) -> None:
+        """The array of another rank."""
         import torch.distributed as dist
 
-        dtype = getattr(torch, told.dtype)
-        flat = torch.empty(told.numel, dtype=dtype, device=self._device(told.device))
-        if told.numel:
-            self._run(dist.irecv, flat.view(torch.uint8), rank)
-        return flat
+        for piece in self._pieces(flat, told.nbytes, told.device):
+            self._run(dist.irecv, piece, rank)
 
-    def share(
-        self, tensor: torch.Tensor | None, dtype: str, shape: Shape, device: str
-    ) -> torch.Tensor:
-        """Rank 0's tensor, on all ranks."""
+    def share(self, tensor: torch.Tensor | None, dtype: str, shape: Shape, device: str) -> None:
+        """Rank 0's tensor, into that of all ranks."""
         import torch.distributed as dist
 
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(device))
-        tensor = tensor.to(self._device(tensor.device.type))
-        if _many() and tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
-        return tensor
+        if _many():
+            nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+            for piece in self._pieces(tensor, nbytes, device):
+                dist.broadcast(piece, src=0)
+
+    def _pieces(
+        self, tensor: torch.Tensor | None, nbytes: int, device: str
+    ) -> Iterable[torch.Tensor]:
+        spare = self._spare[self._device(device).type]
+        flat = None if tensor is None or not nbytes else tensor.view(-1).view(torch.uint8)
+        for start in range(0, nbytes, _PIECE):
+            stop = min(nbytes, start + _PIECE)
+            yield spare[: stop - start] if flat is None else flat[start:stop]
 
     def _device(self, kind: str) -> torch.device:
         """Where a tensor that lies on a device of that kind travels from and to."""

@@ -200,13 +200,17 @@ def is_optimizer_dict(value: Any) -> bool:
 
 def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
-    if not isinstance(tree, dict):
-        return
     if is_optimizer_dict(tree):
         yield path, tree, _binding_of(tree)
         return
-    for key, value in tree.items():
-        yield from optimizer_dicts(value, (*path, key))
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    for key, value in items:
+        if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
+            yield from optimizer_dicts(value, (*path, key))
 
 
 def _binding_of(tree: dict[str, Any]) -> Binding | None:
@@ -230,11 +234,9 @@ def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
         if isinstance(value, torch.Tensor)
     }
     if not wanted:
-        return None
-    for candidate in gc.get_objects():
-        # `isinstance` would wake objects that are lazy about their `__class__`.
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
+        alike = [o for o in _live_optimizers() if _made_its_groups(o, tree["param_groups"])]
+        return Binding(alike[0], "LOCAL", {}, {}) if len(alike) == 1 else None
+    for candidate in _live_optimizers():
         for slots in candidate.state.values():
             if any(id(value) in wanted for value in slots.values()):
                 keys = list(tree["state"])
@@ -243,9 +245,32 @@ def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
     return None
 
 
+def _live_optimizers() -> Iterator[torch.optim.Optimizer]:
+    for candidate in gc.get_objects():
+        # `isinstance` would wake objects that are lazy about their `__class__`.
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            yield candidate
+
+
+def _made_its_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> bool:
+    """Whether the groups hold the very values of the live ones, for as many parameters: what a
+    state dict without state can be known by."""
+    live = optimizer.param_groups
+    return (
+        not optimizer.state
+        and len(groups) == len(live)
+        and all(
+            theirs.keys() == mine.keys()
+            and len(theirs["params"]) == len(mine["params"])
+            and all(theirs[key] is mine[key] for key in mine if key != "params")
+            for theirs, mine in zip(groups, live, strict=True)
+        )
+    )
+
+
 def prepare_optimizers(
     state_dict: MutableMapping[str, Any], saved: Mapping[str, Any], *, strict: bool = True
-) -> None:
+) -> bool:
     """Give live optimizers exactly the state tensors that the checkpoint has.
 
     Args:
@@ -255,23 +280,29 @@ def prepare_optimizers(
     A parameter whose state was saved and that has none yet gets it; one that had none when the
     state was saved loses it; a state tensor of another dtype is replaced.
 
+    Returns:
+        Whether there are other tensors in `state_dict` now.
+
     Raises:
         StateError: there is no telling how a slot is to be made.
     """
+    renewed = False
     for path, tree, binding in optimizer_dicts(state_dict):
         if binding is None:
             continue
         slots = _saved_slots(saved, path)
         changed = False
         for index, parameter in enumerate(binding.parameters()):
-            names = (*binding.names(parameter, index), str(index))
             wanted: dict[str, Wanted] = {}
-            for name in names:
+            for name in binding.names(parameter, index):
                 wanted.update(slots.get(name, {}))
+            wanted = wanted or slots.get(str(index), {})  # saved by somebody who knew no names
             changed |= _align(binding, parameter, wanted, strict)
         if changed or not tree["state"]:
             fresh = binding.take()
             tree["state"] = fresh["state"]
+            renewed = True
+    return renewed
 
 
 def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:

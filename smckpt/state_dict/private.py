@@ -23,8 +23,10 @@ __all__ = [
     "is_dtensor",
     "is_fsdp1",
     "is_fsdp2",
+    "is_wrapper",
     "placement_of",
     "reshard_fsdp2",
+    "unwrapped",
 ]
 
 _FLAT_NAMES = (
@@ -83,6 +85,32 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     except (AttributeError, TypeError):  # another torch: slower, never wrong
         return tensor.detach()
     return out
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory of its own, but tensors inside."""
+    if type(tensor) in _PLAIN or tensor.is_meta:
+        return False
+    inside = hasattr(type(tensor), "__tensor_flatten__")
+    return inside or bool(tensor.numel() and tensor.data_ptr() == 0)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The one tensor inside that holds the same values in the same form, if there is such a one:
+    what arrives from a collective, or a weight that is cast where it is used. Else as it is."""
+    if type(tensor) in _PLAIN or not is_wrapper(tensor):
+        return tensor
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        return tensor.wait()  # type: ignore[attr-defined, no-any-return]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    form = (tensor.shape, tensor.dtype)
+    same = [t for t in inner if (t.shape, t.dtype) == form]
+    if len(same) == 1 and all(t is same[0] or t.numel() == 1 for t in inner):
+        return same[0].detach()  # type: ignore[no-any-return]
+    return tensor
 
 
 def placement_of(placement: Any, fqn: str) -> Placement:

@@ -54,7 +54,11 @@ def restore(
             )
     for path, tree, binding in live.values():
         if binding is None:
-            log.info("%s: no live optimizer found; call its load_state_dict", dotted(path))
+            log.warning(
+                "%s: the live optimizer is not known, so what is no tensor is in the dict only: "
+                "call its load_state_dict",
+                dotted(path),
+            )
             continue
         # A tensor in the groups (a rate) makes each of their values an entry of its own.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):

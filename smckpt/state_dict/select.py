@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,20 @@ from smckpt.layout.geometry import (
     MeshGeometry,
 )
 from smckpt.state_dict.optimizers import is_optimizer_dict, optimizer_dicts
-from smckpt.state_dict.private import dtensor_parts, is_dtensor, placement_of
+from smckpt.state_dict.private import (
+    dtensor_parts,
+    is_dtensor,
+    is_wrapper,
+    placement_of,
+    unwrapped,
+)
 from smckpt.state_dict.tags import Tag, tag_of
 
-__all__ = ["Selection", "Selector", "geometry_of"]
+__all__ = ["Selection", "Selector", "geometry_of", "put_back"]
 
 log = logging.getLogger("smckpt")
+
+_PARTS = "_smckpt_parts"  # what a local array was put together from
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Selector:
             )
         walk = _Walk()
         self._visit(state_dict, (), walk)
+        self._refuse_twice(walk.objects)
         kinds: set[str] = set()
         entries, tensors = [], []
         for path, tensor in walk.tensors:
@@ -121,28 +130,42 @@ class Selector:
 
     def _children(self, value: Any, items: Any, path: Path, walk: _Walk) -> bool:
         mark, found = len(walk.objects), False
+        odd: list[Any] = []  # keys that no path can hold
         for key, child in items:
             if type(key) not in (str, int):
-                # A value with such a key can be stored whole, as long as no tensor is in it.
-                key_path: Path = (*path, repr(key))
-                count = len(walk.tensors)
-                self._visit(child, key_path, walk)
-                if len(walk.tensors) != count:
-                    raise StateError(
-                        f"the key {key!r} at {dotted(path) or 'the top'} is a "
-                        f"{type(key).__name__}, with tensors below it",
-                        remedy="use text or whole numbers as keys above tensors",
-                        rank=self._rank,
-                    )
-                continue
-            found |= self._visit(child, (*path, key), walk)
+                odd.append(key)
+                found |= self._visit(child, (*path, repr(key)), walk)
+            else:
+                found |= self._visit(child, (*path, key), walk)
         # An optimizer's is never one value, even while it has no state (plain SGD): a load goes
         # through to the live groups.
         found = found or is_optimizer_dict(value)
+        if odd and (found or not path):
+            # Only a value that is stored whole may have such keys.
+            raise StateError(
+                f"the key {odd[0]!r} at {dotted(path) or 'the top'} is a "
+                f"{type(odd[0]).__name__}, with tensors below or beside it",
+                remedy="use text or whole numbers as keys above and beside tensors",
+                rank=self._rank,
+            )
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))
         return found
+
+    def _refuse_twice(self, objects: list[ObjectLeaf]) -> None:
+        """Values of one dotted key would be one value in the checkpoint. Of tensors, the layout
+        finds such."""
+        seen: set[str] = set()
+        for leaf in objects:
+            if leaf.key in seen:
+                raise StateError(
+                    f"two values of the state dict have the dotted key {leaf.key!r}",
+                    remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart, nor 1 "
+                    "from '1'",
+                    rank=self._rank,
+                )
+            seen.add(leaf.key)
 
     def _from_numpy(self, value: Any, path: Path) -> torch.Tensor:
         try:
@@ -162,7 +185,7 @@ class Selector:
         local, placed = _local_of(tensor)
         if tag is not None and local.dim() != 1 and isinstance(tag.geometry, FlatGeometry):
             local = _flattened(local, path, self._rank)
-        signature = (local.dtype, local.shape, tag, placed)
+        signature = (local.dtype, local.shape, tag, placed, type(local), local.layout)
         known = self._known.get(path)
         if known is not None and known[0] == signature:
             return known[1], local
@@ -228,7 +251,7 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
     """The local array, and what besides it tells whether the placement is the same as before."""
     if is_dtensor(tensor):
         local, mesh, placements, shape = dtensor_parts(tensor)
-        return local, (mesh, placements, shape)
+        return unwrapped(local), (mesh, placements, shape)
     if is_sharded_tensor(tensor):
         shards = tensor.local_shards()
         boxes = tuple(
@@ -236,10 +259,21 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         )
         if len(shards) == 1:
             return shards[0].tensor.detach(), boxes
-        parts = [s.tensor.detach().reshape(-1) for s in shards]
+        parts = [s.tensor.detach() for s in shards]
         empty = torch.empty(0, dtype=tensor.dtype)
-        return (torch.cat(parts) if parts else empty), boxes
-    return (tensor.detach() if tensor.requires_grad else tensor), None
+        local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
+        setattr(local, _PARTS, parts)
+        return local, boxes
+    return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None
+
+
+def put_back(tensors: Iterable[torch.Tensor]) -> None:
+    """After local arrays were filled: those that were put together for it, into their parts."""
+    for tensor in tensors:
+        at = 0
+        for part in getattr(tensor, _PARTS, ()):
+            part.copy_(tensor[at : at + part.numel()].view(part.shape))
+            at += part.numel()
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
@@ -278,7 +312,9 @@ def is_stateful(value: Any) -> bool:
 
 def _check(tensor: torch.Tensor, local: torch.Tensor, name: str, rank: int) -> None:
     what = None
-    if local.layout is not torch.strided:
+    if is_wrapper(local):
+        what = f"is a {type(local).__name__}, which computes its values from other tensors"
+    elif local.layout is not torch.strided:
         what = f"is sparse ({local.layout})"
     elif local.is_quantized:
         what = "is quantised"

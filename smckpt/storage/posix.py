@@ -34,6 +34,7 @@ _OPEN_FILES = 64  # kept open for reading
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _READ_AHEAD = 1 << 20  # bytes: a read this large is asked for ahead of its copying
 _STRETCH = 256 << 10  # bytes: what somebody looks at while it is in the processor's cache
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 # When a directory is not empty, gone, a mount point, or held by rights that rmdir needs alone.
 _STAYS = (
@@ -297,7 +298,10 @@ class _Reading:
         self.offset = offset
         self._left = list(reversed(buffers))
         self._span = sum(buffer.nbytes for buffer in buffers)
+        self._end = offset + self._span
         self._seen = seen
+        # What is in the page cache is taken first, without a word to the disk.
+        self._flags = _NOWAIT
 
     def run(self, file: _Descriptor) -> bool:
         """Read up to the end of the buffers, or of the file; whether it was that of the buffers.
@@ -305,17 +309,61 @@ class _Reading:
         It holds the descriptor, not its number: that may be closed, or another file's, once
         evicted.
         """
-        fd = file.fd
-        if self._span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
-            # All of it at once, not in the kernel's read-ahead steps: cold reads as fast as direct.
-            os.posix_fadvise(fd, self.offset, self._span, os.POSIX_FADV_WILLNEED)
         while self._left:
+            if self._seen is not None and self._left[-1].nbytes > _STRETCH:
+                buffer = self._left.pop()
+                taken = self._in_stretches(file, buffer, self._seen)
+                if taken < buffer.nbytes:
+                    self._left.append(buffer[taken:])
+                    return False
+                continue
             batch = self._next(_STRETCH if self._seen is not None else self._span)
-            count = os.preadv(fd, batch, self.offset)
+            count = self._read(file, batch)
             if count == 0:
                 return False
             self._take(batch, count)
         return True
+
+    def _in_stretches(
+        self, file: _Descriptor, buffer: memoryview, seen: Callable[[memoryview], None]
+    ) -> int:
+        """Fill one buffer; how many bytes of it. What `_next` and `_take` do, without their cost:
+        a load from the page cache spends its time here."""
+        at, size = 0, buffer.nbytes
+        try:
+            while at < size:
+                stretch = buffer[at : at + _STRETCH]
+                count = self._read(file, [stretch])
+                if count == 0:
+                    break
+                at += count
+                self.offset += count
+                seen(stretch if count == stretch.nbytes else stretch[:count])
+        except OSError:
+            self._left.append(buffer[at:])  # another descriptor may go on
+            raise
+        return at
+
+    def _read(self, file: _Descriptor, batch: Sequence[memoryview]) -> int:
+        if self._flags:
+            try:
+                count = os.preadv(file.fd, batch, self.offset, self._flags)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                    raise
+                count = 0
+            if count:
+                return count
+            # Not cached, or the end of the file, or a file system that cannot say.
+            self._flags = 0
+            self._ask_ahead(file, self._end - self.offset)
+        return os.preadv(file.fd, batch, self.offset)
+
+    def _ask_ahead(self, file: _Descriptor, span: int) -> None:
+        """For all of the rest at once, not in the kernel's read-ahead steps: cold reads as fast as
+        direct ones."""
+        if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fd, self.offset, span, os.POSIX_FADV_WILLNEED)
 
     def _next(self, limit: int) -> list[memoryview]:
         """The next buffers, together at most `limit` bytes."""

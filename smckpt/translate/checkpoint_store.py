@@ -14,6 +14,7 @@ from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape, row_major_strides
 from smckpt.topology import ParallelState
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key
 from smckpt.translate.stores import Part
 
@@ -22,30 +23,52 @@ __all__ = ["CheckpointStore", "degrees_of"]
 _Rows = list[tuple[Row, str]]
 
 
-def degrees_of(catalogue: Catalogue, tp: int | None, ep: int | None) -> tuple[int, int]:
-    """The tensor- and expert-parallel degrees: those recorded, else those given, else 1.
+def degrees_of(
+    catalogue: Catalogue, tp: int | None, ep: int | None, etp: int | None = None
+) -> Degrees:
+    """The degrees: those recorded, else those given, else 1. Where experts are cut otherwise than
+    layers, which is not recorded, `ep` is what is given, and the ranks are those recorded.
 
     Raises:
         UsageError: what is given contradicts what was recorded.
     """
     if catalogue.topology is None:
-        return tp or 1, ep or 1
+        return Degrees.of(tp or 1, ep or 1, etp)
     state = ParallelState.from_json(catalogue.topology)
+    apart = etp not in (None, state.tp_size)
+    if apart:
+        _refuse_other_order(state, catalogue.url)
     for name, given, saved in (("tp", tp, state.tp_size), ("ep", ep, state.ep_size)):
+        if name == "ep" and apart:
+            continue
         if given not in (None, saved):
             raise UsageError(
                 f"{name}={given}, but the checkpoint was saved with {name}={saved}",
                 remedy=f"leave {name}= out",
                 path=catalogue.url,
             )
-    return state.tp_size, state.ep_size
+    return Degrees.of(state.tp_size, ep or state.ep_size, etp, state.ep_size)
+
+
+def _refuse_other_order(state: ParallelState, url: str) -> None:
+    """Which experts a rank has is told by its number alone, where they are cut otherwise."""
+    ranker, inner = state.ranker, state.tp_size * state.ep_size
+    for rank in range(state.world_size):
+        if ranker.get_tp_rank(rank) + state.tp_size * ranker.get_ep_rank(rank) != rank % inner:
+            raise UsageError(
+                "etp= is for tensor- and then expert-parallel ranks that are neighbours, and the "
+                f"recorded order is {', '.join(state.order)}, with context-parallel degree "
+                f"{state.cp_size}",
+                remedy="export the files of ranks",
+                path=url,
+            )
 
 
 class CheckpointStore:
     """The model in a catalogue. Plans are made by one thread, reads by several at once."""
 
     def __init__(
-        self, catalogue: Catalogue, tensors: Mapping[str, LogicalTensor], tp: int, ep: int
+        self, catalogue: Catalogue, tensors: Mapping[str, LogicalTensor], degrees: Degrees
     ) -> None:
         self.url = catalogue.url
         self._catalogue = catalogue
@@ -63,7 +86,7 @@ class CheckpointStore:
                     remedy="translate a checkpoint without pipeline parallelism",
                     path=catalogue.url,
                 )
-        self._coordinates = {(t, e) for e in range(ep) for t in range(tp)}
+        self._coordinates = {(t, c) for c in range(degrees.columns) for t in range(degrees.tp)}
         self.held: Mapping[str, Held] = {
             name: self._hold(name, tensor) for name, tensor in tensors.items()
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -77,6 +77,8 @@ class Crew:
             if not isinstance(error, Exception):  # KeyboardInterrupt and the like: go at once
                 raise
         channel.arrive(point, self.member, body)
+        if failure is not None and not self.leads:
+            raise failure
         if self.leads:
             channel.set(f"{point}/decision", self._decided(channel, point, decide))
         answer = self._awaited(channel, f"{point}/decision", [0])
@@ -86,6 +88,17 @@ class Crew:
             raise error_from_json(answer["error"])
         decision: Body = answer["decision"]
         return decision
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What is raised inside, and outside of a meeting, the others raise too."""
+        try:
+            yield
+        except BaseException as error:
+            if self._channel is not None:
+                with suppress(RuntimeError):  # the store is gone with who hosts it
+                    self._channel.put_once("failed", {"error": _told(error).to_json()})
+            raise
 
     def beat(self, done: int) -> None:
         """Give a sign of life: how many bytes are written here. Not more than one a second.
@@ -97,9 +110,7 @@ class Crew:
         if self._channel is not None and time.monotonic() >= self._due:
             self._due = time.monotonic() + _BEAT
             self._channel.set(f"beat/{self.member}", {"sign": done})
-            failed = self._channel.peek("failed")
-            if failed is not None:
-                raise error_from_json(failed["error"])
+            _refuse_failed(self._channel)
             if self.leads:
                 self._look(self._channel, range(1, self.count))
         self._show()
@@ -151,6 +162,7 @@ class Crew:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE[1])
             if time.monotonic() >= self._due:
+                _refuse_failed(channel)  # elsewhere, and not told at this meeting
                 self._waits += 1  # for those that wait for this one
                 channel.set(f"waits/{self.member}", {"sign": self._waits})
                 if self._look(channel, whose):
@@ -242,6 +254,12 @@ def _answering() -> Iterator[None]:
             f"the job's store no longer answers: {str(error).splitlines()[0]}",
             remedy="the process that hosts it, mostly the first, is gone: look at its log",
         ) from error
+
+
+def _refuse_failed(channel: Channel) -> None:
+    failed = channel.peek("failed")
+    if failed is not None:
+        raise error_from_json(failed["error"])
 
 
 def _told(error: BaseException) -> CheckpointError:

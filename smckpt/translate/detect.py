@@ -46,7 +46,7 @@ def choose_layout(
             raise KeysMismatchError(
                 f"the names do not fit the layout {chosen.name} of a {dims.family} model: missing "
                 f"{_some(missing)}; unexpected {_some(unexpected)}",
-                remedy="check layout=, config= and ep=, or add rows to a layout of your own",
+                remedy="check layout=, config=, ep= and etp=, or add rows to a layout of your own",
                 path=where,
             )
         return chosen
@@ -76,7 +76,7 @@ def choose_layout(
     raise UsageError(
         f"the names fit no layout known for {dims.family}; nearest is {name}, with missing "
         f"{_some(missing)}; unexpected {_some(unexpected)}",
-        remedy="check config= and ep=, pass layout=, or register a layout of your own",
+        remedy="check config=, ep= and etp=, pass layout=, or register a layout of your own",
         path=where,
     )
 

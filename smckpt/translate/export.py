@@ -24,6 +24,7 @@ from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.companions import tokenizer_of, write_companions
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.crew import crew_of
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output
 from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
@@ -74,6 +75,7 @@ def export_hf(
     layout: str | Layout | None = None,
     tp: int | None = None,
     ep: int | None = None,
+    etp: int | None = None,
     config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
@@ -109,6 +111,9 @@ def export_hf(
             out; names that fit several are refused.
         tp, ep: tensor- and expert-parallel degrees; by default those recorded in the checkpoint,
             else 1.
+        etp: the degree at which experts are cut, where it is not tp: Megatron's
+            `expert_tensor_parallel_size`. Rank r has then part r % etp of the experts of
+            expert-parallel rank r // etp % ep.
         config: the model's config: a directory or file, a dict, or `model.config`. Written with
             the keys of transformers 4 and 5, and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
@@ -146,32 +151,33 @@ def export_hf(
         StorageError: the disk is full, read-only, ….
     """
     began = time.perf_counter()
-    dtype = _dtype_name(dtype)
-    limit = _size(max_shard_size)
-    workers = min(8, os.cpu_count() or 1) if threads is None else threads
-    if workers < 1:
-        raise UsageError(f"threads={threads}", remedy="give a number above 0")
-    settings = read_config(base if config is None and lora == "merge" else config)
-    tokens = tokenizer_of(tokenizer, settings)
-
-    def plan() -> Planned:
-        if lora is None:
-            _refuse_given("without lora=", lora_config=lora_config, base=base)
-            found = _contents(checkpoint, settings, dtype, prefix, layout=layout, tp=tp, ep=ep)
-        else:
-            _refuse_given("with lora=", layout=layout, tp=tp, ep=ep)
-            found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
-        files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-        output = Output(os.fspath(out_dir), files)
-        return Planned(
-            found, files, output,
-            lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
-        )  # fmt: skip
-
     with ExitStack() as cleanup:
-        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
-        crew = crew_of(process_group, timeout)
+        crew = crew_of(process_group, timeout)  # first: what is wrong here the others hear of
         cleanup.callback(crew.close)
+        cleanup.enter_context(crew.telling())
+        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
+        dtype = _dtype_name(dtype)
+        limit = _size(max_shard_size)
+        workers = min(8, os.cpu_count() or 1) if threads is None else threads
+        if workers < 1:
+            raise UsageError(f"threads={threads}", remedy="give a number above 0")
+        settings = read_config(base if config is None and lora == "merge" else config)
+        tokens = tokenizer_of(tokenizer, settings)
+
+        def plan() -> Planned:
+            if lora is None:
+                _refuse_given("without lora=", lora_config=lora_config, base=base)
+                found = _contents(checkpoint, settings, dtype, prefix, layout, (tp, ep, etp))
+            else:
+                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep, etp=etp)
+                found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+            files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+            output = Output(os.fspath(out_dir), files)
+            return Planned(
+                found, files, output,
+                lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
+            )  # fmt: skip
+
         compared = settings if against_model and lora != "adapter" and crew.leads else None
         comparison = Comparison(None if compared is None else compared.complete(None))
         cleanup.callback(comparison.close)
@@ -206,24 +212,26 @@ def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport
 
 
 def _contents(
-    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None, *,
-    layout: str | Layout | None, tp: int | None, ep: int | None,
+    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
+    layout: str | Layout | None, given: tuple[int | None, int | None, int | None],
 ) -> Contents:  # fmt: skip
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
-        store: Store = open_files(checkpoint, tp or 1, ep or 1)
-        return _translated(store, settings, dtype, layout, tp or 1, ep or 1)
+        tp, ep, etp = given
+        degrees = Degrees.of(tp or 1, ep or 1, etp)
+        store: Store = open_files(checkpoint, degrees)
+        return _translated(store, settings, dtype, layout, degrees)
     catalogue = open_catalogue(os.fspath(checkpoint))
     tensors = model_tensors(catalogue, prefix)
     family = settings.values["model_type"] if settings is not None else None
     if layout is not None or looks_transformed(tensors, family):
-        degrees = degrees_of(catalogue, tp, ep)
-        store = CheckpointStore(catalogue, tensors, *degrees)
-        made = _translated(store, settings, dtype, layout, *degrees)
+        degrees = degrees_of(catalogue, *given)
+        store = CheckpointStore(catalogue, tensors, degrees)
+        made = _translated(store, settings, dtype, layout, degrees)
         return replace(made, identity=catalogue.identity)
-    if tp is not None or ep is not None:
+    if any(degree is not None for degree in given):
         raise UsageError(
-            "tp= and ep= are given, but the names are Hugging Face's own",
+            "tp=, ep= or etp= are given, but the names are Hugging Face's own",
             remedy="leave them out, or pass layout=",
             path=catalogue.url,
         )
@@ -236,9 +244,9 @@ def _contents(
 
 def _translated(
     store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
-    tp: int, ep: int,
+    degrees: Degrees,
 ) -> Contents:  # fmt: skip
-    made = to_hub(store, settings, layout, tp, ep)
+    made = to_hub(store, settings, layout, degrees)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
     return Contents(made.source, targets, made.left_out, (), made.layout)
 

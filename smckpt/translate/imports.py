@@ -17,6 +17,7 @@ from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
 from smckpt.translate.stores import open_directory
@@ -44,6 +45,7 @@ def import_hf(
     *,
     tp: int = 1,
     ep: int = 1,
+    etp: int | None = None,
     config: Any = None,
     pad_vocab_to_multiple_of: int = 1,
     prefix: str = "model",
@@ -66,6 +68,9 @@ def import_hf(
         out_dir: the checkpoint's directory, on disk or in S3; made when missing.
         layout: a layout's name, or a `Layout`.
         tp, ep: the degrees.
+        etp: the degree at which experts are cut, where it is not tp, as in `export_hf`. As many
+            ranks are written as it takes for every expert to be there, and recorded as tp times
+            expert-parallel ones.
         pad_vocab_to_multiple_of: of each rank's rows (Megatron's make_vocab_size_divisible_by).
         prefix: dotted place of the model in the state dict that will be loaded; "" for all of it.
         threads, progress: as in `export_hf`.
@@ -85,15 +90,18 @@ def import_hf(
     ):  # fmt: skip
         if value < 1:
             raise UsageError(f"{name}={value}", remedy="give a number above 0")
+    degrees = Degrees.of(tp, ep, etp)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     folder, url = Path(os.fspath(directory)), normal_url(os.fspath(out_dir))
     settings = read_config(folder if config is None else config)
     dims = model_dims(settings, str(folder))
     assert settings is not None
     chosen = get_layout(layout, dims.family)
-    source, made = from_hub(open_directory(folder), dims, chosen, tp, ep, pad_vocab_to_multiple_of)
-    topology = ParallelState(tp * ep, tensor_parallel_degree=tp, expert_parallel_degree=ep)
-    ranker, ranks = topology.ranker, range(tp * ep)
+    source, made = from_hub(open_directory(folder), dims, chosen, degrees, pad_vocab_to_multiple_of)
+    topology = ParallelState(
+        degrees.ranks, tensor_parallel_degree=tp, expert_parallel_degree=degrees.columns
+    )
+    ranker, ranks = topology.ranker, range(degrees.ranks)
     session = new_session()
     own = [made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)] for r in ranks]
     files = rank_files(session, tuple(filter(None, prefix.split("."))), own)

@@ -8,37 +8,35 @@ the tensors that are made of it, which go to the CPU when they are whole.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.layout.geometry import Piece, Shape
+from smckpt.layout.geometry import Shape
 from smckpt.state_dict.gather import (
     Array,
     Told,
     Wire,
     agree,
     arrays_of,
-    assembled,
     meet,
     names_of,
-    own_rank,
 )
 from smckpt.topology import ParallelState
-from smckpt.translate.cast import cast
 from smckpt.translate.compile import Block, Span
 from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.hub import FAMILIES
+from smckpt.translate.live_move import Job, Plan, Task, follow, lead
 from smckpt.translate.live_ranks import Places, places_of_ranks
 from smckpt.translate.model import prove, target_of
 from smckpt.translate.pieces import Key, Side
 from smckpt.translate.table import Layout
-from smckpt.translate.translated import Translated
 
 __all__ = [
     "FullWishes",
@@ -81,15 +79,17 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
         TensorMismatchError: shapes do not fit; copies, or tied tensors, differ.
     """
     arrays: dict[str, Array] = {}
+    wires: list[Wire] = []
 
     def take() -> dict[str, Told]:
         arrays.update(arrays_of(model))
+        wires.append(Wire())
         return {name: array.told for name, array in arrays.items()}
 
     _, everyone = meet(take)
-    job: list[_Job] = []
+    job: list[Job] = []
 
-    def decide() -> tuple[_Step, ...] | None:
+    def decide() -> Plan | None:
         assert everyone is not None
         for said in everyone:
             if isinstance(said, CheckpointError):
@@ -99,15 +99,15 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
         if made is None:
             return None
         job.append(made)
-        return made.steps()
+        return Plan(made.steps(), tuple(made.targets), made.tied, wishes.rank0_only)
 
-    steps = agree(decide)
-    if steps is None:
+    plan = agree(decide)
+    if plan is None:
         return None
-    wire = Wire()
+    to_cpu = wishes.offload_to_cpu
     if not job:
-        return _follow(steps, arrays, wire, wishes)
-    return _lead(job[0], steps, arrays, wire, wishes)
+        return follow(plan, arrays, wires[0], wishes.rank0_only, to_cpu)
+    return lead(job[0], plan, arrays, wires[0], to_cpu)
 
 
 def check_full_load(model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -158,59 +158,7 @@ def check_full_optimizer(model: nn.Module, state: ParallelState | None) -> None:
 # -- what is to be done: known to rank 0 ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One stored tensor: who has its parts, where its blocks go, what it must be equal to. view:
-    the shape that its blocks are of, where it is held in another."""
-
-    key: Key
-    shape: Shape
-    view: Shape
-    dtype: str
-    parts: tuple[tuple[int, Told, tuple[Piece, ...]], ...]
-    blocks: tuple[tuple[str, Block], ...]
-    copy_of: Key | None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One stored tensor, as the other ranks see it: who sends; what is whole afterwards."""
-
-    name: str
-    senders: tuple[int, ...]
-    done: tuple[tuple[str, str, Shape], ...]
-    device: str
-
-
-@dataclass(frozen=True)
-class _Job:
-    """targets: dtype and shape of each, in order. tied: (name, name of the tensor that it is).
-    computed: targets that are not moved alone."""
-
-    tasks: tuple[_Task, ...]
-    targets: Mapping[str, tuple[str, Shape]]
-    tied: tuple[tuple[str, str], ...]
-    computed: Mapping[str, Translated] = field(default_factory=dict)
-
-    def steps(self) -> tuple[_Step, ...]:
-        left: dict[str, int] = {}
-        for task in self.tasks:
-            for name, _ in task.blocks:
-                left[name] = left.get(name, 0) + 1
-        out = []
-        for task in self.tasks:
-            done = []
-            for name, _ in task.blocks:
-                left[name] -= 1
-                if not left[name]:
-                    done.append((name, *self.targets[name]))
-            senders = tuple(rank for rank, *_ in task.parts)
-            device = "cuda" if any(told.device == "cuda" for _, told, _ in task.parts) else "cpu"
-            out.append(_Step(task.key.name, senders, tuple(done), device))
-        return tuple(out)
-
-
-def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> _Job | None:
+def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) -> Job | None:
     """What rank 0 does, on what all ranks told; None where there is nothing to do.
 
     Raises:
@@ -219,8 +167,9 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
     places = places_of_ranks(told, wishes.parallel_state)
     if not wishes.translate and not places.many:
         return None
+    degrees = Degrees.of(places.tp, places.ep)
     try:
-        proof = prove(places, _config(model, wishes), wishes.layout, places.tp, places.ep)
+        proof = prove(places, _config(model, wishes), wishes.layout, degrees)
     except CheckpointError as error:
         if wishes.translate:
             error.remedy += "; or pass translate_on_save=False for the model's own names"
@@ -236,7 +185,7 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
             blocks.setdefault(block.source, []).append((target.name, block))
     targets = {target.name: (target.dtype, target.shape) for target in made}
     computed = {target.name: target for target in made if target.computed}
-    return _Job(tuple(_tasks(places, side, blocks)), targets, _tied(side), computed)
+    return Job(tuple(_tasks(places, side, blocks)), targets, _tied(side), computed)
 
 
 def _tied(side: Side) -> tuple[tuple[str, str], ...]:
@@ -249,17 +198,17 @@ def _tied(side: Side) -> tuple[tuple[str, str], ...]:
 
 def _tasks(
     places: Places, side: Side, blocks: Mapping[Key, list[tuple[str, Block]]]
-) -> Iterator[_Task]:
+) -> Iterator[Task]:
     copies = {copy: first for first, copy in side.copies}
     for key, view in side.shapes.items():
         shape = side.stored.get(key, view)
-        yield _Task(
+        yield Task(
             key, shape, view, places.held[key.name].dtype, places.parts(key, shape),
             tuple(blocks.get(key, ())), copies.get(key),
         )  # fmt: skip
 
 
-def _untranslated(places: Places, side: Side) -> _Job:
+def _untranslated(places: Places, side: Side) -> Job:
     """Each tensor under its own name: arrays of tensor-parallel ranks one after the other."""
     if side.stored:
         names = sorted({key.name for key in side.stored})
@@ -274,7 +223,7 @@ def _untranslated(places: Places, side: Side) -> _Job:
         if key not in copies:
             blocks[key] = [(key.name, _joined(key, shape, side, ends))]
     targets = {name: (places.held[name].dtype, tuple(end)) for name, end in ends.items()}
-    return _Job(tuple(_tasks(places, side, blocks)), targets, ())
+    return Job(tuple(_tasks(places, side, blocks)), targets, ())
 
 
 def _joined(key: Key, shape: Shape, side: Side, ends: dict[str, list[int]]) -> Block:
@@ -305,194 +254,3 @@ def _config(model: nn.Module, wishes: FullWishes) -> ModelConfig | None:
         if isinstance(config, dict) or hasattr(config, "to_dict"):
             return read_config(config)
     return None
-
-
-# -- doing it ------------------------------------------------------------------------------------
-
-
-def _follow(
-    steps: tuple[_Step, ...], arrays: Mapping[str, Array], wire: Wire, wishes: FullWishes
-) -> dict[str, Any]:
-    rank, out = own_rank(), {}
-    for step in steps:
-        if rank in step.senders:
-            wire.send(arrays[step.name].tensor)
-        if not wishes.rank0_only:
-            for name, dtype, shape in step.done:
-                whole = wire.share(None, dtype, shape, step.device)
-                out[name] = whole.cpu() if wishes.offload_to_cpu else whole
-    order, tied = agree(lambda: ((), ()))
-    return _in_order(out, order, tied)
-
-
-def _lead(
-    job: _Job, steps: tuple[_Step, ...], arrays: Mapping[str, Array], wire: Wire,
-    wishes: FullWishes,
-) -> dict[str, Any]:  # fmt: skip
-    making, out, check = _Making(job), dict[str, Any](), _Check(job)
-    attempt = _Attempt(making.under_way, out, check.first)
-    for task, step in zip(job.tasks, steps, strict=True):
-        parts: list[torch.Tensor] = []
-        whole = attempt(lambda: _received(task, arrays, wire, parts))  # noqa: B023  # run at once
-        for rank, told, _ in task.parts[len(parts) :]:  # after a failure; they send all the same
-            if rank != own_rank():
-                wire.receive(told, rank)
-        attempt(lambda: check.look(task, whole))  # noqa: B023
-        attempt(lambda: making.take(task, whole))  # noqa: B023
-        for name, dtype, shape in step.done:
-            made = attempt(lambda: making.done(name))  # noqa: B023
-            if not wishes.rank0_only:
-                made = wire.share(made, dtype, shape, step.device)
-            attempt(lambda: out.update({name: made.cpu() if wishes.offload_to_cpu else made}))  # noqa: B023
-
-    def verdict() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        if attempt.failure is not None:
-            raise attempt.failure
-        _refuse(check.differ, [pair for pair in job.tied if _tie_differs(out, *pair)])
-        return tuple(job.targets), job.tied
-
-    return _in_order(out, *agree(verdict))
-
-
-class _Attempt:
-    """Does things until one fails, and nothing from then on; what it was given is let go then."""
-
-    def __init__(self, *held: dict[Any, Any]) -> None:
-        self.failure: Exception | None = None
-        self._held = held
-
-    def __call__(self, act: Callable[[], Any]) -> Any:
-        if self.failure is not None:
-            return None
-        try:
-            return act()
-        except Exception as error:
-            self.failure = error
-            for held in self._held:
-                held.clear()
-            return None
-
-
-class _Check:
-    """Whether tensors that ranks hold in copies are equal."""
-
-    def __init__(self, job: _Job) -> None:
-        self.differ: list[str] = []
-        self.first: dict[Key, torch.Tensor] = {}
-        self._originals = {task.copy_of for task in job.tasks if task.copy_of is not None}
-
-    def look(self, task: _Task, whole: torch.Tensor) -> None:
-        key, other = task.key, task.copy_of
-        if any(known.name != key.name for known in self.first):
-            self.first.clear()
-        if key in self._originals:
-            self.first[key] = whole
-        if other is not None and not _equal(self.first[other], whole):
-            self.differ.append(f"{key.name} on (tp, ep) {key[1:]} and {other[1:]}")
-
-
-class _Making:
-    """The targets that are begun. Those that are computed add up in float64 and are rounded once,
-    on the CPU, as an export does."""
-
-    def __init__(self, job: _Job) -> None:
-        self.under_way: dict[str, torch.Tensor] = {}
-        self._job = job
-
-    def take(self, task: _Task, whole: torch.Tensor) -> None:
-        for name, block in task.blocks:
-            dtype, shape = self._job.targets[name]
-            computed = name in self._job.computed
-            if name not in self.under_way:
-                kind = torch.float64 if computed else getattr(torch, dtype)
-                device = "cpu" if computed else whole.device
-                self.under_way[name] = torch.zeros(shape, dtype=kind, device=device)
-            if computed:
-                term = torch.zeros(shape, dtype=torch.float64)
-                _copy(block, whole.to("cpu", torch.float64), term)
-                self.under_way[name] += term
-            else:
-                _copy(block, whole, self.under_way[name])
-
-    def done(self, name: str) -> torch.Tensor:
-        made = self.under_way.pop(name)
-        target = self._job.computed.get(name)
-        if target is None:
-            return made
-        total = made.numpy() / (len(target.terms) + 1 if target.mean else 1) + target.shift
-        try:
-            rounded = torch.from_numpy(cast(total, "float64", target.dtype))
-        except OverflowError as error:
-            raise UsageError(
-                f"{name} cannot be computed in {target.dtype}: {error}",
-                remedy="the ranks' copies are not what layout= says, or the model has diverged",
-            ) from error
-        return rounded.view(getattr(torch, target.dtype))
-
-
-def _received(
-    task: _Task, arrays: Mapping[str, Array], wire: Wire, flats: list[torch.Tensor]
-) -> torch.Tensor:
-    """The tensor, and on the way the parts of it."""
-    for rank, told, _ in task.parts:
-        own = rank == own_rank()
-        flats.append(
-            arrays[task.key.name].tensor.detach().contiguous().view(-1)
-            if own
-            else wire.receive(told, rank)
-        )
-    devices = {flat.device for flat in flats}
-    parts = [(flat, pieces) for flat, (*_, pieces) in zip(flats, task.parts, strict=True)]
-    if len(devices) > 1:  # what came by another way, to where this rank's own is
-        gpu = next(device for device in devices if device.type != "cpu")
-        parts = [(flat.to(gpu), pieces) for flat, pieces in parts]
-    return assembled(task.shape, task.dtype, parts).view(task.view)
-
-
-def _copy(block: Block, source: torch.Tensor, target: torch.Tensor) -> None:
-    start = block.index * source.stride(0) if block.index >= 0 else 0
-    to = block.to_index * target.stride(0) if block.to_index >= 0 else 0
-    sizes, strides, places = [], [], []
-    for span in block.spans:
-        start += span.at * source.stride(span.dim)
-        to += span.to_at * target.stride(span.to_dim)
-        sizes.append(span.count)
-        strides.append(span.step * source.stride(span.dim))
-        places.append(span.to_step * target.stride(span.to_dim))
-    torch.as_strided(target, sizes, places, to).copy_(
-        torch.as_strided(source, sizes, strides, start)
-    )
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise."""
-    one, two = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(one, two.to(one.device))
-
-
-def _tie_differs(out: Mapping[str, Any], head: str, embedding: str) -> bool:
-    return head in out and not _equal(out[head], out[embedding])
-
-
-def _refuse(differ: list[str], tied: list[tuple[str, str]]) -> None:
-    if differ:
-        raise TensorMismatchError(
-            f"{len(differ)} tensors that ranks hold in copies differ: {'; '.join(differ[:8])}",
-            remedy="the ranks have drifted apart, or layout= or parallel_state= is wrong",
-        )
-    if tied:
-        raise TensorMismatchError(
-            f"tie_word_embeddings is true, but {tied[0][0]} and {tied[0][1]} differ",
-            remedy="set tie_word_embeddings to false in the config if the model was trained with "
-            "both",
-        )
-
-
-def _in_order(
-    out: dict[str, Any], order: tuple[str, ...], tied: tuple[tuple[str, str], ...]
-) -> dict[str, Any]:
-    """The targets in the table's order; tied names stand for one tensor, as in the model."""
-    if out:
-        out = {name: out[name] for name in order}
-        out.update({head: out[embedding] for head, embedding in tied})
-    return out

@@ -11,6 +11,7 @@ from smckpt.layout.geometry import Shape
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.hub import FAMILIES
@@ -93,7 +94,7 @@ class Proof:
 
 
 def prove(
-    store: Holder, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+    store: Holder, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees
 ) -> Proof:
     """Show that what a store holds makes the hub's tensors; nothing is read.
 
@@ -101,18 +102,18 @@ def prove(
         as `to_hub`.
     """
     dims = model_dims(config, store.url)
-    chosen = choose_layout(store.held, dims, layout, ep, store.url)
+    chosen = choose_layout(store.held, dims, layout, degrees.ep, store.url)
     heads = [row.name for row in chosen.rows if row.roles == ("head",)]
     tied_head = dims.tied and any(name in store.held for name in heads)
     if tied_head:
         dims = replace(dims, once=dims.once | {"head"})
-    side = side_of_store(store, chosen, dims, tp, ep)
+    side = side_of_store(store, chosen, dims, degrees)
     hub = hub_side(dims)
     return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head)
 
 
 def to_hub(
-    store: Store, config: ModelConfig | None, layout: str | Layout | None, tp: int, ep: int
+    store: Store, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees
 ) -> Translation:
     """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
 
@@ -120,7 +121,7 @@ def to_hub(
         UsageError, KeysMismatchError: names fit no layout, or several; lists them.
         TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
     """
-    proof = prove(store, config, layout, tp, ep)
+    proof = prove(store, config, layout, degrees)
     source = TranslatedSource(store)
     _refuse_unequal(source, proof.side, store)
     dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
@@ -132,9 +133,9 @@ def to_hub(
     return Translation(proof.layout.name, tuple(targets), source, left_out)
 
 
-def side_of_store(store: Holder, layout: Layout, dims: Dims, tp: int, ep: int) -> Side:
-    side = Side(layout, dims, tp, ep)
-    for place in places_of(layout, dims, ep):
+def side_of_store(store: Holder, layout: Layout, dims: Dims, degrees: Degrees) -> Side:
+    side = Side(layout, dims, degrees)
+    for place in places_of(layout, dims, degrees.ep):
         side.add(place, store.held[place.name])
     for key in side.stored:
         store.view(key, side.shapes[key])
@@ -143,31 +144,32 @@ def side_of_store(store: Holder, layout: Layout, dims: Dims, tp: int, ep: int) -
 
 def hub_side(dims: Dims) -> Side:
     """Hugging Face's tensors: of one rank."""
-    side = Side(FAMILIES[dims.family], dims, 1, 1)
+    side = Side(FAMILIES[dims.family], dims, Degrees.of(1, 1))
     for place in places_of(side.layout, dims, 1):
         shape = side.local_shape(place, dims.sizes["V"], 1, 1)
         side.add(place, Held(place.name, "", {(0, 0): shape}))
     return side
 
 
-def side_of_ranks(layout: Layout, dims: Dims, tp: int, ep: int, multiple: int) -> Side:
+def side_of_ranks(layout: Layout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
     """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
-    side = Side(layout, dims, tp, ep)
-    step = multiple * tp
+    side = Side(layout, dims, degrees)
+    step = multiple * degrees.tp
     vocabulary = -(-dims.sizes["V"] // step) * step
-    for place in places_of(layout, dims, ep):
-        degree = 1 if place.row.tp is None else tp
-        shape = side.local_shape(place, vocabulary, degree, ep)
+    for place in places_of(layout, dims, degrees.ep):
+        parts = degrees.etp if place.row.of_experts else degrees.tp
+        parts = 1 if place.row.tp is None else parts
+        shape = side.local_shape(place, vocabulary, parts, degrees.ep)
         said = folded(place.row, shape)
-        shards = {(t, e): said for e in range(ep) for t in range(tp)}
+        shards = {(t, c): said for c in range(degrees.columns) for t in range(degrees.tp)}
         side.add(place, Held(place.name, "", shards))
     return side
 
 
 def from_hub(
-    store: Store, dims: Dims, layout: Layout, tp: int, ep: int, multiple: int
+    store: Store, dims: Dims, layout: Layout, degrees: Degrees, multiple: int
 ) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
-    """The tensors of each (tp, ep) rank in a layout, made of Hugging Face's."""
+    """The tensors of each rank (tp, column) in a layout, made of Hugging Face's."""
     hub = FAMILIES[dims.family]
     missing, unexpected = unmatched(store.held, hub, dims, 1)
     if missing or unexpected:
@@ -177,8 +179,8 @@ def from_hub(
             remedy="pass a directory with all weights and the config that belongs to them",
             path=store.url,
         )
-    source = side_of_store(store, hub, dims, 1, 1)
-    target = side_of_ranks(layout, dims, tp, ep, multiple)
+    source = side_of_store(store, hub, dims, Degrees.of(1, 1))
+    target = side_of_ranks(layout, dims, degrees, multiple)
     blocks = compile_blocks(source, target)
     dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
     out: dict[tuple[int, int], list[Translated]] = {}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
 from smckpt.layout.geometry import Shape
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.dims import Dims
 from smckpt.translate.runs import Run, runs_of_rank
 from smckpt.translate.table import Layout, Row
@@ -32,7 +33,8 @@ __all__ = [
 
 
 class Key(NamedTuple):
-    """A stored tensor: of one tensor- and expert-parallel rank, or (-1, -1) one for all of them."""
+    """A stored tensor: of one tensor-parallel rank and column of ranks (an expert-parallel one, but
+    see `Degrees`), or (-1, -1) one for all of them."""
 
     name: str
     tp: int = -1
@@ -89,7 +91,7 @@ class Held:
 
 @dataclass
 class Side:
-    """Tensors of a layout at degrees `tp`, `ep`, and the pieces of each role in them.
+    """Tensors of a layout at some degrees, and the pieces of each role in them.
 
     copies: (key, other): tensors that must be equal, of which `key` alone is used. joined: those of
     which the mean or the sum is used, under the first one's key. padding: rows at the end of a
@@ -99,8 +101,7 @@ class Side:
 
     layout: Layout
     dims: Dims
-    tp: int
-    ep: int
+    degrees: Degrees
     shapes: dict[Key, Shape] = field(default_factory=dict)
     pieces: dict[RoleKey, list[Piece]] = field(default_factory=dict)
     copies: list[tuple[Key, Key]] = field(default_factory=list)
@@ -117,35 +118,45 @@ class Side:
         Raises:
             TensorMismatchError, TopologyError: shapes or degrees do not fit the model.
         """
-        row = place.row
-        tps, eps = self._degrees(place, held)
+        row, degrees = place.row, self.degrees
+        tps, columns = self._ranks(place, held)
+        shared = row.of_experts and held.whole is None
         cut = row.tp is not None and not self._repeated(row, held)
         if cut:
             self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
-        ours = self.local_shape(place, vocabulary, tps if cut else 1, eps)
+        parts = (degrees.etp if shared else tps) if cut else 1
+        eps = degrees.ep if shared else columns
+        ours = self.local_shape(place, vocabulary, parts, eps)
         if held.whole is not None and (row.folded or row.copies == "sum"):
             raise TopologyError(
                 f"{held.name} is one distributed tensor, and the layout says that each rank has "
                 "one of its own", remedy="export the ranks' plain tensors or files",
             )  # fmt: skip
-        for ep in range(eps):
+        for column in range(columns):
             for tp in range(tps):
-                key = Key(held.name, tp, ep) if held.whole is None else Key(held.name)
+                key = Key(held.name, tp, column) if held.whole is None else Key(held.name)
                 self._check(key, held, folded(row, ours), self._along(row) if cut else None)
-                self.shapes[key] = ours if row.folded else held.whole or held.shards[tp, ep]
+                self.shapes[key] = ours if row.folded else held.whole or held.shards[tp, column]
                 if row.folded:
                     self.stored[key] = folded(row, ours)
                 if row.shift:
                     self.shifts[key] = row.shift
-                first = (tp if cut else 0, ep if row.of_experts else 0)
-                if first == (tp, ep):
-                    self._add_pieces(place, key, (tp, tps if cut else 1), (ep, eps), ours)
+                part, ep = degrees.of_expert(tp, column) if shared else (tp, 0)
+                part = part if cut else 0
+                first = degrees.first_of(part, ep) if shared else (part, 0)
+                if first == (tp, column):
+                    self._add_pieces(place, key, (part, parts), (ep, eps), ours)
                 elif held.whole is None:
                     self._add_copy(row, key, Key(held.name, *first))
 
     def _add_copy(self, row: Row, key: Key, first: Key) -> None:
         """Another rank's own of what `first` holds."""
+        if row.copies != "equal" and row.of_experts and self.degrees.apart:
+            raise TopologyError(
+                f"copies={row.copies!r} of {key.name} is not for experts that are cut otherwise "
+                f"than layers ({self.degrees})", remedy="leave out copies=, or etp=",
+            )  # fmt: skip
         same_rank = Key(key.name, key.tp, first.ep)
         if row.copies != "equal" and key == same_rank:
             self.joined.setdefault(first, (row.copies, []))[1].append(key)
@@ -173,7 +184,7 @@ class Side:
             shape[axis] = vocabulary
         if shape[axis] % tp:
             raise TopologyError(
-                f"tensor-parallel degree {tp} does not divide the {shape[axis]} of {place.name}",
+                f"{tp} tensor-parallel ranks do not divide the {shape[axis]} of {place.name}",
                 remedy="pass a degree that divides the model's sizes",
             )
         shape[axis] //= tp
@@ -181,21 +192,28 @@ class Side:
             shape.reverse()
         return (self.dims.experts // ep, *shape) if row.stacked else tuple(shape)
 
-    def _degrees(self, place: Place, held: Held) -> tuple[int, int]:
-        """Of the tensors under a name; one that is whole and in order counts as one rank's."""
+    def _ranks(self, place: Place, held: Held) -> tuple[int, int]:
+        """How many tensor-parallel ranks and columns have a tensor under a name; one that is whole
+        and in order counts as one rank's."""
+        degrees = self.degrees
         if held.whole is None:
-            return self.tp, self.ep
-        if "{e}" in place.row.name and self.ep > 1:
+            return degrees.tp, degrees.columns
+        if place.row.of_experts and degrees.apart:
+            raise TopologyError(
+                f"{place.name} is one tensor of all ranks, which cannot be: {degrees}",
+                remedy="leave out etp=, or export the ranks' plain tensors or files",
+            )
+        if "{e}" in place.row.name and degrees.ep > 1:
             raise TopologyError(
                 f"{place.name} is one tensor of all ranks, but expert-parallel ranks number their "
                 "own experts",
                 remedy="save expert-parallel parameters on meshes of their own ranks",
             )
-        return (self.tp if self.layout.joined else 1), 1
+        return (degrees.tp if self.layout.joined else 1), 1
 
     def _repeated(self, row: Row, held: Held) -> bool:
         """An embedding that each rank has whole: without padding, it has all of the vocabulary."""
-        if row.how != "vocabulary" or held.whole is not None or self.tp == 1:
+        if row.how != "vocabulary" or held.whole is not None or self.degrees.tp == 1:
             return False
         return all(shape[0] == self.dims.sizes["V"] for shape in held.shards.values())
 
@@ -217,14 +235,17 @@ class Side:
         where = f"{key.name}"
         if found is None:
             found = held.shards.get((key.tp, key.ep))
-            where += f" of tensor-parallel rank {key.tp}, expert-parallel rank {key.ep}"
+            what = "rank" if self.degrees.apart else "expert-parallel rank"
+            number = key.tp + self.degrees.tp * key.ep if self.degrees.apart else key.ep
+            where += f" of tensor-parallel rank {key.tp}, {what} {number}"
         elif along is not None and self.layout.joined:
-            expected = tuple(n * self.tp if d == along else n for d, n in enumerate(ours))
+            expected = tuple(n * self.degrees.tp if d == along else n for d, n in enumerate(ours))
         if found != expected:
             raise TensorMismatchError(
                 f"{where} has the shape {found}; the config and the layout {self.layout.name} at "
-                f"tp={self.tp}, ep={self.ep} make it {expected}",
-                remedy="check config=, tp=, ep= and layout=",
+                f"{self.degrees} make it {expected}",
+                remedy="check config=, tp=, ep=, layout= and, where experts are cut otherwise than "
+                "layers (Megatron's expert_tensor_parallel_size), etp=",
             )
 
     @staticmethod

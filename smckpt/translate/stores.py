@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import Shape
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key
 
 __all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
@@ -137,17 +138,17 @@ class FileStore:
         self._arrays.clear()
 
 
-def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> FileStore:
+def open_files(paths: Sequence[str | os.PathLike[str]], degrees: Degrees) -> FileStore:
     """The files of all ranks, in Megatron's order: tensor parallelism innermost, then experts'.
 
     Raises:
-        UsageError: there are not tp × ep of them, one is missing or of another kind, names,
+        UsageError: there are not as many as ranks, one is missing or of another kind, names,
             dtypes or the steps recorded in them differ between ranks.
     """
-    if len(paths) != tp * ep:
+    if len(paths) != degrees.ranks:
         raise UsageError(
-            f"{len(paths)} files were given for tp={tp}, ep={ep}",
-            remedy=f"pass the {tp * ep} files of all ranks, in the order of ranks",
+            f"{len(paths)} files were given for {degrees}",
+            remedy=f"pass the {degrees.ranks} files of all ranks, in the order of ranks",
         )
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
@@ -165,7 +166,7 @@ def open_files(paths: Sequence[str | os.PathLike[str]], tp: int, ep: int) -> Fil
                     remedy="pass files of one and the same step",
                     path=str(path),
                 )
-            arrays[Key(name, number % tp, number // tp)] = array
+            arrays[Key(name, number % degrees.tp, number // degrees.tp)] = array
     if len(set(steps.values())) > 1:
         raise UsageError(
             f"the files are of different steps: {steps}",

@@ -209,7 +209,7 @@ def _of_checkpoint(
     family = config.values["model_type"] if config is not None else None
     if looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, None, None)
-        made = to_hub(CheckpointStore(catalogue, tensors, *degrees), config, None, *degrees)
+        made = to_hub(CheckpointStore(catalogue, tensors, degrees), config, None, degrees)
         return {target.name: target for target in made.targets}, made.source
     own = {
         name: Same(t.name, t.dtype, tuple(t.shape), t.name, t.dtype) for name, t in tensors.items()

@@ -51,8 +51,8 @@ def bad_saves(folder: str) -> Said:
         Path(blocked).write_text("in the way")
     dist.barrier()
 
-    def save(value: Any, where: Any) -> Callable[[], Any]:
-        return lambda: smckpt.save(value, checkpoint_id=where)
+    def save(value: Any, where: Any, **more: Any) -> Callable[[], Any]:
+        return lambda: smckpt.save(value, checkpoint_id=where, **more)
 
     def dead_worker() -> None:
         if rank == 1:
@@ -66,6 +66,9 @@ def bad_saves(folder: str) -> Said:
         "lambda": save({**state(2), "hook": lambda: 1} if rank else state(2), good),
         "nothing": save(None if rank else state(2), good),
         "no id": save(state(2), None if rank else good),
+        "step": save(state(2), good, step="seven" if rank else 7),
+        "metadata": save(state(2), good, metadata={"f": print} if rank else {}),
+        "coordinator": save(state(2), good, coordinator_rank=rank),
         "dead worker": dead_worker,
     }
     for name, case in cases.items():
@@ -80,8 +83,10 @@ def bad_saves(folder: str) -> Said:
 
 def test_a_bad_save_is_told_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
     zero, one = run_ranks(bad_saves, 2, str(tmp_path))
-    culprit = {"object", "lambda", "nothing", "no id", "dead worker"}
+    culprit = {"object", "lambda", "nothing", "no id", "dead worker", "step", "metadata"}
+    culprit.add("coordinator")  # it was rank 0 in the saves before
     path = {"path is a file": "/file", "below a file": "/file", "object": "hook", "lambda": "hook"}
+    path.update(step="'seven'", metadata="builtin_function", coordinator="coordinator_rank")
     for name in zero:
         for kind, text, step, value in (zero[name], one[name]):
             assert kind, (name, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -327,8 +328,6 @@ def one_rank_cannot_save(folder: str) -> list[str]:
 
 def threading_lock() -> Any:
     """A value that can be pickled by nobody."""
-    import threading
-
     return threading.Lock()
 
 
@@ -512,11 +511,21 @@ class Slow(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
+class Held(dcp.FileSystemWriter):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.go_on = threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert self.go_on.wait(60), "somebody waits for this save"
+        return super().write_data(plan, planner)
+
+
 def test_finalizing_without_blocking_does_not_wait_for_dcp(tmp_path: Path) -> None:
-    handle = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path))
-    began = time.monotonic()
+    writer = Held(tmp_path)
+    handle = smckpt.async_save({"w": torch.ones(2)}, storage_writer=writer)
     assert smckpt.maybe_finalize_async_calls(blocking=False) == []
-    assert time.monotonic() - began < 0.5
+    writer.go_on.set()
     assert smckpt.maybe_finalize_async_calls() == [handle.number]
 
 
@@ -558,13 +567,13 @@ def test_arguments_that_dcp_does_not_know_are_refused(tmp_path: Path) -> None:
 
 
 def test_queues_of_saves_by_dcp_are_independent(tmp_path: Path) -> None:
-    first = smckpt.async_save(
-        {"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "1"), queue="slow"
-    )
+    writer = Held(tmp_path / "1")
+    first = smckpt.async_save({"w": torch.ones(2)}, storage_writer=writer, queue="slow")
     smckpt.save(
         {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "2"), queue="fast"
     )
     assert not first.done()
+    writer.go_on.set()
     assert smckpt.maybe_finalize_async_calls(queue="slow") == [first.number]
 
 

@@ -95,7 +95,26 @@ def two(folder: str) -> dict[str, Any]:
         "newest": newest(folder),
         "late": late_optimizer_state(f"{folder}/late"),
         "wide": loaded_plain(f"{folder}/none"),
+        "anew": made_anew(f"{folder}/anew"),
     }
+
+
+def made_anew(folder: str) -> bool:
+    """The process group is destroyed and made anew, with the ranks the other way round: as an
+    elastic restart within the processes may do."""
+    for life in range(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        model, optimizer = model_on(mesh, seed=20 + life)
+        rank = dist.get_rank()
+        smckpt.save(taken(model, optimizer, smckpt.LOCAL, rank=rank), checkpoint_id=folder)
+        if not life:
+            dist.destroy_process_group()
+            store = dist.FileStore(f"{folder}/store", 2)
+            dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=2)
+    other, fresh = model_on(mesh, seed=22)
+    target = taken(other, fresh, smckpt.LOCAL, rank=-1)
+    smckpt.load(target, checkpoint_id=folder)
+    return same(full(other, fresh), full(model, optimizer)) and target["rank"] == dist.get_rank()
 
 
 def four_again(folder: str) -> dict[str, Any]:
@@ -169,6 +188,10 @@ def test_a_group_that_is_too_wide_mixes_nothing_and_drops_nothing(lives: Any) ->
         assert [good for good, _ in life["wide"]] == [True, True]
     for life in lives[1]:  # on another mesh
         assert same(life["wide"], lives[0][0]["wide"][0][1])
+
+
+def test_a_process_group_made_anew_with_other_ranks_mixes_nothing(lives: Any) -> None:
+    assert [life["anew"] for life in lives[1]] == [True, True]
 
 
 def test_optimizer_state_that_appears_later_is_saved_and_loads_exactly(lives: Any) -> None:

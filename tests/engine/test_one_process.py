@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -209,6 +208,25 @@ def test_on_commit_runs_once_after_the_manifest(tmp_path: Path) -> None:
     smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
     done = smckpt.maybe_finalize_async_calls()
     assert seen == [(done[-1], 1)]
+
+
+def test_what_on_commit_does_neither_ends_nor_hangs_the_queue(tmp_path: Path) -> None:
+    said: list[Any] = []
+
+    def save() -> Any:
+        return smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
+
+    def on_commit(handle: smckpt.SaveHandle) -> None:
+        said.append(handle.wait(20))
+        with pytest.raises(errors.UsageError, match="on_commit"):
+            save()
+        said.append("refused")
+        sys.exit("not the process, nor its thread")
+
+    handle = save()
+    assert smckpt.maybe_finalize_async_calls(timeout=60)[-1:] == [handle.number]
+    assert said == [handle.timings, "refused"]
+    assert smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path).number == handle.number + 1
 
 
 def test_missing_and_unexpected_keys_are_listed_before_anything_is_touched(tmp_path: Path) -> None:
@@ -474,12 +492,25 @@ def test_timings_say_what_took_how_long(tmp_path: Path) -> None:
 
 
 def test_step_and_metadata_are_recorded(tmp_path: Path) -> None:
-    smckpt.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=12, metadata={"who": "me"})
+    metadata = {"who": {"name": "me"}}
+    smckpt.async_save(
+        {"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=np.int64(12), metadata=metadata
+    )
+    metadata["who"]["name"] = "somebody else"
+    smckpt.maybe_finalize_async_calls()
     found = smckpt.latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 12
     [manifest] = files(tmp_path / "c", "manifest-")
-    assert '"who"' in json.dumps(json.loads(manifest.read_text()))
+    assert '"name":"me"' in manifest.read_text()
+
+
+def test_another_limit_on_files_is_honoured_by_the_next_save(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3 << 17), "b": torch.ones(3 << 17)}
+    for options in (None, smckpt.SaveOptions(max_file_bytes=1 << 20)):
+        smckpt.save(state, checkpoint_id=tmp_path, options=options, queue="limits")
+    manifest = files(tmp_path, "manifest-")[-1]
+    assert manifest.read_text().count('"crc_name"') > 1
 
 
 def test_the_step_of_ten_lines_in_the_readme_works(tmp_path: Path) -> None:

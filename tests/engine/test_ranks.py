@@ -106,23 +106,30 @@ def test_replication_groups_commit_one_step_together_and_resume_it(tmp_path: Pat
 def told_by_parallel_state(folder: str) -> Any:
     groups = [dist.new_group([0]), dist.new_group([1])]
     rank = dist.get_rank()
-    state = smckpt.ParallelState(2, hybrid_shard_degree=2, rank=rank)
-    smckpt.save(
-        {"w": torch.full((3,), float(rank))},
-        checkpoint_id=f"{folder}/run/part{rank}",
-        process_group=groups[rank],
-        parallel_state=state,
-        step=4,
-    )
+
+    def save(state: Any) -> None:
+        smckpt.save(
+            state,
+            checkpoint_id=f"{folder}/run/part{rank}",
+            process_group=groups[rank],
+            parallel_state=smckpt.ParallelState(2, hybrid_shard_degree=2, rank=rank),
+            step=4,
+        )
+
+    state = {"w": torch.full((3,), float(rank))}
+    with pytest.raises(errors.CheckpointError, match="rank 0.*nothing to save"):
+        save(state if rank else None)
+    save(state)
     found = smckpt.latest_checkpoint(folder)
     assert found is not None
     return found.groups
 
 
-def test_parallel_state_tells_which_groups_make_a_step_where_the_state_cannot(
+def test_parallel_state_tells_which_groups_make_a_step_also_to_a_lead_without_state(
     tmp_path: Path,
 ) -> None:
-    assert run_ranks(told_by_parallel_state, 2, str(tmp_path)) == [("part0", "part1")] * 2
+    told = run_ranks(told_by_parallel_state, 2, str(tmp_path))
+    assert told == [("part0", "part1")] * 2
     assert len(list((tmp_path / "run").glob("record-*"))) == 1
 
 

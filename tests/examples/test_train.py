@@ -104,6 +104,7 @@ def test_the_figure_is_drawn(finished: Outcome) -> None:
     assert len(figure) > 30_000
 
 
+@pytest.mark.long
 def test_a_finished_run_is_not_trained_again(finished: Outcome, tmp_path: Path) -> None:
     again = run_main_job(finished.directory, "--no-reference", "--kill-at", "never")
     assert again.status == 0, again.output
@@ -156,6 +157,7 @@ def test_impossible_options_are_refused(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_fsdp1_is_killed_and_resumes_equal(tmp_path: Path) -> None:
     assert_killed_and_equal(
         run_main_job(tmp_path, *SMALL, "--parallel", "fsdp1", "--world", "2"), ranks=2

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
+from smckpt.state_dict import full as full_state
 from tests.state_dict.test_interchange import build, taken, whole
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, step
@@ -29,6 +33,23 @@ def torchs_own(kind: str, model: Any, optimizer: Any) -> dict[str, Any]:
             }
     tensors, state = get_state_dict(model, optimizer)
     return {"model": tensors, "optimizer": state}
+
+
+def two_shards_of_a_rank(folder: str) -> list[Any]:
+    """A ShardedTensor of which each rank holds two pieces that do not touch: filled in place."""
+    rank = dist.get_rank()
+    pieces = [torch.full((2, 3), float(10 * rank + i)) for i in range(2)]
+    shards = [
+        Shard.from_tensor_and_offsets(piece, [4 * i + 2 * rank, 0], rank)
+        for i, piece in enumerate(pieces)
+    ]
+    state = {"sharded": init_from_local_shards(shards, 8, 3)}
+    smckpt.save(state, checkpoint_id=folder)
+    for piece in pieces:
+        piece.zero_()
+    smckpt.load(state, checkpoint_id=folder)
+    expected = [torch.full((2, 3), float(10 * rank + i)) for i in range(2)]
+    return [(a, b) for a, b in zip(pieces, expected, strict=True) if not torch.equal(a, b)]
 
 
 def others(folder: str) -> dict[str, Any]:
@@ -53,6 +74,7 @@ def others(folder: str) -> dict[str, Any]:
         ours = {n: t for n, t in whole(other, fresh).items() if n.startswith("model")}
         theirs = {n: t for n, t in expected.items() if n.startswith("model")}
         out[f"{kind} model into torch's"] = differences(ours, theirs)
+    out["two shards on a rank"] = two_shards_of_a_rank(f"{folder}/shards")
     return {what: found for what, found in out.items() if found}
 
 
@@ -75,11 +97,68 @@ def full(folder: str) -> dict[str, Any]:
             continue
         out[kind] = differences(flat(state), expected)
         out[f"{kind} elsewhere"] = [n for n, t in flat(state).items() if t.device.type != "cpu"]
-    return {what: found for what, found in out.items() if found}
+    return {"found": {what: found for what, found in out.items() if found}, "failed": failed_full()}
 
 
-def test_full_gathers_model_and_optimizer_to_rank_0_on_the_cpu(tmp_path: Path) -> None:
-    assert run_ranks(full, 2, str(tmp_path)) == [{}, {}]
+def failed_full() -> dict[str, Any]:
+    """What is raised where one rank has no room for the second tensor, or a hook that raises."""
+    model, optimizer = build("fsdp2", 0)
+    step(model, optimizer, 2)
+    out: dict[str, Any] = {}
+    for rank in (0, 1):
+        for what in (model.state_dict, optimizer.state_dict):
+            with no_room(dist.get_rank() == rank):
+                out[f"{rank} {what.__self__.__class__.__name__}"] = said(model, what)
+    if dist.get_rank() == 1:
+        model.register_state_dict_pre_hook(refuse)
+    out["1 hook"] = said(model, model.state_dict)
+    return out
+
+
+def refuse(*_: Any) -> None:
+    raise MemoryError("no room")
+
+
+@contextmanager
+def no_room(here: bool) -> Iterator[None]:
+    stock, calls = full_state._check_room, [0]
+
+    def check(value: Any) -> None:
+        calls[0] += 1
+        if here and calls[0] == 2:
+            refuse()
+        stock(value)
+
+    full_state._check_room = check
+    try:
+        yield
+    finally:
+        full_state._check_room = stock
+
+
+def said(model: Any, what: Any) -> str:
+    try:
+        with smckpt.sm_state_dict_type(model, smckpt.FULL):
+            getattr(what.__self__, what.__name__)()
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(full, 2, str(tmp_path_factory.mktemp("full")))
+
+
+def test_full_gathers_model_and_optimizer_to_rank_0_on_the_cpu(gathered) -> None:
+    assert [rank["found"] for rank in gathered] == [{}, {}]
+
+
+def test_what_one_rank_fails_with_while_full_state_is_gathered_is_raised_on_all(gathered) -> None:
+    for rank, told in enumerate(gathered):
+        for case, text in told["failed"].items():
+            wanted = "MemoryError no room" if int(case[0]) == rank else f"rank {case[0]}]"
+            assert wanted in text and "no room" in text, case
 
 
 @pytest.mark.parametrize("only", ["trainable", None])

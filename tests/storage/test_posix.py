@@ -447,3 +447,30 @@ def test_a_file_removed_right_after_its_creation_tells_of_the_other_copy(
     with pytest.raises(StorageError, match="another copy to this place took over"):
         PosixStorage(str(tmp_path)).create_file("a", 1 << 20, replace=True)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, None])
+def test_what_is_not_in_the_page_cache_is_asked_of_the_disk_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    size, cached = 9 << 20, 3 << 20  # None: nothing is missing
+    content = os.urandom(size)
+    (tmp_path / "a").write_bytes(content)
+    asked: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def partly_cached(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags and code is not None and offset >= cached:
+            raise OSError(code, os.strerror(code))
+        return preadv(fd, buffers, offset, flags & 0)
+
+    monkeypatch.setattr(os, "preadv", partly_cached)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, span, _: asked.append((at, span)))
+    data = bytearray(size)
+    parts = [memoryview(data)[:5], memoryview(data)[5 : 8 << 20], memoryview(data)[8 << 20 :]]
+    seen: list[bytes] = []
+    PosixStorage(str(tmp_path)).read_into("a", 0, parts, lambda piece: seen.append(bytes(piece)))
+    assert data == content == b"".join(seen)
+    assert len(asked) == (code is not None)
+    for at, span in asked:
+        assert cached <= at < cached + (1 << 20) and at + span == size

@@ -2,7 +2,8 @@
 
 A server, run by an interpreter that has both: importing them takes ten seconds of processor time,
 so it is done once, and each job's ranks are forked. A job is a line of JSON on its input: `hf`, a
-Hugging Face directory; `ranks`, what `import_hf` made of it; `tp`, `ep`; `out`; `seconds`. It is
+Hugging Face directory; `ranks`, what `import_hf` made of it; `tp`, `ep`, `etp`; `world`; `out`;
+`seconds`. It is
 answered with a line of JSON: an error's text, or null. In `out` are then `logits.pt`, each rank's
 state as mbridge filled it (`filled<rank>.pt`, the names of Transformer Engine's spec,
 `local<rank>.pt`, the local spec's) and, once the model has loaded `ranks`, strictly, what mbridge
@@ -123,7 +124,7 @@ def bridge_of(hf: Path) -> Any:
     return OnCpu(config, dtype=torch.float32, make_vocab_size_divisible_by=128)
 
 
-def by_hand(hf: dict[str, Any], tp: int, ep: int) -> Any:
+def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     """A GPTModel of a family without a bridge, from its Hugging Face config."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
@@ -155,8 +156,9 @@ def by_hand(hf: dict[str, Any], tp: int, ep: int) -> Any:
         num_layers=hf.get("num_hidden_layers", hf.get("n_layer")), hidden_size=hidden,
         ffn_hidden_size=hf.get("intermediate_size", hf.get("n_inner")), num_attention_heads=heads,
         num_query_groups=hf.get("num_key_value_heads", heads), hidden_dropout=0.0,
-        kv_channels=hf.get("head_dim", hidden // heads), tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep, params_dtype=torch.float32,
+        kv_channels=hf.get("head_dim", hidden // heads), tensor_model_parallel_size=job["tp"],
+        expert_model_parallel_size=job["ep"], expert_tensor_parallel_size=job["etp"],
+        params_dtype=torch.float32,
         layernorm_epsilon=hf.get("rms_norm_eps", hf.get("layer_norm_eps", 1e-5)),
         **{**ON_CPU, **own[family], "attention_backend": AttnBackend.unfused},
     )  # fmt: skip
@@ -181,18 +183,20 @@ def run(job: dict[str, Any], rank: int) -> None:
     tp, ep, out, hf = job["tp"], job["ep"], Path(job["out"]), Path(job["hf"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=tp * ep
+        "gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=job["world"]
     )
     # Megatron asks for the GPU on its way, also where it computes without one.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     get_cuda_rng_tracker().fork = lambda *_, **__: nullcontext()  # for dropout: there is none
     moe_utils.te_general_gemm = None  # which 0.16.1 asks for also where it could not import it
     multi_latent_attention.TELinear = type("NoSuch", (), {})  # as is this, for a class
-    parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(
+        tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=job["etp"]
+    )
     config = json.loads((hf / "config.json").read_text())
     (ranks,) = Path(job["ranks"]).glob(f"data-*-r{rank:05d}-0.safetensors")
     bridge = bridge_of(hf) if config["model_type"] in BRIDGED else None
-    model = bridge._model_provider([])(True, True) if bridge else by_hand(config, tp, ep)
+    model = bridge._model_provider([])(True, True) if bridge else by_hand(config, job)
     model.eval()
     named = TeNames(model)
     with torch.no_grad():
@@ -258,7 +262,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
 def done(job: dict[str, Any]) -> str | None:
     """Runs a job's ranks; what went wrong."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(job, r)) for r in range(job["tp"] * job["ep"])]
+    ranks = [context.Process(target=rank_main, args=(job, r)) for r in range(job["world"])]
     for process in ranks:
         process.start()
     until = time.monotonic() + job["seconds"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
     )
     missing = saved / ("none" if rank == 2 else "whole")
     told["missing"] = raised(lambda: export_hf(missing, folder / "missing", **common))
+    for who in (0, 2):  # before they meet
+        config = saved / ("none" if rank == who else "config")
+        began = time.monotonic()
+        told["config", who] = raised(
+            lambda: export_hf(saved / "whole", folder / "x", **{**common, "config": config})  # noqa: B023
+        )
+        told["in time", who] = time.monotonic() - began < 15
+    began = time.monotonic()
+    told["interrupted"] = raised(lambda: interrupted(saved, folder / "interrupted", common))
+    told["in time", 1] = time.monotonic() - began < 15
     alone = dist.new_group([0])
     told["no member"] = ""
     if rank:
@@ -79,6 +90,21 @@ def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
             lambda: export_hf(saved / "whole", folder / "x", process_group=alone)
         )
     return told
+
+
+def interrupted(saved: Path, out: Path, common: dict[str, Any]) -> None:
+    """One is interrupted when it writes."""
+    crew = crew_of(dist.group.WORLD, timeout=100)
+    crew.__class__ = Interrupted if dist.get_rank() == 1 else Crew
+    try:
+        export_hf(saved / "whole", out, **{**common, "process_group": crew})
+    except KeyboardInterrupt as error:
+        raise errors.StateError("Ctrl-C") from error
+
+
+class Interrupted(Crew):
+    def beat(self, done: int) -> None:
+        raise KeyboardInterrupt("Ctrl-C")
 
 
 def test_several_processes_write_what_one_writes_and_fail_together(tmp_path, saved):
@@ -93,6 +119,10 @@ def test_several_processes_write_what_one_writes_and_fail_together(tmp_path, sav
         assert "lm_head.weight (1)" in told["nan"]
         assert told["counts"] == {"lm_head.weight": 1}
         assert "would export different things" in told["other"]
+        for who in (0, 2):
+            assert "UsageError" in told["config", who] and f"rank {who}," in told["config", who]
+        assert "Ctrl-C" in told["interrupted"]
+        assert all(told["in time", who] for who in range(3))
         assert "CheckpointNotFoundError" in told["missing"] and "rank 2" in told["missing"]
     assert ranks[0]["seen"] == [(nbytes, nbytes)] and not ranks[1]["seen"]
     assert "no member" in ranks[1]["no member"]

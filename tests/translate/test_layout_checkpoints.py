@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf
+from smckpt import errors, export_hf, import_hf
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import FlatGeometry, FlatUnit, KeptGeometry, Mesh, MeshGeometry, Segment
 from smckpt.layout.geometry import Placement as P
@@ -128,6 +128,76 @@ def test_plain_tensors_of_expert_parallel_ranks(tmp_path, mixtral):
     path = shards.write(tmp_path / "c", 4, lambda r: list(plain(cuts, r)), topology=topology)
     export_hf(path, tmp_path / "hf", config=model.config)
     assert same(tmp_path / "hf", state)
+
+
+def experts_apart(state: State, t: int, ep: int, etp: int, world: int) -> list[State]:
+    """Megatron's ranks where experts are cut into `etp`, and layers into `t`."""
+    out = []
+    for r in range(world):
+        layers = ref.mcore(state, t, r % t)
+        experts = ref.mcore(state, etp, r % etp, ep, r // etp % ep)
+        out.append(
+            {n: x for n, x in layers.items() if ".experts." not in n}
+            | {n: x for n, x in experts.items() if ".experts." in n}
+        )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("t", "ep", "etp", "columns", "dp"),
+    [(2, 1, 1, 1, 1), (2, 2, 1, 1, 2), (2, 4, 1, 2, 1), (1, 2, 2, 4, 1), (4, 1, 2, 1, 1)],
+)
+def test_experts_cut_otherwise_than_layers(tmp_path, mixtral, t, ep, etp, columns, dp):
+    model, state = mixtral
+    world = t * columns * dp
+    cuts = experts_apart(state, t, ep, etp, world)
+    topology = ParallelState(
+        world, tensor_parallel_degree=t, expert_parallel_degree=columns
+    ).to_json()
+    path = shards.write(tmp_path / "c", world, lambda r: list(plain(cuts, r)), topology=topology)
+    export_hf(path, tmp_path / "hf", config=model.config, ep=ep, etp=etp)
+    assert same(tmp_path / "hf", state)
+    with pytest.raises(errors.CheckpointError, match="etp="):  # and not without a word
+        export_hf(path, tmp_path / "no", config=model.config, layout="mcore_te")
+    files = []
+    for rank, cut in enumerate(cuts[: t * columns]):
+        files.append(tmp_path / f"rank{rank}.pt")
+        torch.save(cut, files[-1])
+    degrees = {"tp": t, "ep": ep, "etp": etp}
+    export_hf(files, tmp_path / "hf2", config=model.config, **degrees)
+    assert same(tmp_path / "hf2", state)
+    drifted = {n: x + 1 if "experts" in n else x for n, x in cuts[-1].items()}
+    torch.save(drifted, files[-1])
+    if (t, ep, etp) != (2, 2, 1) and etp * ep < t * columns:  # each is in several ranks
+        with pytest.raises(errors.TensorMismatchError, match="copies differ.*experts"):
+            export_hf(files, tmp_path / "no", config=model.config, **degrees)
+    # the way back writes what these ranks hold
+    report = import_hf(tmp_path / "hf2", tmp_path / "ranks", "mcore_te", prefix="",
+                       pad_vocab_to_multiple_of=128 // t, **degrees)  # fmt: skip
+    for file, cut in zip(report.files, cuts, strict=False):
+        found = load_file(tmp_path / "ranks" / file)
+        assert found.keys() == {n for n in cut if not n.endswith("_extra_state")}
+        assert [n for n, x in found.items() if "embed" not in n and "output" not in n
+                and not torch.equal(x, cut[n])] == []  # fmt: skip
+
+
+def test_experts_cut_otherwise_are_refused_where_the_recorded_ranks_do_not_tell_them(
+    tmp_path, mixtral
+):
+    model, state = mixtral
+    cuts = experts_apart(state, 2, 4, 1, 4)
+    for order, columns, words in (
+        (("tp", "cp", "ep", "fsdp", "rep", "pp"), 1, "are 4 ranks|4 ranks that differ"),
+        (("ep", "tp", "cp", "fsdp", "rep", "pp"), 2, "recorded order is ep, tp"),
+    ):
+        state_ = ParallelState(
+            4, tensor_parallel_degree=2, expert_parallel_degree=columns, order=order
+        )
+        path = shards.write(
+            tmp_path / order[0], 4, lambda r: list(plain(cuts, r)), topology=state_.to_json()
+        )
+        with pytest.raises(errors.UsageError, match=words):
+            export_hf(path, tmp_path / "hf", config=model.config, ep=4, etp=1)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])

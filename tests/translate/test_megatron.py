@@ -14,6 +14,7 @@ Where mbridge and Hugging Face differ, which the tests go around:
 - mbridge takes no biases of a Llama's output and MLP (`attention_bias`, `mlp_bias`).
 - mbridge's DeepSeek-V3 has no groups of experts (`n_group`), nor padding of the vocabulary, and
   reads float8 only; here it reads and pads as for the others.
+- mbridge does not export experts cut otherwise than layers where ep is 1 or etp above tp.
 And Megatron-core: its all-to-all dispatcher needs a GPU, so the experts' tokens are gathered; its
 local attention takes no values of another width than keys, so DeepSeek's is plain torch; it has no
 attention beside the MLP, so GPT-NeoX is one after the other here, and Falcon is not; it refuses
@@ -23,6 +24,7 @@ experts with biases (GPT-OSS) that tensor parallelism would cut.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,22 +91,44 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
 
 @pytest.mark.parametrize(("family", "t", "ep"), CASES)
 def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family, t, ep):
-    model, state, folder = hub(family)
+    agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, t)
+
+
+@pytest.mark.parametrize(
+    ("family", "t", "ep", "etp"),
+    [
+        ("qwen3_moe", 2, 2, 1),
+        ("gpt_oss", 2, 2, 1),
+        pytest.param("qwen3_moe", 4, 2, 2, marks=pytest.mark.long),
+        pytest.param("mixtral", 2, 4, 1, marks=pytest.mark.long),
+    ],
+)
+def test_megatron_agrees_where_experts_are_cut_otherwise_than_layers(
+    tmp_path, megatron, hub, family, t, ep, etp
+):
+    agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, etp)
+
+
+def agree_both_ways(
+    tmp_path: Path, megatron: Any, known: Any, family: str, t: int, ep: int, etp: int
+) -> None:
+    model, state, folder = known
+    degrees = {"tp": t, "ep": ep, "etp": etp}
     written = {
         layout: import_hf(
             folder,
             tmp_path / layout,
             layout,
-            tp=t,
-            ep=ep,
             prefix="",
             pad_vocab_to_multiple_of=128 // t,
+            **degrees,
         )
         for layout in ("mcore_te", "mcore_local")
     }
+    world = math.lcm(t, ep * etp)
     megatron({
         "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
-        "tp": t, "ep": ep, "seconds": 100,
+        "world": world, "seconds": 100, **degrees,
     })  # fmt: skip
     # the model that mbridge filled, or loaded import_hf's files, computes what transformers does
     tokens = torch.arange(40).reshape(2, 20) % ref.V
@@ -113,10 +137,10 @@ def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family
     assert (torch.load(tmp_path / "logits.pt")[..., : ref.V] - wanted).abs().max() <= 1e-5
     # it holds, rank by rank, what import_hf wrote, and its state exports to the original
     for layout, name in (("mcore_te", "filled"), ("mcore_local", "local")):
-        states = [tmp_path / f"{name}{rank}.pt" for rank in range(t * ep)]
+        states = [tmp_path / f"{name}{rank}.pt" for rank in range(world)]
         for path, file in zip(states, written[layout].files, strict=True):
             assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
-        report = export_hf(states, tmp_path / f"{layout}-hf", tp=t, ep=ep, config=model.config)
+        report = export_hf(states, tmp_path / f"{layout}-hf", config=model.config, **degrees)
         assert report.layout == layout
         assert_same(load_file(tmp_path / f"{layout}-hf" / "model.safetensors"), state)
     if family in BRIDGED:  # and mbridge writes the original from what import_hf wrote

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig as TorchConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import smckpt
@@ -26,69 +25,11 @@ from smckpt.layout.geometry import Box, Piece, row_major_strides
 from smckpt.state_dict.gather import Told
 from smckpt.translate.live import FullWishes, job_of
 from tests.support import references as ref
+from tests.support.faulty_wire import with_one_that_fails
 from tests.support.launch import run_ranks
-from tests.support.parallel_models import Named, own_group, parallel_llama
+from tests.support.live_job import ON_RANK0, TOKENS, Job, State, differences, raised, taken
+from tests.support.parallel_models import Named
 from tests.translate.test_rows import NORM, legacy, with_copies
-
-State = dict[str, torch.Tensor]
-TOKENS = torch.arange(24).view(2, 12) * 5 % 120
-ON_RANK0 = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-
-
-class Job:
-    """What the cases of one rank work with."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        self.degrees = ParallelState(4, tensor_parallel_degree=2)
-        self.shard_group = own_group(self.degrees.ranker.get_fsdp_groups())
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-        self.llama, self.config = self.saved("llama")
-
-    def saved(self, family: str) -> tuple[State, dict[str, Any]]:
-        state, config = torch.load(self.folder / f"{family}.pt")
-        return state, config
-
-    def model(self, how: str) -> Any:
-        model = parallel_llama(self.config, self.llama, self.degrees)
-        layers = list(model.model.layers)
-        if how.startswith("fsdp1"):
-            return FSDP(
-                model,
-                use_orig_params=how.endswith("original"),
-                process_group=self.shard_group,
-                auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
-                device_id=torch.device("cpu"),
-            )
-        for part in (*layers, model):
-            fully_shard(part, mesh=self.mesh["shard"])
-        return model
-
-    def cut(self, how: Callable[..., State], **more: Any) -> State:
-        return how(self.llama, 2, self.degrees.tp_rank, **more)
-
-
-def taken(model: nn.Module, how: Any = ON_RANK0, **more: Any) -> dict[str, Any]:
-    with sm_state_dict_type(model, FULL, how, **more):
-        return model.state_dict()
-
-
-def differences(found: dict[str, Any], wanted: State) -> list[str]:
-    """Names on one side only, or whose tensors are not plain, or not of equal bits."""
-    bad = sorted(found.keys() ^ wanted.keys())
-    for name in found.keys() & wanted.keys():
-        if type(found[name]) is not torch.Tensor or not torch.equal(found[name], wanted[name]):
-            bad.append(name)
-    return bad
-
-
-def raised(act: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        act()
-    except errors.CheckpointError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
 
 # -- the cases: run on all ranks, in one order -----------------------------------------------------
 
@@ -220,6 +161,30 @@ def a_failure_while_tensors_move(job: Job) -> Any:
     ]
 
 
+def failures_of_any_rank(job: Job) -> Any:
+    """Where each finds no memory for the third tensor that it sends, takes or shares."""
+    model, everywhere = Named(job.cut(ref.te), job.config), FullStateDictConfig()
+
+    def fails(rank: int, act: str, how: Any = ON_RANK0, **more: Any) -> Any:
+        return with_one_that_fails(
+            lambda: taken(model, how, parallel_state=job.degrees), rank, act, **more
+        )
+
+    out = {
+        (1, "packed"): fails(1, "packed"),
+        (1, "packed, soon"): fails(1, "packed", at_once=True),
+        (0, "room"): fails(0, "room"),
+        (0, "placed"): fails(0, "placed", everywhere),
+        (3, "room"): fails(3, "room", everywhere),
+    }
+    out[2, "other config"] = with_one_that_fails(
+        lambda: taken(model, everywhere if dist.get_rank() == 2 else ON_RANK0,
+                      parallel_state=job.degrees), 2, "nothing",
+    )  # fmt: skip
+    found = taken(model, parallel_state=job.degrees)  # nothing is left on the way
+    return out, differences(found, job.llama if dist.get_rank() == 0 else {})
+
+
 def tied_heads_are_one_tensor(job: Job) -> Any:
     config = {**job.config, "tie_word_embeddings": True}
     cut = {n: t for n, t in job.cut(ref.te).items() if n != "lm_head.weight"}
@@ -324,6 +289,7 @@ CASES = [
     fsdp1, fsdp2_on_all_ranks, the_documentations_snippet, dtensors_tell_by_their_mesh,
     experts_of_expert_parallel_ranks, tied_heads_are_one_tensor, untranslated,
     huggingface_names_stay, refusals, computed_and_folded, a_failure_while_tensors_move,
+    failures_of_any_rank,
 ]  # fmt: skip
 
 
@@ -411,6 +377,22 @@ def test_what_fails_on_the_first_rank_while_tensors_move_is_raised_on_every_rank
     for rank in made[1]:
         for kind, text in rank["a_failure_while_tensors_move"]:
             assert kind == "UsageError" and "model.norm.weight cannot be computed" in text
+
+
+def test_what_any_rank_fails_with_while_tensors_move_is_raised_on_all_and_names_it(made) -> None:
+    for rank, told in enumerate(made[1]):
+        outcomes, afterwards = told["failures_of_any_rank"]
+        assert afterwards == []
+        for (who, what), (kind, text, seconds, _) in outcomes.items():
+            own = who == rank and what != "other config"
+            assert own or f"rank {who}]" in text
+            assert "no room to have it" in text or "rank0_only=False here" in text
+            assert kind == (
+                "MemoryError" if own else "UsageError" if "here" in text else "PeerError"
+            )
+            assert seconds < 20
+    sent = [told["failures_of_any_rank"][0] for told in made[1]]
+    assert sent[1][1, "packed, soon"][3] <= 3 < sent[1][1, "packed"][3]
 
 
 def test_a_tied_head_is_the_embedding_itself(made) -> None:

@@ -1,0 +1,138 @@
+"""States that are put together in ways which could lose a value without a word."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+import smckpt
+from smckpt import errors
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ({"a.b": 1, "a": {"b": 2, "w": torch.ones(1)}}, "a.b"),
+        ({"a": {"1": 1, 1: 2, "w": torch.ones(1)}}, "a.1"),
+        ({"a": {None: 5, "w": torch.ones(1)}}, "NoneType"),
+        ({"a": {(1, 2): torch.ones(1)}}, "tuple"),
+        ({True: 5, "w": torch.ones(1)}, "bool"),
+    ],
+    ids=["dotted", "number and text", "None beside a tensor", "tuple above one", "bool at the top"],
+)
+def test_keys_by_which_a_value_would_not_be_found_again_are_refused_when_saved(
+    tmp_path: Path, state: dict[Any, Any], word: str
+) -> None:
+    with pytest.raises(errors.StateError, match=word):
+        smckpt.save(state, checkpoint_id=tmp_path)
+
+
+def test_a_value_without_tensors_may_have_any_keys(tmp_path: Path) -> None:
+    value = {None: 5, True: 6, (1, 2): {"deep": 7}}
+    smckpt.save({"w": torch.ones(1), "value": value}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(1), "value": {}}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert target["value"] == value
+
+
+def optimizers_in_a_list(rates: tuple[float, float]) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizers = [
+        torch.optim.AdamW([p], lr=lr) for p, lr in zip(model.parameters(), rates, strict=True)
+    ]
+    for optimizer in optimizers:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    return optimizers, model
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED, None])
+def test_optimizers_in_a_list_get_their_hyperparameters_back(
+    tmp_path: Path, form: Any, kind: Any
+) -> None:
+    def taken(optimizers: list[Any], model: Any) -> dict[str, Any]:
+        if kind is None:
+            return {"all": form(o.state_dict() for o in optimizers)}
+        with smckpt.sm_state_dict_type(model, kind):
+            return {"all": form(o.state_dict() for o in optimizers)}
+
+    smckpt.save(taken(*optimizers_in_a_list((0.1, 0.2))), checkpoint_id=tmp_path)
+    others, model = optimizers_in_a_list((8.0, 9.0))
+    smckpt.load(taken(others, model), checkpoint_id=tmp_path)
+    assert [o.param_groups[0]["lr"] for o in others] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda k: k.__name__)
+def test_an_optimizer_without_state_gets_everything_back_outside_the_context(
+    tmp_path: Path, kind: Any
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    smckpt.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    fresh = kind(nn.Linear(3, 2).parameters(), lr=9.0)
+    smckpt.load({"optimizer": fresh.state_dict()}, checkpoint_id=tmp_path)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    saved, loaded = (list(o.state.values()) for o in (optimizer, fresh))
+    assert len(saved) == len(loaded)
+    for before, after in zip(saved, loaded, strict=True):
+        assert all(torch.equal(before[slot], after[slot]) for slot in before)
+
+
+def test_where_two_optimizers_could_be_meant_the_log_says_that_none_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rate = 0.1
+    twins = [torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=rate) for _ in range(2)]
+    state = {"optimizer": twins[0].state_dict()}
+    smckpt.save(state, checkpoint_id=tmp_path)
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        smckpt.load(state, checkpoint_id=tmp_path)
+    assert "call its load_state_dict" in caplog.text
+
+
+class Cast(torch.Tensor):
+    """A tensor that holds another and something derived from it, as float8 weights do."""
+
+    inner: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: torch.Tensor) -> Any:
+        out = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        out.inner, out.scale = inner, scale
+        return out
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} ran: only what is inside is to be read")
+
+
+def test_tensors_inside_others_are_saved_and_filled(tmp_path: Path) -> None:
+    inner = torch.arange(3.0)
+    state = {"cast": Cast(inner, torch.ones(())), "sent": AsyncCollectiveTensor(torch.ones(2))}
+    smckpt.save(state, checkpoint_id=tmp_path)
+    inner.zero_()
+    smckpt.load(state, checkpoint_id=tmp_path)
+    assert inner.tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_is_computed_from_several_is_refused_also_in_the_place_of_a_plain_one(
+    tmp_path: Path,
+) -> None:
+    smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    two = Cast(torch.ones(3), torch.ones(3))
+    with pytest.raises(errors.StateError, match="a is a Cast"):
+        smckpt.save({"a": two}, checkpoint_id=tmp_path)

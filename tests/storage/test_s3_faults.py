@@ -80,9 +80,14 @@ def test_who_created_a_name_hears_so_though_the_answer_is_lost(
     assert store.put_exclusive("manifest", b"late") is False
 
 
-@pytest.mark.parametrize("fault", ["503", "before", "half"])
-def test_reads_that_break_off_are_done_again(proxy: FaultyProxy, s3_root: str, fault: str) -> None:
-    store, data = through(proxy, s3_root), os.urandom(3 * MIB)
+@pytest.mark.parametrize(
+    ("fault", "client"),
+    [("503", "direct"), ("before", "direct"), ("half", "direct"), ("half", "s3transfer")],
+)
+def test_reads_that_break_off_are_done_again(
+    proxy: FaultyProxy, s3_root: str, fault: str, client: str
+) -> None:
+    store, data = through(proxy, s3_root, client=client), os.urandom(3 * MIB)
     store.put("data", data)
     proxy.spoil("GET", fault, MORE_THAN_BOTOCORES)
     assert store.read("data", 0, len(data)) == data
@@ -227,10 +232,11 @@ def test_bytes_of_a_block_that_change_on_the_way_are_read_again_and_then_named(
     assert f"bytes 0 to {file.record.size} of {file.record.name}" in str(caught.value)
 
 
+@pytest.mark.parametrize("client", ["direct", "s3transfer"])
 def test_a_small_file_or_a_listing_that_changes_on_the_way_is_read_again(
-    proxy: FaultyProxy, s3_root: str
+    proxy: FaultyProxy, s3_root: str, client: str
 ) -> None:
-    store = through(proxy, s3_root)
+    store = through(proxy, s3_root, client=client)
     store.put("manifest", b"{}" * 100)
     proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES)
     assert store.read("manifest") == b"{}" * 100

@@ -83,14 +83,13 @@ class _Ended:
         if not self._said:
             raise BadBody("s3transfer did not come to an end")
         # It raises the client's errors as they are, but for those of an answer's body.
+        older_lack = ("S3DownloadFailedError", "S3ValidationError")
+        wrong = tuple(getattr(exceptions, n) for n in older_lack if hasattr(exceptions, n))
         try:
             future.result()
         except exceptions.RetriesExceededError as error:
             raise BadBody(f"the answer's body broke off: {error.last_exception}") from error
-        except (
-            exceptions.S3DownloadFailedError,
-            getattr(exceptions, "S3ValidationError", BadBody),  # older ones lack it
-        ) as error:
+        except wrong as error:
             raise BadBody(str(error)) from error
 
 

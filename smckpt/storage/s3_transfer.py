@@ -68,11 +68,15 @@ class _Memory(io.RawIOBase):
 
 
 class _Ended:
-    """A subscriber to one transfer. Its work is done in the thread that asks for it; a result that
+    """A subscriber to one transfer, of `size` bytes. Its work is done in the thread that asks for it; a result that
     is not there by then would be waited for without end."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._said = False
+
+    def on_queued(self, future: Any, **_: Any) -> None:
+        future.meta.provide_transfer_size(self._size)  # older ones ask the store for it
 
     def on_done(self, future: Any, **_: Any) -> None:
         self._said = True
@@ -104,7 +108,7 @@ def send_file(client: Any, fields: Mapping[str, Any], key: str, data: memoryview
     """
     more = dict(fields)
     bucket = more.pop("Bucket")
-    ended = _Ended()
+    ended = _Ended(len(data))
     ended.result(_manager(client).upload(_Memory(data), bucket, key, more, [ended]))
 
 
@@ -119,7 +123,7 @@ def receive_file(client: Any, fields: Mapping[str, Any], key: str, target: memor
     more = dict(fields)
     bucket = more.pop("Bucket")
     file = _Memory(target)
-    ended = _Ended()
+    ended = _Ended(len(target))
     ended.result(_manager(client).download(bucket, key, file, more, [ended]))
     return file.end
 

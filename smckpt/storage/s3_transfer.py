@@ -68,8 +68,8 @@ class _Memory(io.RawIOBase):
 
 
 class _Ended:
-    """A subscriber to one transfer, of `size` bytes. Its work is done in the thread that asks for it; a result that
-    is not there by then would be waited for without end."""
+    """A subscriber to one transfer, of `size` bytes. Its work is done in the thread that asks for
+    it; a result that is not there by then would be waited for without end."""
 
     def __init__(self, size: int) -> None:
         self._size = size

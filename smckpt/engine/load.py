@@ -66,7 +66,8 @@ class Loader:
         wrapped = unwrap_stateful(state_dict)
         done = False
         try:
-            self._fill(state_dict, request)
+            with _without_collections():  # its objects are gone when it is back
+                self._fill(state_dict, request)
             done = True
         finally:
             rewrap_stateful(wrapped, loaded=done)
@@ -82,16 +83,15 @@ class Loader:
         early: Catalogue | None = None
         failure: Exception | None = None
         try:
-            with _without_collections():
-                selection = self._select(selector, state_dict, request)
-                step = self._step(selection, request)
-                early = _glance(request.directory)
+            selection = self._select(selector, state_dict, request)
+            step = self._step(selection, request)
+            early = _glance(request.directory)
         except Exception as error:  # told to the peers, then raised
             failure = error
         identity = self._choose(session, point, step, request, early, failure)
         guard = replace(guard, step=step)
         with _untouched_on_failure(state_dict):
-            with guard.stage("plan", _common_spare) as told, _without_collections():
+            with guard.stage("plan", _common_spare) as told:
                 if early is None or early.identity != identity:
                     early = open_catalogue(request.directory, choose=identity)
                 catalogue = early
@@ -283,7 +283,8 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
 @contextmanager
 def _without_collections() -> Iterator[None]:
     """A plan is thousands of small objects and no garbage. Making them sets off a collection of the
-    whole process, which in one that has imported torch costs more than the plan itself."""
+    whole process, which in one that has imported torch costs more than the plan itself; and so does
+    the first object made after that, where the plan is still there."""
     if not gc.isenabled():
         yield
         return

@@ -67,11 +67,10 @@ def everything(root: str, config: S3Config, folder: Path) -> None:
 # -- TLS -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("client", ["direct", "s3transfer"])
 def test_a_store_behind_tls_is_used_where_its_authority_is_trusted(
-    secure: FaultyProxy, trusted: None, s3_root: str, tmp_path: Path, client: str
+    secure: FaultyProxy, trusted: None, s3_root: str, tmp_path: Path
 ) -> None:
-    everything(s3_root, options(secure.endpoint, client=client), tmp_path / "copy")
+    everything(s3_root, options(secure.endpoint), tmp_path / "copy")
     assert len(secure.seen) > 20
 
 

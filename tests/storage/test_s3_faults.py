@@ -89,9 +89,10 @@ def test_reads_that_break_off_are_done_again(
 ) -> None:
     store, data = through(proxy, s3_root, client=client), os.urandom(3 * MIB)
     store.put("data", data)
-    proxy.spoil("GET", fault, MORE_THAN_BOTOCORES)
+    times = MORE_THAN_BOTOCORES if client == "direct" else 1
+    proxy.spoil("GET", fault, times)
     assert store.read("data", 0, len(data)) == data
-    proxy.spoil("GET", fault, MORE_THAN_BOTOCORES)
+    proxy.spoil("GET", fault, times)
     assert store.read("data") == data
     assert proxy.left == 0
 
@@ -153,9 +154,9 @@ def test_what_fails_in_one_of_several_ranges_is_told_when_no_other_writes_into_t
     assert target == then
 
 
-@pytest.mark.parametrize("fault", ["408 RequestTimeTooLong", "520 Unknown"])
-def test_answers_of_gateways_are_tried_again(proxy: FaultyProxy, s3_root: str, fault: str) -> None:
-    proxy.spoil("PUT", fault, MORE_THAN_BOTOCORES)
+def test_answers_of_gateways_are_tried_again(proxy: FaultyProxy, s3_root: str) -> None:
+    for fault in ("408 RequestTimeTooLong", "520 Unknown"):  # botocore gives them up at once
+        proxy.spoil("PUT", fault)
     through(proxy, s3_root).put("data", b"x")
     assert proxy.left == 0
 

@@ -117,6 +117,10 @@ def show(checkpoint: str, tensors: str | None, as_json: bool) -> None:
 @click.option("--hf", metavar="DIR", help="Check a Hugging Face directory instead.")
 @click.option("--against", metavar="CHECKPOINT", help="With --hf: its weights are this one's.")
 @click.option("--reference", metavar="DIR", help="With --hf: it computes what this one does.")
+@click.option("--layout", help="With --against: its tensor-parallel layout, as for export.")
+@click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
+@click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
+@click.option("--etp", type=click.IntRange(1), help="With --against, as for export.")
 @threads
 @as_json
 def verify(
@@ -126,15 +130,16 @@ def verify(
     reference: str | None,
     threads: int,
     as_json: bool,
+    **of_layout: Any,
 ) -> None:
     """Read every byte of CHECKPOINT against its checksum, or check an exported model with --hf;
     exit with 1 if anything is wrong."""
     if (checkpoint is None) == (hf is None):
         raise click.UsageError("give either CHECKPOINT or --hf DIR")
     if hf is not None:
-        _verify_hf(hf, against, reference, as_json)
-    if against is not None or reference is not None:
-        raise click.UsageError("--against and --reference go with --hf")
+        _verify_hf(hf, against, reference, as_json, of_layout)
+    if any(value is not None for value in (against, reference, *of_layout.values())):
+        raise click.UsageError("--against, --reference, --layout, --tp, --ep, --etp go with --hf")
     assert checkpoint is not None
     from smckpt.checkpoint.verify import verify_checkpoint
 
@@ -154,12 +159,18 @@ def verify(
 
 
 def _verify_hf(
-    directory: str, against: str | None, reference: str | None, as_json: bool
+    directory: str,
+    against: str | None,
+    reference: str | None,
+    as_json: bool,
+    of_layout: dict[str, Any],
 ) -> NoReturn:
     from smckpt.translate import verify_hf
 
     with progress_bar("comparing", quiet=as_json or against is None) as progress:
-        report = verify_hf(directory, against=against, reference=reference, progress=progress)
+        report = verify_hf(
+            directory, against=against, reference=reference, progress=progress, **of_layout
+        )
     if as_json:
         print_json(report.to_json())
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -106,8 +106,7 @@ class S3Storage:
         elif len(requests) == 1:
             self._get(name, *requests[0], seen)
         else:
-            for done in self._readers().map(lambda r: self._get(name, *r), requests):
-                assert done is None
+            self._get_all(name, requests)
             if seen is not None:  # in order: not before all is there
                 for buffer in wanted:
                     seen(buffer)
@@ -274,7 +273,14 @@ class S3Storage:
         return answer
 
     def delete_key(self, key: str, path: str) -> None:
-        self.run("delete", path, lambda c: c.delete_object(**self.common, Key=key))
+        def request(client: Any) -> None:
+            try:
+                client.delete_object(**self.common, Key=key)
+            except Exception as error:  # S3 answers 204 to this too, others do not
+                if code_of(error) != "NoSuchKey":
+                    raise
+
+        self.run("delete", path, request)
 
     def abort_upload(self, key: str, upload: str, path: str) -> None:
         def request(client: Any) -> None:
@@ -350,13 +356,18 @@ class S3Storage:
             done = filling.done
             if done == length:  # what broke off was the end of the answer before
                 return length
-            wanted = f"bytes={offset + done}-{offset + length - 1}"
+            wanted = f"bytes {offset + done}-"
+            asked = wanted.replace(" ", "=") + str(offset + length - 1)
             try:
-                answer = client.get_object(**self.common, Key=key, Range=wanted)
+                answer = client.get_object(**self.common, Key=key, Range=asked)
             except Exception as error:
                 if status_of(error) == 416:
                     return done
                 raise
+            # Of an answer that is the whole object nobody says where it begins.
+            if not answer.get("ContentRange", "bytes 0-").startswith(wanted):
+                answer["Body"].close()
+                raise BadBody("the answer is not the range that was asked for")
             if answer["ContentLength"] != length - done:
                 answer["Body"].close()
                 return done + int(answer["ContentLength"])
@@ -366,6 +377,20 @@ class S3Storage:
         have = self.run("read", self.path(name), request)
         if have != length:
             raise _too_short(name, self.size(name), offset + length, self.path(name))
+
+    def _get_all(self, name: str, requests: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        """All of them at once. When it is over, well or not, none writes into memory any more:
+        the caller may put something else there."""
+        gets = [self._readers().submit(self._get, name, *request) for request in requests]
+        try:
+            wait(gets, return_when=FIRST_EXCEPTION)
+        finally:
+            for get in gets:
+                get.cancel()
+            wait(gets)
+        for get in gets:
+            if not get.cancelled():
+                get.result()
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, str] = {}

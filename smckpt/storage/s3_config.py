@@ -89,7 +89,7 @@ class S3Config:
         for name in ("max_write_concurrency", "max_read_concurrency"):
             if not 1 <= getattr(self, name) <= 256:
                 raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 to 256")
-        if self.retries < 0 or self.timeout_s <= 0 or self.read_timeout_s <= 0:
+        if self.retries < 0 or not (self.timeout_s > 0 and 0 < self.read_timeout_s < math.inf):
             raise UsageError(
                 f"retries={self.retries}, timeout_s={self.timeout_s}, "
                 f"read_timeout_s={self.read_timeout_s}",

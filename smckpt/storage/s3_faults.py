@@ -45,6 +45,11 @@ _MEANING: dict[str, tuple[str, str]] = {
         "the store lacks this operation",
         "if it refuses checksums, set SMCKPT_S3_CHECKSUM=none; conditional PUT it must have",
     ),
+    "NoSuchUpload": (
+        "the upload was given up meanwhile",
+        "look whether another copy, or another job, writes to the same place, or a lifecycle rule "
+        "aborts uploads too early",
+    ),
     "InvalidObjectState": ("the object is archived", "restore it from its archive tier first"),
     "QuotaExceeded": ("the quota is used up", "raise it, or delete old checkpoints"),
 }
@@ -87,7 +92,7 @@ def is_transient(error: BaseException) -> bool:
     from botocore import exceptions as bc
 
     if isinstance(error, bc.ClientError):
-        return code_of(error) in _TRANSIENT or status_of(error) in (429, 500, 502, 503, 504)
+        return code_of(error) in _TRANSIENT or _passes(status_of(error))
     if isinstance(error, bc.SSLError):
         return _tls_broke_off(error)
     if isinstance(error, bc.ProxyConnectionError):
@@ -102,6 +107,11 @@ def is_transient(error: BaseException) -> bool:
             BadBody,
         ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
+
+
+def _passes(status: int) -> bool:
+    """Whether a status says that it may be better in a moment; gateways have some of their own."""
+    return status in (408, 429) or (500 <= status < 600 and status not in (501, 505, 507))
 
 
 def _wrapped(error: BaseException) -> Iterator[BaseException]:
@@ -175,7 +185,7 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
     if isinstance(error, (bc.ProfileNotFound, bc.CredentialRetrievalError, bc.TokenRetrievalError)):
         return (f"credentials could not be had: {error}", "look at the AWS configuration")
     if isinstance(error, bc.SSLError) and not _tls_broke_off(error):
-        return _untrusted(_tls_error(error) or error)
+        return _untrusted(error)
     if status == 407 or _proxy_refusal(error):
         return (
             f"the HTTP proxy refuses: {_proxy_refusal(error) or error}",
@@ -199,10 +209,16 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
 
 
 def _untrusted(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, ssl.SSLCertVerificationError):
+    *_, below = _wrapped(error)
+    if isinstance(below, ssl.SSLCertVerificationError) or "doesn't match" in str(below):
         return (
-            f"the store's certificate is not trusted: {error.verify_message}",
+            f"the store's certificate is not trusted: {below}",
             "name the file of the authority's certificate in AWS_CA_BUNDLE, and the store by a "
             "name that its certificate has",
         )
-    return (f"there is no TLS with the store: {error}", "look at the endpoint: is it https?")
+    if isinstance(below, ssl.SSLError) and below.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return ("there is no TLS at the store's port", "look at the endpoint: is it https?")
+    return (
+        f"TLS cannot be set up: {below}",
+        "look at the file that AWS_CA_BUNDLE names, and at the endpoint",
+    )

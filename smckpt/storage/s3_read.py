@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from smckpt.storage.s3_faults import BadBody
@@ -65,28 +66,35 @@ class Filling:
                 stretch, self._inside = self._ahead.popleft(), 0
                 if self._seen is not None:
                     self._seen(stretch)
+            if raw is None:
+                with _breaking_off():
+                    body.read()  # meets the end, where botocore looks at checksums
         except BaseException:
             body.close()
             raise
         if raw is not None:
             raw.release_conn()
-        else:
-            body.read()  # meets the end, so that the connection is used again
 
     def _fill_first(self, reader: Any) -> None:
-        from botocore.exceptions import BotoCoreError
-        from urllib3.exceptions import HTTPError
-
         stretch = self._ahead[0]
-        while self._inside < len(stretch):
-            try:
+        with _breaking_off():
+            while self._inside < len(stretch):
                 count = reader.readinto(stretch[self._inside :])
-            except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
-                raise BadBody(f"the answer's body broke off: {error}") from error
-            if not count:
-                raise BadBody("the answer's body ended early")
-            self._inside += count
-            self.done += count
+                if not count:
+                    raise BadBody("the answer's body ended early")
+                self._inside += count
+                self.done += count
+
+
+@contextmanager
+def _breaking_off() -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
+        raise BadBody(f"the answer's body broke off: {error}") from error
 
 
 def fill(body: Any, buffers: Sequence[memoryview], *, directly: bool = True) -> None:

@@ -68,11 +68,15 @@ class _Memory(io.RawIOBase):
 
 
 class _Ended:
-    """A subscriber to one transfer. Its work is done in the thread that asks for it; a result that
-    is not there by then would be waited for without end."""
+    """A subscriber to one transfer, of `size` bytes. Its work is done in the thread that asks for
+    it; a result that is not there by then would be waited for without end."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._said = False
+
+    def on_queued(self, future: Any, **_: Any) -> None:
+        future.meta.provide_transfer_size(self._size)  # older ones ask the store for it
 
     def on_done(self, future: Any, **_: Any) -> None:
         self._said = True
@@ -83,14 +87,13 @@ class _Ended:
         if not self._said:
             raise BadBody("s3transfer did not come to an end")
         # It raises the client's errors as they are, but for those of an answer's body.
+        older_lack = ("S3DownloadFailedError", "S3ValidationError")
+        wrong = tuple(getattr(exceptions, n) for n in older_lack if hasattr(exceptions, n))
         try:
             future.result()
         except exceptions.RetriesExceededError as error:
             raise BadBody(f"the answer's body broke off: {error.last_exception}") from error
-        except (
-            exceptions.S3DownloadFailedError,
-            getattr(exceptions, "S3ValidationError", BadBody),  # older ones lack it
-        ) as error:
+        except wrong as error:
             raise BadBody(str(error)) from error
 
 
@@ -105,7 +108,7 @@ def send_file(client: Any, fields: Mapping[str, Any], key: str, data: memoryview
     """
     more = dict(fields)
     bucket = more.pop("Bucket")
-    ended = _Ended()
+    ended = _Ended(len(data))
     ended.result(_manager(client).upload(_Memory(data), bucket, key, more, [ended]))
 
 
@@ -120,7 +123,7 @@ def receive_file(client: Any, fields: Mapping[str, Any], key: str, target: memor
     more = dict(fields)
     bucket = more.pop("Bucket")
     file = _Memory(target)
-    ended = _Ended()
+    ended = _Ended(len(target))
     ended.result(_manager(client).download(bucket, key, file, more, [ended]))
     return file.end
 

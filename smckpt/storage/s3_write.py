@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Body", "PublicBody", "S3Writer"]
 
+_TOKEN = "smckpt-upload"  # the name of an object's metadata that says whose upload it was
 _SEND = 2 << 20  # bytes handed to the socket at once
 
 
@@ -88,6 +90,7 @@ class S3Writer:
         self._gathered: dict[int, _Gathered] = {}
         self._parts: dict[int, tuple[str, int, int]] = {}  # number → ETag, checksum, length
         self._upload = ""
+        self._token = secrets.token_hex(8)
         self._done = False
         self._single = size <= self.piece
         if not self._single:
@@ -174,6 +177,7 @@ class S3Writer:
         fields = self._store.new_object_fields()
         if self._sum:
             fields |= {"ChecksumAlgorithm": self._sum.algorithm, "ChecksumType": "FULL_OBJECT"}
+        fields["Metadata"] = {_TOKEN: self._token}
         answer = client.create_multipart_upload(Key=self._key, **fields)
         return str(answer["UploadId"])
 
@@ -222,7 +226,9 @@ class S3Writer:
         if head is None or head["ContentLength"] != self._size:
             return False
         stored = self._sum.stored(head) if self._sum else None
-        return stored is None or stored == self._sum.text(whole)
+        if stored is None:  # then only this tells it from another's of the same size
+            return bool(head.get("Metadata", {}).get(_TOKEN) == self._token)
+        return stored == self._sum.text(whole)
 
 
 def _exists(path: str) -> StorageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, StoredSlot
@@ -10,7 +11,12 @@ from smckpt.checkpoint.plan import ReadPlan
 from smckpt.checkpoint.read import Readers, execute
 from smckpt.checkpoint.rows import Row
 from smckpt.checkpoint.sources import Source, row_shape
-from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
+from smckpt.errors import (
+    CorruptCheckpointError,
+    TensorMismatchError,
+    TopologyError,
+    UsageError,
+)
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape, row_major_strides
 from smckpt.topology import ParallelState
@@ -21,6 +27,7 @@ from smckpt.translate.stores import Part
 __all__ = ["CheckpointStore", "degrees_of"]
 
 _Rows = list[tuple[Row, str]]
+_COMPARED = 64 << 10  # bytes of a tensor
 
 
 def degrees_of(
@@ -33,7 +40,7 @@ def degrees_of(
         UsageError: what is given contradicts what was recorded.
     """
     if catalogue.topology is None:
-        return Degrees.of(tp or 1, ep or 1, etp)
+        return Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
     state = ParallelState.from_json(catalogue.topology)
     apart = etp not in (None, state.tp_size)
     if apart:
@@ -141,6 +148,51 @@ class CheckpointStore:
                 path=self.url,
             )
 
+    def refuse_unlike_replicas(self) -> None:
+        """Ranks that are one tensor- and expert-parallel rank by the recorded topology hold the
+        same. Of each kind of tensor that ranks keep for themselves some elements are compared:
+        a topology that is not the job's, which shapes do not tell, shows in all.
+
+        Raises:
+            TensorMismatchError: they do not.
+        """
+        seen: set[tuple[str, int, int]] = set()
+        for key, rows in self._rows.items():
+            kind = re.sub(r"\d+", "#", key.name), key.tp, key.ep
+            if key.tp < 0 or kind in seen or rows[0][0].geometry is not None:
+                continue
+            seen.add(kind)
+            row, fqn = rows[0]
+            part = _beginning(key, row_shape(row, fqn), DTYPES[row.dtype].itemsize)
+            box = _around(part, len(part.sizes))
+            found = [
+                s for s in self._catalogue.pieces.meeting(row, fqn, box) if self._is_of(s, key)
+            ]
+            if found and part.sizes:
+                self._refuse_unlike(part, [found[0], *found[1:2], *found[2:][-1:]])
+
+    def _refuse_unlike(self, part: Part, sources: Sequence[Source]) -> None:
+        data = []
+        for source in sources:
+            cut = _cut(part, source.piece)
+            assert cut is not None
+            saved, target, sizes = cut
+            itemsize = DTYPES[source.row.dtype].itemsize
+            data.append(bytearray(math.prod(part.sizes) * itemsize))
+            plan = ReadPlan()
+            plan.add_box(self._slots_of(source), saved, 0, target, Box.whole(sizes), itemsize)
+            self.read(plan, [memoryview(data[-1])])
+        for source, other in zip(sources, data, strict=True):
+            if other != data[0]:
+                raise TensorMismatchError(
+                    f"ranks {sources[0].holders[0]} and {source.holders[0]} are both (tp, ep) "
+                    f"{part.source[1:]} by the recorded topology, but their {part.source.name} "
+                    "differ",
+                    remedy="save with the job's own parallel_state= (its order= too: Megatron "
+                    "counts expert- before context-parallel ranks), or export the ranks' files",
+                    path=self.url,
+                )
+
     def view(self, key: Key, shape: Shape) -> None:
         self._views[key] = shape
 
@@ -209,6 +261,17 @@ class CheckpointStore:
             return True
         ranker, rank = self._state.ranker, source.holders[0]
         return (ranker.get_tp_rank(rank), ranker.get_ep_rank(rank)) == (key.tp, key.ep)
+
+
+def _beginning(key: Key, shape: Shape, itemsize: int) -> Part:
+    """Rows of a tensor, some 64 KiB."""
+    rows = max(1, _COMPARED // max(1, math.prod(shape[1:]) * itemsize))
+    sizes = (min(shape[0], rows), *shape[1:]) if shape else ()
+    ndim = len(sizes)
+    return Part(
+        key, sizes, tuple(range(ndim)), (0,) * ndim, (1,) * ndim, -1, 0, 0,
+        row_major_strides(sizes),
+    )  # fmt: skip
 
 
 def _around(part: Part, ndim: int) -> Box:

@@ -34,8 +34,8 @@ class Degrees:
         """
         etp = tp if etp is None else etp
         for name, value in (("tp", tp), ("ep", ep), ("etp", etp)):
-            if value < 1:
-                raise UsageError(f"{name}={value}", remedy="give a number above 0")
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
         least = math.lcm(tp, etp * ep)
         columns = least // tp if columns is None else columns
         if tp * columns % least:

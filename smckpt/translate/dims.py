@@ -222,7 +222,9 @@ def _rotary(config: Mapping[str, Any], head: int) -> int:
     for key in ("partial_rotary_factor", "rotary_pct"):
         if part is None:
             part = config.get(key)
-    rotary = head if part is None else math.floor(head * float(part))
+    if part is not None and (not isinstance(part, (int, float)) or not 0 <= part <= 1):
+        raise _no_number("partial_rotary_factor", part)
+    rotary = head if part is None else math.floor(head * part)
     if rotary % 2:
         raise UsageError(
             f"{rotary} of {head} rows of a head are rotary, an odd number",
@@ -233,14 +235,24 @@ def _rotary(config: Mapping[str, Any], head: int) -> int:
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:
     """The first of them that is there, else 0."""
-    return next((int(config[key]) for key in keys if config.get(key)), 0)
+    for key in keys:
+        value = config.get(key)
+        if value and not (isinstance(value, (int, float)) and int(value) == value):
+            raise _no_number(key, value)
+        if value:
+            return int(value)
+    return 0
+
+
+def _no_number(key: str, value: Any) -> UsageError:
+    return UsageError(
+        f"the config has {key}={value!r}", remedy="pass the model's own, complete config"
+    )
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:
     key = next((key for key in keys if key in config), keys[0])
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise UsageError(
-            f"the config has {key}={value!r}", remedy="pass the model's own, complete config"
-        )
+        raise _no_number(key, value)
     return value

@@ -218,7 +218,7 @@ def _contents(
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
         tp, ep, etp = given
-        degrees = Degrees.of(tp or 1, ep or 1, etp)
+        degrees = Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
         store: Store = open_files(checkpoint, degrees)
         return _translated(store, settings, dtype, layout, degrees)
     catalogue = open_catalogue(os.fspath(checkpoint))
@@ -227,6 +227,7 @@ def _contents(
     if layout is not None or looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, *given)
         store = CheckpointStore(catalogue, tensors, degrees)
+        store.refuse_unlike_replicas()
         made = _translated(store, settings, dtype, layout, degrees)
         return replace(made, identity=catalogue.identity)
     if any(degree is not None for degree in given):

@@ -8,6 +8,7 @@ the tensors that are made of it, which go to the CPU when they are whole.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -199,13 +200,21 @@ def _tied(side: Side) -> tuple[tuple[str, str], ...]:
 def _tasks(
     places: Places, side: Side, blocks: Mapping[Key, list[tuple[str, Block]]]
 ) -> Iterator[Task]:
+    """And one of each kind of tensor as another rank has it, to tell a wrong parallel_state."""
     copies = {copy: first for first, copy in side.copies}
+    seen: set[tuple[str, int, int]] = set()
     for key, view in side.shapes.items():
         shape = side.stored.get(key, view)
         yield Task(
             key, shape, view, places.held[key.name].dtype, places.parts(key, shape),
             tuple(blocks.get(key, ())), copies.get(key),
         )  # fmt: skip
+        kind = re.sub(r"\d+", "#", key.name), key.tp, key.ep
+        replica = () if kind in seen else places.replica(key)
+        seen.add(kind)
+        if replica:
+            dtype = places.held[key.name].dtype
+            yield Task(key, shape, view, dtype, replica, (), None, replica=True)
 
 
 def _untranslated(places: Places, side: Side) -> Job:

@@ -27,7 +27,8 @@ _SETTLE = 256 << 20  # bytes moved at most after a failure before all ranks rais
 @dataclass(frozen=True)
 class Task:
     """One stored tensor: who has its parts, where its blocks go, what it must be equal to. view:
-    the shape that its blocks are of, where it is held in another."""
+    the shape that its blocks are of, where it is held in another. replica: the tensor before this
+    one once more, as the last of the ranks has it that should hold the same."""
 
     key: Key
     shape: Shape
@@ -36,6 +37,7 @@ class Task:
     parts: tuple[tuple[int, Told, tuple[Piece, ...]], ...]
     blocks: tuple[tuple[str, Block], ...]
     copy_of: Key | None
+    replica: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,16 @@ class _Check:
         self.differ: list[str] = []
         self.first: dict[Key, torch.Tensor] = {}
         self._originals = {task.copy_of for task in job.tasks if task.copy_of is not None}
+        self._originals |= {task.key for task in job.tasks if task.replica}
 
     def look(self, task: Task, whole: torch.Tensor) -> None:
         key, other = task.key, task.copy_of
         if any(known.name != key.name for known in self.first):
             self.first.clear()
+        if task.replica:
+            if not _equal(self.first[key], whole):
+                self.differ.append(f"{key.name} on ranks that are (tp, ep) {key[1:]}")
+            return
         if key in self._originals:
             self.first[key] = whole
         if other is not None and not _equal(self.first[other], whole):

@@ -181,6 +181,15 @@ class Places:
             )
         return tuple(out)
 
+    def replica(self, key: Key) -> tuple[tuple[int, Told, tuple[Piece, ...]], ...]:
+        """The last rank that has a tensor of its own for that of `key`, if it is not the only one;
+        who sends what, as `parts`."""
+        found = [
+            (rank, row, row.pieces) for rank, row in self.rows[key.name].items()
+            if self.coordinates[rank] == (key.tp, key.ep) and row.ranks == (rank,)
+        ]  # fmt: skip
+        return tuple(found[-1:]) if len(found) > 1 else ()
+
 
 class _Lazily(Mapping[str, Held]):
     """Names alone tell the layout; what is no weight need not make sense."""

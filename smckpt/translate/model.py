@@ -179,6 +179,7 @@ def from_hub(
             remedy="pass a directory with all weights and the config that belongs to them",
             path=store.url,
         )
+    _refuse_other_head(store, hub, dims)
     source = side_of_store(store, hub, dims, Degrees.of(1, 1))
     target = side_of_ranks(layout, dims, degrees, multiple)
     blocks = compile_blocks(source, target)
@@ -189,6 +190,23 @@ def from_hub(
             target_of(key, source, target, blocks[key], dtypes)
         )
     return TranslatedSource(store), out
+
+
+def _refuse_other_head(store: Store, hub: Layout, dims: Dims) -> None:
+    """A head that the config ties to the embedding may be there, if it is the same."""
+    names = {row.roles[0]: row.name for row in hub.rows if row.roles[0] in ("embed", "head")}
+    if not dims.tied or names.get("head") not in store.held:
+        return
+    one, two = (
+        whole(Key(n, 0, 0), store.held[n].shards[0, 0], store.held[n].dtype)
+        for n in (names["embed"], names["head"])
+    )
+    if not TranslatedSource(store).equal(one, two, CHUNK):
+        raise TensorMismatchError(
+            f"tie_word_embeddings is true, but {two.name} and {one.name} differ",
+            remedy="set tie_word_embeddings to false in the config if the model has both",
+            path=store.url,
+        )
 
 
 def _keys(held: Held) -> list[Key]:

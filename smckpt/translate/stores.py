@@ -6,11 +6,12 @@ A store answers what it holds, and copies strided boxes of it into memory.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -18,13 +19,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import Shape
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key
 
-__all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files"]
+__all__ = ["FileStore", "Part", "Store", "bits", "open_directory", "open_files", "weight_map"]
 
 _RESIDENT = 128 << 20  # bytes read between two times that mapped pages are let go
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
@@ -142,14 +144,16 @@ def open_files(paths: Sequence[str | os.PathLike[str]], degrees: Degrees) -> Fil
     """The files of all ranks, in Megatron's order: tensor parallelism innermost, then experts'.
 
     Raises:
-        UsageError: there are not as many as ranks, one is missing or of another kind, names,
-            dtypes or the steps recorded in them differ between ranks.
+        UsageError: there are not as many as ranks, one is missing, given twice or of another kind,
+            they are not in the order of their numbers; names, dtypes or the steps recorded in them
+            differ between ranks.
     """
     if len(paths) != degrees.ranks:
         raise UsageError(
             f"{len(paths)} files were given for {degrees}",
             remedy=f"pass the {degrees.ranks} files of all ranks, in the order of ranks",
         )
+    _refuse_order([os.fspath(path) for path in paths])
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
     maps: list[mmap.mmap] = []
@@ -183,17 +187,42 @@ def open_files(paths: Sequence[str | os.PathLike[str]], degrees: Degrees) -> Fil
     return FileStore(os.fspath(paths[0]), arrays, dtypes, maps)
 
 
+def _refuse_order(paths: list[str]) -> None:
+    """Nothing in the files tells which rank's one is: rank10 before rank2, as a shell sorts them,
+    would make a model of the right shapes."""
+    seen = set()
+    for path in paths:
+        with suppress(OSError):  # told when it is opened
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                raise UsageError(
+                    "the file is given for two ranks", remedy="pass each rank's own", path=path
+                )
+            seen.add((status.st_dev, status.st_ino))
+    parts = [re.split(r"(\d+)", path) for path in paths]
+    if len({(len(part), *part[::2]) for part in parts}) > 1:
+        return
+    numbers = [tuple(map(int, part[1::2])) for part in parts]
+    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
+    if len(differ) == 1 and list(differ[0]) != sorted(differ[0]):
+        order = ", ".join(map(str, differ[0][:16]))
+        raise UsageError(
+            f"the numbers in the files' names are in the order {order}",
+            remedy="pass them in the order of ranks (ls -v sorts numbers)",
+        )
+
+
 def open_directory(directory: Path) -> FileStore:
     """The weights of a Hugging Face directory: one safetensors file, or those of its index.
 
     Raises:
         UsageError: there are none.
-        CorruptCheckpointError: a file of the index is missing or damaged.
+        CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
     """
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(weight_map(index).values()))
     arrays: dict[Key, Array] = {}
     dtypes: dict[str, str] = {}
     maps: list[mmap.mmap] = []
@@ -205,8 +234,26 @@ def open_directory(directory: Path) -> FileStore:
                 path=str(directory),
             )
         for tensor, (dtype, array) in _open_safetensors(directory / name, maps).items():
+            if tensor in dtypes:
+                raise CorruptCheckpointError(
+                    f"{tensor} is in {name} and in another file of the index",
+                    remedy="remove what is left of another model", path=str(directory),
+                )  # fmt: skip
             arrays[Key(tensor, 0, 0)], dtypes[tensor] = array, dtype
     return FileStore(str(directory), arrays, dtypes, maps)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if all(isinstance(name, str) for name in found.values()):
+            return dict(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise CorruptCheckpointError(
+        "the index has no weight_map of names and files", remedy="fetch the directory anew",
+        path=str(index),
+    )  # fmt: skip
 
 
 def _open_file(path: Path, maps: list[mmap.mmap]) -> tuple[dict[str, tuple[str, Array]], Any]:
@@ -226,52 +273,37 @@ def _open_file(path: Path, maps: list[mmap.mmap]) -> tuple[dict[str, tuple[str, 
 
 def _open_safetensors(path: Path, maps: list[mmap.mmap]) -> dict[str, tuple[str, Array]]:
     codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
-    size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise _damaged(path, str(error)) from error
-    base = 8 + length
-    memory: Array = np.zeros(base, np.uint8)
-    if size > base:
-        with path.open("rb") as file:
+            header = read_header(lambda a, b: os.pread(file.fileno(), b - a, a), size, str(path))
+        except CorruptCheckpointError as error:
+            error.remedy = "pass the file as it was written"
+            raise
+        memory: Array = np.zeros(0, np.uint8)
+        if size > header.data_start:
             maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        memory = np.frombuffer(maps[-1], np.uint8)
+            memory = np.frombuffer(maps[-1], np.uint8)
     out = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = codes.get(entry["dtype"], ""), tuple(entry["shape"])
-        low, high = entry["data_offsets"]
-        if (
-            not dtype
-            or base + high > size
-            or high - low != math.prod(shape) * DTYPES[dtype].itemsize
-        ):
-            raise _damaged(path, f"{name} lies at {low} to {high} of {size - base} bytes")
-        data = memory[base + low : base + high]
-        out[name] = (dtype, np.frombuffer(data, bits(dtype)).reshape(shape))
+    for name, entry in header.entries.items():
+        if entry.elements is not None:
+            raise UsageError(
+                f"{name} is a part of a rank's array: the file is one of a checkpoint's",
+                remedy="export the checkpoint's directory",
+                path=str(path),
+            )
+        dtype = codes[entry.code]
+        data = memory[entry.offset : entry.offset + entry.nbytes]
+        out[name] = (dtype, np.frombuffer(data, bits(dtype)).reshape(entry.shape))
     return out
 
 
-def _damaged(path: Path, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"the file is no whole safetensors file: {what}",
-        remedy="pass the file as it was written",
-        path=str(path),
-    )
-
-
 def _open_torch(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
-    import pickle
-
     import torch
 
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of whatever kind, from the depths of torch, zip and pickle
         raise UsageError(
             f"the file is neither safetensors nor a torch.save file of tensors: {error}",
             remedy="pass files that hold a state dict of tensors and plain values only",
@@ -280,6 +312,11 @@ def _open_torch(path: Path) -> tuple[dict[str, tuple[str, Array]], Any]:
     out = {}
     for name, tensor in _tensors(_model_of(loaded, path)).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UsageError(
+                f"{name} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device.type}",
+                remedy="save dense tensors with their values", path=str(path),
+            )  # fmt: skip
         code = bits(dtype)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         out[name] = (dtype, flat.view(code).reshape(tuple(tensor.shape)))

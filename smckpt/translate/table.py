@@ -5,10 +5,12 @@ A row says nothing about direction. Export and import read the same table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from smckpt.errors import UsageError
+from smckpt.translate.dims import ROLES
 
 __all__ = ["NORMS", "ZERO_CENTRED", "Layout", "Row", "rows"]
 
@@ -17,6 +19,13 @@ NORMS = frozenset({
     "final_norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "q_down_norm",
     "kv_down_norm",
 })  # fmt: skip
+
+
+# how roles may lie in a tensor, and of how many at least and at most
+_HOW = {
+    "same": (1, 99), "per_rank": (1, 99), "interleaved": (3, 3), "alternating": (2, 99),
+    "rotary": (1, 1), "vocabulary": (1, 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Row:
 
     def __post_init__(self) -> None:
         for field, value, known in (
+            ("how", self.how, tuple(_HOW)),
+            ("tp", self.tp, (None, 0, 1)),
             ("copies", self.copies, ("equal", "mean", "sum")),
             ("folded", self.folded, (None, "columns", "rows")),
         ):
@@ -62,6 +73,14 @@ class Row:
                     f"the row {self.name} has {field}={value!r}",
                     remedy=f"pass one of {', '.join(map(str, known))}",
                 )
+        unknown = [role for role in self.roles if role not in ROLES]
+        least, most = _HOW[self.how]
+        if unknown or not least <= len(self.roles) <= most:
+            raise UsageError(
+                f"the row {self.name} has roles={self.roles!r}, how={self.how!r}",
+                remedy=f"it takes {least if least == most else f'{least} or more'} of "
+                f"{', '.join(ROLES)}",
+            )
         if self.copies != "equal" and self.tp is not None:
             raise UsageError(
                 f"the row {self.name} is cut by tensor parallelism and has copies={self.copies!r}",
@@ -87,6 +106,16 @@ class Layout:
     drop: tuple[str, ...] = ()
     families: frozenset[str] | None = None
     joined: bool = True
+
+    def __post_init__(self) -> None:
+        for pattern in self.drop:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UsageError(
+                    f"the layout {self.name} has drop={pattern!r}: {error}",
+                    remedy="give regular expressions",
+                ) from error
 
     def renamed(self, name: str, *changes: tuple[str, str]) -> Layout:
         """This layout with other names: each (old, new) replaces a part of every row's name."""

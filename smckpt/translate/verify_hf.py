@@ -29,6 +29,8 @@ from smckpt.translate.files import aligned
 from smckpt.translate.model import to_hub
 from smckpt.translate.names import find_ties, model_tensors
 from smckpt.translate.source import Source
+from smckpt.translate.stores import weight_map
+from smckpt.translate.table import Layout
 from smckpt.translate.targets import Chunk, Range, Same, Target
 from smckpt.translate.translated import TranslatedSource
 
@@ -79,6 +81,10 @@ def verify_hf(
     against: str | os.PathLike[str] | None = None,
     reference: str | os.PathLike[str] | None = None,
     prefix: str | None = None,
+    layout: str | Layout | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HFReport:
     """Check an exported model. Needs transformers; nothing is fetched, no code of the model runs
@@ -87,10 +93,9 @@ def verify_hf(
     Args:
         directory: with config.json and safetensors files.
         against: a checkpoint; every tensor must equal its own, after the cast where the directory
-            has another floating dtype. A tensor-parallel layout is found from its names, degrees
-            are those recorded, sizes those of the directory's config.
+            has another floating dtype. Sizes are those of the directory's config.
         reference: a directory of the same model; logits in float32 are compared, on fixed tokens.
-        prefix: dotted place of the model in the checkpoint, as for `export_hf`.
+        prefix, layout, tp, ep, etp: of the checkpoint, as for `export_hf`.
         progress: called with (bytes compared, bytes in all).
 
     Returns:
@@ -101,10 +106,16 @@ def verify_hf(
         CheckpointError: the checkpoint cannot be read.
     """
     folder = Path(os.fspath(directory))
+    given = {"prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp}
+    if against is None and (named := [f"{n}=" for n, value in given.items() if value is not None]):
+        raise UsageError(
+            f"{', '.join(named)} has no meaning without against=", remedy="leave it out"
+        )
     stored = _stored(folder)
     problems: list[str] = []
     if against is not None:
-        problems += _differences(stored, os.fspath(against), prefix, folder, progress)
+        theirs = _of_checkpoint(os.fspath(against), prefix, folder, layout, (tp, ep, etp))
+        problems += _differences(stored, *theirs, folder, progress)
     model, found = _loaded(folder)
     problems += found
     logits = None
@@ -126,7 +137,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     """Every tensor of the directory, from the headers alone."""
     index = folder / INDEX
     if index.is_file():
-        named: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        named: Mapping[str, str] = weight_map(index)
         files = sorted(set(named.values()))
     elif (folder / SINGLE).is_file():
         named, files = {}, [SINGLE]
@@ -175,18 +186,20 @@ def _header(path: Path) -> Iterator[tuple[str, _Stored]]:
 
 def _differences(
     stored: Mapping[str, _Stored],
-    checkpoint: str,
-    prefix: str | None,
+    theirs: Mapping[str, Target],
+    source: Source | TranslatedSource,
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> list[str]:
-    theirs, source = _of_checkpoint(checkpoint, prefix, folder)
-    left_out = _tied_names(folder, theirs)
+    left_out = {n: kept for n, kept in _tied_names(folder, theirs).items() if n not in stored}
     problems = [f"{name} is in the checkpoint only" for name in theirs
                 if name not in stored and name not in left_out]  # fmt: skip
     problems += [f"{name} is not in the checkpoint" for name in stored if name not in theirs]
     total, done = sum(_nbytes(t) for t in stored.values()), 0
     with closing(source):
+        for name, kept in left_out.items():
+            problem = _difference(source, theirs[name], stored[kept]) if kept in stored else None
+            problems += [f"{name}, which is tied to {kept}: {problem}"] if problem else []
         for name, ours in stored.items():
             if name in theirs:
                 problem = _difference(source, theirs[name], ours)
@@ -198,7 +211,11 @@ def _differences(
 
 
 def _of_checkpoint(
-    checkpoint: str, prefix: str | None, folder: Path
+    checkpoint: str,
+    prefix: str | None,
+    folder: Path,
+    layout: str | Layout | None,
+    given: tuple[int | None, int | None, int | None],
 ) -> tuple[Mapping[str, Target], Source | TranslatedSource]:
     """The checkpoint's tensors by Hugging Face's names, and what reads them. Where they are made of
     those of a tensor-parallel layout, each element of either side stands for one of the other: that
@@ -207,9 +224,9 @@ def _of_checkpoint(
     tensors = model_tensors(catalogue, prefix)
     config = read_config(folder) if (folder / CONFIG).is_file() else None
     family = config.values["model_type"] if config is not None else None
-    if looks_transformed(tensors, family):
-        degrees = degrees_of(catalogue, None, None)
-        made = to_hub(CheckpointStore(catalogue, tensors, degrees), config, None, degrees)
+    if layout is not None or looks_transformed(tensors, family):
+        degrees = degrees_of(catalogue, *given)
+        made = to_hub(CheckpointStore(catalogue, tensors, degrees), config, layout, degrees)
         return {target.name: target for target in made.targets}, made.source
     own = {
         name: Same(t.name, t.dtype, tuple(t.shape), t.name, t.dtype) for name, t in tensors.items()
@@ -217,11 +234,12 @@ def _of_checkpoint(
     return own, Source(catalogue)
 
 
-def _tied_names(folder: Path, tensors: Mapping[str, Target]) -> set[str]:
+def _tied_names(folder: Path, tensors: Mapping[str, Target]) -> dict[str, str]:
+    """Name that the directory may lack → name of the tensor that it is."""
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     text = config.get("text_config", config)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    return {tie.left_out for tie in find_ties(tensors)} if tied else set()
+    return {tie.left_out: tie.kept for tie in find_ties(tensors)} if tied else {}
 
 
 def _nbytes(tensor: _Stored) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import secrets
 import threading
@@ -207,6 +208,32 @@ def test_an_upload_never_replaces_an_object_that_appeared_meanwhile(s3_root: str
     assert store.read("data") == b"first"
 
 
+def test_without_checksums_too_an_object_of_the_same_size_is_not_taken_for_ours(
+    s3_root: str,
+) -> None:
+    store = s3(s3_root, checksum="none")
+    for name in ("ours", "theirs"):
+        writer = store.create_file(name, 6 * MIB)
+        for at in range(0, 6 * MIB, writer.piece):
+            writer.write_at(at, memoryview(bytes(min(writer.piece, 6 * MIB - at))))
+        if name == "ours":
+            writer.finish()
+            writer.finish()  # the first answer was lost
+    store.put("theirs", b"x" * (6 * MIB))
+    with pytest.raises(StorageError, match="exists already"):
+        writer.finish()
+    writer.abort()
+    assert store.read("theirs") == b"x" * (6 * MIB)
+
+
+def test_an_upload_that_others_gave_up_says_so(s3_root: str) -> None:
+    store = s3(s3_root)
+    writer = store.create_file("data", 6 * MIB)
+    store.discard_unfinished(["data"])
+    with pytest.raises(StorageError, match="the upload was given up meanwhile.*another copy"):
+        writer.write_at(0, memoryview(bytes(5 * MIB)))
+
+
 def test_an_object_with_our_own_bytes_counts_as_created_by_us(s3_root: str) -> None:
     store = s3(s3_root)
     assert store.put_exclusive("manifest", b"ours")
@@ -331,6 +358,8 @@ def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3_root: str)
         {"checksum": "md5"},
         {"endpoint": "host:1"},
         {"retries": -1},
+        {"timeout_s": math.nan},
+        {"read_timeout_s": math.inf},
         {"client": "crt"},
         {"colour": 1},
     ],

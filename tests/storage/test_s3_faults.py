@@ -18,7 +18,7 @@ import pytest
 from smckpt.checkpoint.blocks import Readers
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
-from smckpt.storage import open_storage
+from smckpt.storage import open_storage, s3
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -80,13 +80,19 @@ def test_who_created_a_name_hears_so_though_the_answer_is_lost(
     assert store.put_exclusive("manifest", b"late") is False
 
 
-@pytest.mark.parametrize("fault", ["503", "before", "half"])
-def test_reads_that_break_off_are_done_again(proxy: FaultyProxy, s3_root: str, fault: str) -> None:
-    store, data = through(proxy, s3_root), os.urandom(3 * MIB)
+@pytest.mark.parametrize(
+    ("fault", "client"),
+    [("503", "direct"), ("before", "direct"), ("half", "direct"), ("half", "s3transfer")],
+)
+def test_reads_that_break_off_are_done_again(
+    proxy: FaultyProxy, s3_root: str, fault: str, client: str
+) -> None:
+    store, data = through(proxy, s3_root, client=client), os.urandom(3 * MIB)
     store.put("data", data)
-    proxy.spoil("GET", fault, MORE_THAN_BOTOCORES)
+    times = MORE_THAN_BOTOCORES if client == "direct" else 1
+    proxy.spoil("GET", fault, times)
     assert store.read("data", 0, len(data)) == data
-    proxy.spoil("GET", fault, MORE_THAN_BOTOCORES)
+    proxy.spoil("GET", fault, times)
     assert store.read("data") == data
     assert proxy.left == 0
 
@@ -118,6 +124,52 @@ def test_the_deadline_ends_the_tries(proxy: FaultyProxy, s3_root: str) -> None:
     proxy.spoil("PUT", "500", 1000)
     with pytest.raises(StorageError, match=r"tried \d+ times in"):
         store.put("data", b"x")
+
+
+def test_an_answer_that_is_not_the_range_that_was_asked_for_is_not_taken_for_it(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store, data = through(proxy, s3_root, retries=1), os.urandom(1000)
+    store.put("data", data)
+    proxy.spoil("GET", "whole")
+    assert store.read("data", 10, 90) == data[10:100]
+    proxy.spoil("GET", "whole", 2)
+    with pytest.raises(StorageError, match="not the range that was asked for.*tried 2 times"):
+        store.read("data", 10, 90)
+
+
+def test_what_fails_in_one_of_several_ranges_is_told_when_no_other_writes_into_the_memory(
+    proxy: FaultyProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_READ", MIB)
+    store, data = through(proxy, s3_root), os.urandom(4 * MIB)
+    store.put("data", data)
+    proxy.spoil("GET", "403 AccessDenied")
+    proxy.spoil("GET", "late 1", 3)
+    target = bytearray(len(data))
+    with pytest.raises(StorageError, match="access denied"):
+        store.read_into("data", 0, [memoryview(target)])
+    then = bytes(target)
+    proxy.ended.wait(1.5)
+    assert target == then
+
+
+def test_answers_of_gateways_are_tried_again(proxy: FaultyProxy, s3_root: str) -> None:
+    for fault in ("408 RequestTimeTooLong", "520 Unknown"):  # botocore gives them up at once
+        proxy.spoil("PUT", fault)
+    through(proxy, s3_root).put("data", b"x")
+    assert proxy.left == 0
+
+
+def test_a_store_that_tells_of_a_missing_object_at_its_deletion_is_understood(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root)
+    proxy.spoil("DELETE", "404 NoSuchKey")
+    store.delete("nothing")
+    proxy.spoil("DELETE", "404 NoSuchBucket")
+    with pytest.raises(StorageError, match="no such bucket"):
+        store.delete("nothing")
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -181,14 +233,16 @@ def test_bytes_of_a_block_that_change_on_the_way_are_read_again_and_then_named(
     assert f"bytes 0 to {file.record.size} of {file.record.name}" in str(caught.value)
 
 
+@pytest.mark.parametrize("client", ["direct", "s3transfer"])
 def test_a_small_file_or_a_listing_that_changes_on_the_way_is_read_again(
-    proxy: FaultyProxy, s3_root: str
+    proxy: FaultyProxy, s3_root: str, client: str
 ) -> None:
-    store = through(proxy, s3_root)
+    store = through(proxy, s3_root, client=client)
     store.put("manifest", b"{}" * 100)
-    proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES)
+    times = MORE_THAN_BOTOCORES if client == "direct" else 1
+    proxy.spoil("GET", "wrong answer", times)
     assert store.read("manifest") == b"{}" * 100
-    proxy.spoil("GET", "wrong answer", MORE_THAN_BOTOCORES, path="list-type")
+    proxy.spoil("GET", "wrong answer", times, path="list-type")
     assert [info.name for info in store.list()] == ["manifest"]
     assert proxy.left == 0
 

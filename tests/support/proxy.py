@@ -49,8 +49,9 @@ class FaultyProxy:
         the bucket is in another region. before,
         after: the connection is cut before, or after, the request is carried out. half: the
         answer's body breaks off in the middle. wrong, wrong answer: a byte of a PUT's body, or of a
-        GET's answer, is changed on its way. late N: answered N seconds later. unconditional: what
-        stands under the name is deleted first, as if the store ignored If-None-Match.
+        GET's answer, is changed on its way. late N: answered N seconds later. whole: all of the
+        object is answered, not the range that was asked for. unconditional: what stands under the
+        name is deleted first, as if the store ignored If-None-Match.
         """
         with self._lock:
             self._plan += [(method, path, fault)] * times
@@ -197,6 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
             _delete(self.plan.upstream, self.path)
         if fault == "wrong" and self.command == "PUT":
             body = _changed(body)
+        if fault == "whole":
+            return self._answer(200, [], _object(self.plan.upstream, self.path))
         status, headers, answer = self._forward(body)
         if fault == "after":
             return self._cut()
@@ -263,8 +266,20 @@ def _changed(body: bytes) -> bytes:
 
 
 def _delete(upstream: str, target: str) -> None:
+    client, named = _client(upstream, target)
+    client.delete_object(**named)
+
+
+def _object(upstream: str, target: str) -> bytes:
+    client, named = _client(upstream, target)
+    data: bytes = client.get_object(**named)["Body"].read()
+    return data
+
+
+def _client(upstream: str, target: str) -> tuple[Any, dict[str, str]]:
+    """boto3's client, and which object it is about."""
     import boto3
 
     bucket, _, key = unquote(target.partition("?")[0]).lstrip("/").partition("/")
     client = boto3.client("s3", endpoint_url=f"http://{upstream}", region_name="us-east-1")
-    client.delete_object(Bucket=bucket, Key=key)
+    return client, {"Bucket": bucket, "Key": key}

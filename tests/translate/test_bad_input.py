@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import errors, export_hf, import_hf
 from smckpt.translate.meta_model import compare
 from tests.support import child, shards
 from tests.support import references as ref
@@ -182,6 +182,85 @@ def test_files_that_record_different_steps_are_refused(tmp_path):
         torch.save({"model": ref.mcore(state, 2, rank), "iteration": 100 + rank}, paths[-1])
     with pytest.raises(errors.UsageError, match=r"different steps.*100.*101"):
         export_hf(paths, tmp_path / "hf", tp=2, config=_model().config)
+
+
+def test_files_of_ranks_given_twice_or_out_of_order_are_refused(tmp_path):
+    """As a shell sorts them: rank10 before rank2. Shapes do not tell."""
+    state = ref.on_disk(_model(), tmp_path)
+    paths = []
+    for rank, number in enumerate((1, 2, 10, 11)):
+        paths.append(tmp_path / f"step7_rank{number}_of16.safetensors")
+        save_file(ref.mcore(state, 4, rank), paths[-1])
+    copy = tmp_path / "step7_rank12_of16.safetensors"
+    copy.symlink_to(paths[2])
+    for given, words in (
+        ((paths[0], paths[2], paths[3], paths[1]), "order 1, 10, 11, 2.*order of ranks"),
+        ((*paths[:3], copy), "given for two ranks"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            export_hf(given, tmp_path / "hf", tp=4, config=_model().config)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},  # the header for data
+        {"dtype": "F32", "shape": [2]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        [1],
+    ],
+)
+def test_a_header_that_lies_about_the_data_is_refused(tmp_path, entry):
+    header = json.dumps({"decoder.final_layernorm.weight": entry}).encode()
+    path = tmp_path / "rank.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(errors.CorruptCheckpointError, match="as it was written"):
+        export_hf([path], tmp_path / "hf", config=_model().config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_key_value_heads", "two"), ("head_dim", 7.5), ("partial_rotary_factor", "half"),
+     ("num_hidden_layers", None)],
+)  # fmt: skip
+def test_a_config_without_numbers_is_refused_by_name(tmp_path, field, value):
+    save_file(ref.mcore(ref.on_disk(_model(), tmp_path), 1, 0), tmp_path / "rank.safetensors")
+    config = {**_model().config.to_dict(), field: value}
+    with pytest.raises(errors.UsageError, match=f"{field}={value!r}"):
+        export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=config)
+
+
+def test_tensors_without_plain_values_are_refused_by_name(tmp_path):
+    state = ref.mcore(ref.on_disk(_model(), tmp_path), 1, 0)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for change in (torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")):
+        torch.save(state | {name: change(state[name])}, tmp_path / "rank.pt")
+        with pytest.raises(errors.UsageError, match=f"{name} is a torch"):
+            export_hf([tmp_path / "rank.pt"], tmp_path / "hf", config=_model().config)
+
+
+def test_what_is_no_one_model_is_not_imported(tmp_path):
+    """A head that differs from the embedding it is tied to; a tensor in two files; no index."""
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    config = {**_model().config.to_dict(), "tie_word_embeddings": True}
+    with pytest.raises(errors.TensorMismatchError, match="lm_head.weight and .* differ"):
+        import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", config=config)
+    (tmp_path / "hub" / "model.safetensors").unlink()
+    index = tmp_path / "hub" / "model.safetensors.index.json"
+    files = {"a.safetensors": dict(list(state.items())[:9]), "b.safetensors": state}
+    for name, held in files.items():
+        save_file(held, tmp_path / "hub" / name)
+    where = {n: name for name, held in reversed(files.items()) for n in held}
+    for text, words in (
+        (json.dumps({"weight_map": where}), "is in b.safetensors and in another"),
+        (json.dumps({"metadata": {}}), "no weight_map"),
+        (json.dumps({"weight_map": {"w": 1}}), "no weight_map"),
+        ("{", "no weight_map"),
+    ):
+        index.write_text(text)
+        with pytest.raises(errors.CorruptCheckpointError, match=words):
+            import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te")
+    assert not (tmp_path / "ranks").exists()
 
 
 def test_a_shard_that_is_missing_is_told_and_nothing_is_left(tmp_path):

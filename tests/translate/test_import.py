@@ -175,14 +175,15 @@ def test_an_import_into_s3_is_a_checkpoint_and_takes_the_place_of_another(tmp_pa
 
 
 def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
-    folder, state = hub["qwen2"]
+    folder, state = hub["mixtral"]
     code = """
     import sys
     from smckpt.cli.app import app
     folder, ranks, hf = sys.argv[1:]
-    app(["import", folder, ranks, "--layout", "te_split", "--tp", "2", "--json"],
+    degrees = ["--ep", "2", "--etp", "1"]  # experts are whole
+    app(["import", folder, ranks, "--layout", "mcore_te", "--tp", "2", *degrees, "--json"],
         standalone_mode=False)
-    app(["export", ranks, hf, "--config", ranks, "--json"], standalone_mode=False)
+    app(["export", ranks, hf, "--config", ranks, *degrees, "--json"], standalone_mode=False)
     print("torch" in sys.modules)
     """
     told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"), timeout=120)

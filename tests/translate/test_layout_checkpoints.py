@@ -130,6 +130,29 @@ def test_plain_tensors_of_expert_parallel_ranks(tmp_path, mixtral):
     assert same(tmp_path / "hf", state)
 
 
+def test_a_topology_that_is_not_the_jobs_is_refused(tmp_path, mixtral):
+    """Shapes do not tell it; ranks that it says are alike are not."""
+    model, state = mixtral
+
+    def export(name: str, cuts: list[State], **degrees: Any) -> Path:
+        topology = ParallelState(len(cuts), **degrees).to_json()
+        path = shards.write(
+            tmp_path / name, len(cuts), lambda r: list(plain(cuts, r)), topology=topology
+        )
+        export_hf(path, tmp_path / f"{name}-hf", config=model.config)
+        return tmp_path / f"{name}-hf"
+
+    by_rank = [ref.mcore(state, 1, 0, 2, r % 2) for r in range(4)]  # Megatron's, of two that are cp
+    both = {"context_parallel_degree": 2, "expert_parallel_degree": 2}
+    with pytest.raises(errors.TensorMismatchError, match=r"are both \(tp, ep\).*order="):
+        export("cp", by_rank, **both)
+    order = ("tp", "ep", "cp", "fsdp", "rep", "pp")
+    assert same(export("right", by_rank, order=order, **both), state)
+    outermost = [ref.mcore(state, 2, r // 4) for r in range(8)]
+    with pytest.raises(errors.TensorMismatchError, match=r"ranks \d and \d are both"):
+        export("tp", outermost, tensor_parallel_degree=2)
+
+
 def experts_apart(state: State, t: int, ep: int, etp: int, world: int) -> list[State]:
     """Megatron's ranks where experts are cut into `etp`, and layers into `t`."""
     out = []

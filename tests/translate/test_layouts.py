@@ -275,5 +275,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, hub):
     model, state = hub("llama")
     (path,) = written(tmp_path / "in", [ref.mcore(state, 1, 0)])
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(errors.CorruptCheckpointError, match="no whole safetensors file"):
+    with pytest.raises(
+        errors.CorruptCheckpointError, match="damaged: the arrays end.*as it was written"
+    ):
         export_hf([path], tmp_path / "hf", config=model.config)

@@ -247,6 +247,9 @@ def refusals(job: Job) -> Any:
         "other than the mesh": lambda: taken(
             model_of_dtensors(job), parallel_state=ParallelState(4, tensor_parallel_degree=4)
         ),
+        "another order": lambda: taken(  # tp outermost, and said to be innermost
+            Named(ref.te(job.llama, 2, dist.get_rank() // 2), job.config), **state
+        ),
         "drifted": lambda: taken(Named(drifted, job.config), **state),
         "another dtype": lambda: taken(
             Named({n: t.to(torch.float64 if dist.get_rank() == 3 else t.dtype)
@@ -419,6 +422,7 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("no ranks, untranslated", "TopologyError", ["parallel_state="]),
         ("another job's", "TopologyError", ["2 ranks", "has 4"]),
         ("other than the mesh", "TopologyError", ["of 4 by parallel_state", "device mesh"]),
+        ("another order", "TensorMismatchError", ["copies differ", "on ranks that are (tp, ep)"]),
         ("drifted", "TensorMismatchError", ["copies differ", "model.norm.weight"]),
         ("another dtype", "TensorMismatchError", ["float32 and float64"]),
         ("only", "UsageError", ["only="]),

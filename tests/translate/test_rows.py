@@ -140,6 +140,17 @@ def test_a_row_that_says_two_things_at_once_is_refused():
         Row("w", ("norm1",), copies="most")
     with pytest.raises(errors.UsageError, match="folded='up'"):
         Row("w", ("e_up",), stacked=True, folded="up")
+    for wrong, words in (
+        ({"how": "interlaved"}, "how='interlaved'"),
+        ({"how": "interleaved"}, "it takes 3 of"),
+        ({"roles": ("query",)}, "roles=.'query'"),
+        ({"roles": ()}, "roles=..,"),
+        ({"tp": 2}, "tp=2"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            Row(**{"name": "w", "roles": ("q",), **wrong})
+    with pytest.raises(errors.UsageError, match=r"drop='\('"):
+        Layout("ours", (), drop=("(",))
 
 
 # -- zero-centred norms ----------------------------------------------------------------------------

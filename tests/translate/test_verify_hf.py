@@ -73,6 +73,39 @@ def test_a_tensor_parallel_checkpoint_is_held_against_what_its_layout_makes(mode
     assert problem.startswith("model.layers.1.mlp.gate_proj.weight: differs")
 
 
+def test_a_layout_that_names_do_not_tell_can_be_said(model, tmp_path):
+    """Of three that names do not tell apart, and of degrees that were not recorded."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state["lm_head.weight"] = state["lm_head.weight"].clone()
+    cuts = [references.te(state, 1, 0, rows=96, fused="per_rank")]
+    path = shards.write(tmp_path / "c", 1, lambda rank: shards.own(cuts[rank], rank))
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(errors.UsageError, match="te_fused, te_fused_interleaved"):
+        verify_hf(tmp_path / "hf", against=path)
+    assert verify_hf(tmp_path / "hf", against=path, layout="te_fused", tp=1).problems == ()
+    wrong = verify_hf(tmp_path / "hf", against=path, layout="te_fused_interleaved").problems
+    assert any("q_proj.weight: differs" in problem for problem in wrong)
+    with pytest.raises(errors.UsageError, match="layout= has no meaning without against="):
+        verify_hf(tmp_path / "hf", layout="te_fused")
+
+
+def test_a_tied_head_that_the_directory_lacks_is_compared_too(tmp_path):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=96, tie_word_embeddings=True,
+    )  # fmt: skip
+    tied = AutoModelForCausalLM.from_config(config)
+    tied.save_pretrained(tmp_path / "hf")
+    state = {name: tensor.detach().clone() for name, tensor in tied.state_dict().items()}
+    for number in range(2):
+        state["lm_head.weight"][5] += number
+        path = shards.write(tmp_path / f"c{number}", 1, lambda r: shards.fsdp2(state, r, 1))
+        problems = verify_hf(tmp_path / "hf", against=path).problems
+        assert len(problems) == number
+    assert "lm_head.weight, which is tied to model.embed_tokens.weight: differs" in problems[0]
+
+
 def test_a_cast_export_equals_the_checkpoint_after_the_cast(checkpoint, model, tmp_path):
     export_hf(checkpoint, tmp_path / "hf", config=model.config, dtype="bfloat16")
     assert verify_hf(tmp_path / "hf", against=checkpoint).ok

@@ -25,7 +25,13 @@ from smckpt.checkpoint.read import execute
 from smckpt.engine.groups import Group, partition_of
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session
-from smckpt.errors import CheckpointError, KeysMismatchError, UsageError, as_checkpoint_error
+from smckpt.errors import (
+    CheckpointError,
+    KeysMismatchError,
+    StateError,
+    UsageError,
+    as_checkpoint_error,
+)
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
 from smckpt.state_dict.select import Selection, Selector, put_back
@@ -103,9 +109,10 @@ class Loader:
                 saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
                 objects = catalogue.objects(saved)
                 self._check_objects(selection, objects, request)
+                memory = _memory_of(selection)
             self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"):
-            self._read(plan, selection.tensors, request, catalogue)
+            self._read(plan, memory, request, catalogue)
             restore(
                 state_dict,
                 objects,
@@ -243,21 +250,20 @@ class Loader:
     def _read(
         self,
         plan: ReadPlan,
-        tensors: Sequence[torch.Tensor],
+        memory: _Memory,
         request: LoadRequest,
         catalogue: Catalogue,
     ) -> None:
-        buffers, late = _buffers(tensors)
         execute(
             plan,
-            buffers,
+            memory.buffers,
             threads=request.threads,
             preverify=request.preverify,
             readers=catalogue.readers,
         )
-        for tensor, staged in late:
+        for tensor, staged in memory.late:
             tensor.copy_(staged)
-        put_back(tensors)
+        put_back(memory.tensors)
 
 
 @contextmanager
@@ -295,25 +301,43 @@ def _without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _buffers(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[list[memoryview], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Writable bytes for each tensor: its own memory, or that of a stand-in copied at the end."""
+@dataclass(frozen=True)
+class _Memory:
+    """Writable bytes for each tensor: its own memory, or that of a stand-in, copied at the end."""
+
+    tensors: Sequence[torch.Tensor]
+    buffers: list[memoryview]
+    late: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _memory_of(selection: Selection) -> _Memory:
+    """
+    Raises:
+        StateError: elements of a tensor share memory, so it has no room for what was saved.
+    """
     import torch
 
     buffers, late = [], []
-    for tensor in tensors:
+    for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
         live = tensor
         if not live.is_cpu or not live.is_contiguous() or live.is_conj() or live.is_neg():
+            if any(
+                step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)
+            ):
+                raise StateError(
+                    f"{entry.key!r} is expanded, with strides {live.stride()}: its elements share "
+                    "memory and cannot be filled",
+                    remedy="call .contiguous() or .clone() on it before the load",
+                )
             staged = torch.empty(live.shape, dtype=live.dtype)
             late.append((live.detach(), staged))
             live = staged
-        # The memory itself, not a view that torch makes: tens of microseconds a tensor. `tensors`
-        # and `late` keep it alive for as long as the buffers are used.
+        # The memory itself, not a view that torch makes: tens of microseconds a tensor. The
+        # tensors and stand-ins that are kept beside it keep it alive.
         size = live.numel() * live.element_size()
         memory = (ctypes.c_char * size).from_address(live.data_ptr()) if size else b""
         buffers.append(memoryview(memory).cast("B"))
-    return buffers, late
+    return _Memory(selection.tensors, buffers, late)
 
 
 def _glance(directory: str) -> Catalogue | None:

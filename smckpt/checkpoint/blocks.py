@@ -327,9 +327,11 @@ class _BlockSums:
 
     def add(self, stretch: memoryview) -> None:
         at, size = 0, len(stretch)
-        if self._have + size < BLOCK:  # most: no slicing
+        if self._have + size <= BLOCK:  # most: no slicing
             self._value = crc64(stretch, self._value)
             self._have += size
+            if self._have == BLOCK:
+                self.end()
             return
         while at < size:
             take = min(BLOCK - self._have, size - at)

@@ -332,7 +332,8 @@ class _Reading:
         at, size = 0, buffer.nbytes
         try:
             while at < size:
-                stretch = buffer[at : at + _STRETCH]
+                # None reaches over a block's end, so that a checksum takes each as a whole.
+                stretch = buffer[at : at + _STRETCH - self.offset % _STRETCH]
                 count = self._read(file, [stretch])
                 if count == 0:
                     break

@@ -329,17 +329,18 @@ class Catalogue:
         return open_json(data, path)
 
 
-def open_catalogue(url: str, *, choose: str | None = None) -> Catalogue:
+def open_catalogue(url: str, *, choose: str | None = None, name: str | None = None) -> Catalogue:
     """The newest committed checkpoint at `url`: a group's directory, or one with a record in it.
 
     Args:
         choose: follow this commit (`Catalogue.identity`), chosen by another group.
+        name: the name by which a peer found it here (`Commit.name`): nothing need be listed.
 
     Raises:
         CheckpointNotFoundError: nothing committed is here; says what is.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
     """
-    commit = choose_commit(open_storage(url), choose)
+    commit = choose_commit(open_storage(url), choose, name)
     members = tuple(_member(directory, manifest) for directory, manifest in commit.manifests)
     # All ranks read at once, and from all prefixes: each has its part of what all of them stand.
     with sharing(current_share().times(min(len(member.homes) for member in members))):

@@ -31,9 +31,10 @@ Candidate = tuple[tuple[int, int], str, str]
 @dataclass(frozen=True)
 class Commit:
     """A commit: the name of the file that makes it, when, and the manifests it holds with their
-    directories."""
+    directories. `name`: of the file here by which it was found, the group's manifest or that."""
 
     identity: str
+    name: str
     committed_at: int
     order: tuple[int, int]
     manifests: tuple[tuple[str, Manifest], ...]
@@ -77,24 +78,30 @@ def _senseless(path: str, error: Exception) -> CorruptCheckpointError:
 
 def commits_at(storage: Storage) -> list[Candidate]:
     """Candidates here, newest first, a record before a manifest of its own. Not yet read."""
-    found = []
-    for kind in ("record", "manifest"):
-        for info in storage.list(f"{kind}-"):
-            parsed = parse_name(info.name)
-            if parsed is not None and parsed.kind == kind:
-                found.append(((parsed.epoch, parsed.number), kind, info.name))
-    return sorted(found, reverse=True)
+    names = [info.name for kind in ("record", "manifest") for info in storage.list(f"{kind}-")]
+    return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)
 
 
-def choose_commit(storage: Storage, choose: str | None = None) -> Commit:
+def _candidate(name: str) -> Candidate | None:
+    parsed = parse_name(name)
+    if parsed is None or parsed.kind not in ("record", "manifest"):
+        return None
+    return (parsed.epoch, parsed.number), parsed.kind, name
+
+
+def choose_commit(storage: Storage, choose: str | None = None, name: str | None = None) -> Commit:
     """The newest commit here, or the one named `choose`.
+
+    Args:
+        name: the `Commit.name` of who found it here. Nothing is listed then, unless it is gone.
 
     Raises:
         CheckpointNotFoundError: none; says what is here instead.
         CorruptCheckpointError: the newest is damaged. What is older is not taken silently.
         FormatVersionError: a newer major version wrote the newest.
     """
-    candidates = commits_at(storage)
+    told = None if name is None else _candidate(name)
+    candidates = commits_at(storage) if told is None else [told]
     for _ in range(_TURNS):
         failure: CheckpointNotFoundError | None = None
         try:
@@ -123,10 +130,10 @@ def choose_commit(storage: Storage, choose: str | None = None) -> Commit:
 
 def _first(storage: Storage, candidates: list[Candidate], choose: str | None) -> Commit | None:
     if choose is not None:
-        named = parse_name(choose)
-        if named is None or named.kind not in ("record", "manifest"):
+        named = _candidate(choose)
+        if named is None:
             raise UsageError(f"{choose!r} is no commit", remedy="pass Catalogue.identity")
-        candidates = [c for c in candidates if c[0][0] == named.epoch]
+        candidates = [c for c in candidates if c[0][0] == named[0][0]]
     for order, kind, name in candidates:
         if kind == "record":
             commit = _by_record(storage, name, order) if choose in (None, name) else None
@@ -146,7 +153,7 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
 
     with pool_here(max(1, min(READERS, len(record.groups)))) as pool:
         manifests = tuple(pool.map(one, record.groups))
-    return Commit(name, record.committed_at, order, manifests, through_record=True)
+    return Commit(name, name, record.committed_at, order, manifests, through_record=True)
 
 
 def _by_manifest(
@@ -156,7 +163,7 @@ def _by_manifest(
     if manifest.record is None:
         if choose not in (None, name):
             return None
-        return Commit(name, manifest.committed_at, order, ((storage.url, manifest),))
+        return Commit(name, name, manifest.committed_at, order, ((storage.url, manifest),))
     return _through_record(storage, name, manifest, order, choose)
 
 
@@ -177,7 +184,8 @@ def _through_record(
     for group in record.groups:
         if group["manifest"] == name and join_url(parent.url, group["directory"]) == storage.url:
             checked = read_manifest(storage, name, group["crc64"])
-            return Commit(record_name, record.committed_at, order, ((storage.url, checked),))
+            manifests = ((storage.url, checked),)
+            return Commit(record_name, name, record.committed_at, order, manifests)
     return None
 
 

@@ -39,6 +39,8 @@ from smckpt.state_dict.select import Selection, Selector, put_back
 if TYPE_CHECKING:
     import torch
 
+    from smckpt.layout.entries import Entry
+
 __all__ = ["LoadRequest", "Loader"]
 
 log = logging.getLogger("smckpt")
@@ -64,7 +66,7 @@ class Loader:
         self.group = group
         self.membership = membership
         self._numbers = 0
-        self._steps: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._loads = 0
         self._lock = threading.Lock()
 
     def load(self, state_dict: MutableMapping[str, Any], request: LoadRequest) -> None:
@@ -81,26 +83,26 @@ class Loader:
     def _fill(self, state_dict: MutableMapping[str, Any], request: LoadRequest) -> None:
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
+            count, self._loads = self._loads, self._loads + 1  # the other groups count along
         session = self.membership.session(request.timeout)
         point = f"load/{number}"
         guard = _Guard(session, point, request.timeout, self.membership.rank_name, None)
         selector = Selector(self.group.rank)
-        step: _Step | None = None
-        early: Catalogue | None = None
+        entries: Sequence[Entry] | None = None
         failure: Exception | None = None
         try:
             selection = self._select(selector, state_dict, request)
-            step = self._step(selection, request)
-            early = _glance(request.directory)
+            entries = selection.entries
         except Exception as error:  # told to the peers, then raised
             failure = error
-        identity = self._choose(session, point, step, request, early, failure)
-        guard = replace(guard, step=step)
+        try:
+            guard = replace(guard, step=self._step(entries, request, count))
+        except Exception as error:
+            failure = failure or error
+        commit, early = self._choose(guard, request, failure)
         with _untouched_on_failure(state_dict):
             with guard.stage("plan", _common_spare) as told:
-                if early is None or early.identity != identity:
-                    early = open_catalogue(request.directory, choose=identity)
-                catalogue = early
+                catalogue = early or open_catalogue(request.directory, **commit)
                 if prepare_optimizers(state_dict, catalogue.logical, strict=request.strict):
                     selection = selector.select(state_dict)
                 plan = self._plan(catalogue, selection, request)
@@ -148,51 +150,56 @@ class Loader:
 
     # -- which commit ------------------------------------------------------------------------
 
-    def _step(self, selection: Selection, request: LoadRequest) -> _Step | None:
-        """The meeting of all groups of the step, for the rank that speaks for its group."""
+    def _step(
+        self, entries: Sequence[Entry] | None, request: LoadRequest, count: int
+    ) -> _Step | None:
+        """The meeting of all groups of the step, for the rank that speaks for its group. Without
+        entries (they could not be had) it is known only where the caller says which groups."""
+        if entries is None and request.groups is None and request.parallel_state is None:
+            return None
         partition = partition_of(
             self.group,
-            selection.entries,
+            entries or (),
             groups=request.groups,
             parallel_state=request.parallel_state,
         )
-        with self._lock:
-            count = self._steps.get(partition.groups, 0)
-            self._steps[partition.groups] = count + 1
         if partition.alone or self.group.index != 0:
             return None
         return _Step(self.membership.step_session(partition, request.timeout), f"load/{count}")
 
     def _choose(
-        self,
-        session: Session,
-        point: str,
-        step: _Step | None,
-        request: LoadRequest,
-        early: Catalogue | None,
-        failure: Exception | None,
-    ) -> str:
-        """The commit that this load follows: what one rank of the group saw, told to the others.
+        self, guard: _Guard, request: LoadRequest, failure: Exception | None
+    ) -> tuple[dict[str, str], Catalogue | None]:
+        """The commit that this load follows: what one rank of the group saw, told to the others,
+        who need list nothing; and, on that rank, its catalogue.
 
         The first group of a step to look posts its choice, write-once; later ones follow it, so
         that a commit that lands meanwhile cannot split the groups. What failed on any rank until
-        here fails on all.
+        here fails on all, in every group.
         """
+        leads = guard.session.member == 0
+        early = _glance(request.directory) if leads and failure is None else None
+        opened: list[Catalogue] = []
 
         def look(_: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            choice = {"identity": (early or open_catalogue(request.directory)).identity}
-            if step is None:
-                return choice
-            assert step.session.channel is not None
-            return step.session.channel.put_once(f"{step.point}/choice", choice)
+            found = early or open_catalogue(request.directory)
+            if guard.step is not None:
+                session, point = guard.step.session, guard.step.point
+                assert session.channel is not None
+                choice = session.channel.put_once(f"{point}/choice", {"identity": found.identity})
+                if choice["identity"] != found.identity:
+                    found = open_catalogue(request.directory, choose=choice["identity"])
+            opened.append(found)
+            return {"choose": found.identity, "name": found.commit.name}
 
         try:
-            decision = session.meet(
-                f"{point}/choice",
+            commit = guard.session.meet(
+                f"{guard.point}/choice",
                 {} if failure is None else {"error": as_checkpoint_error(failure).to_json()},
                 look,
                 timeout=request.timeout,
-                name=self.membership.rank_name,
+                name=guard.name,
+                then=guard.tell_refusal,
             )
         except CheckpointError:
             if failure is not None:
@@ -200,7 +207,7 @@ class Loader:
             raise
         if failure is not None:  # the leader waits for all, so this cannot be; never go on
             raise failure
-        return str(decision["identity"])
+        return commit, opened[0] if opened else None
 
     # -- the plan ----------------------------------------------------------------------------
 
@@ -341,8 +348,8 @@ def _memory_of(selection: Selection) -> _Memory:
 
 
 def _glance(directory: str) -> Catalogue | None:
-    """The newest commit as this rank sees it, opened while the peers open theirs; where that fails
-    the failure shows again when it matters."""
+    """The newest commit, opened while the peers look at their states; where that fails the failure
+    shows again when it matters."""
     try:
         return open_catalogue(directory)
     except CheckpointError as error:
@@ -401,6 +408,10 @@ class _Guard:
     def stage(self, what: str, decide: Decide = lambda _: {}) -> _Stage:
         """`decide`: makes one answer of what ranks, and then groups, put in their stage's body."""
         return _Stage(self, what, decide)
+
+    def tell_refusal(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Of a group that will not come to the plan: the others wait for it there."""
+        return self.tell_groups("plan", lambda _: {}, answer) if "error" in answer else answer
 
     def tell_groups(self, what: str, decide: Decide, answer: dict[str, Any]) -> dict[str, Any]:
         """The leader's answer for its group, after hearing those of the other groups."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt import errors
+from smckpt.storage.posix import PosixStorage
 from tests.support.launch import run_ranks
 
 
@@ -58,6 +59,19 @@ def replication_group(mesh: Any) -> Any:
     return mesh["replicate"].get_group()
 
 
+def counted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """The arguments of each call from here on."""
+    calls: list[Any] = []
+    method = getattr(owner, name)
+
+    def seen(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return method(*args, **options)
+
+    patch.setattr(owner, name, seen)
+    return calls
+
+
 # -- the step of several groups --------------------------------------------------------------
 
 
@@ -80,7 +94,15 @@ def hsdp_cycle(folder: str) -> dict[str, Any]:
     other, fresh = model_on(mesh, seed=1)
     smckpt.init_optim_state(fresh)
     target = taken(other, fresh, smckpt.LOCAL, step=-1, rank=-1)
-    smckpt.load(target, checkpoint_id=f"{folder}/run/fsdp{shard}", process_group=group)
+    refused = []
+    for part in ("nowhere", "fsdp1"):  # for the groups of shard 1: not there, and then it is
+        place = f"{folder}/run/{part if shard else 'fsdp0'}"
+        with pytest.MonkeyPatch.context() as patch:
+            listings = counted(patch, PosixStorage, "list")
+            try:
+                smckpt.load(target, checkpoint_id=place, process_group=group, timeout=20)
+            except errors.CheckpointError as error:
+                refused.append((type(error).__name__, "nowhere" in str(error), target["step"]))
     found = smckpt.latest_checkpoint(folder)
     return {
         "same": same(full(other, fresh), before),
@@ -88,6 +110,8 @@ def hsdp_cycle(folder: str) -> dict[str, Any]:
         "rank": target["rank"],
         "done": done,
         "commits": commits,
+        "refused": refused,
+        "listings": len(listings),
         "found": (found.step, os.path.relpath(found.path, folder)) if found else None,
     }
 
@@ -99,6 +123,9 @@ def test_replication_groups_commit_one_step_together_and_resume_it(tmp_path: Pat
         assert (result["step"], result["rank"]) == (2, rank)
         assert result["done"] == [0, 1, 2]
         assert result["found"] == (2, "run")
+        # both groups are told what one of them meets, at once and with nothing touched
+        assert result["refused"] == [("CheckpointNotFoundError", True, -1)]
+        assert bool(result["listings"]) == (rank in (0, 1))  # the others are told what was found
         assert result["commits"] == ([0, 1, 2] if rank in (0, 1) else [])
     assert len(list((tmp_path / "run").glob("record-*"))) >= 1
 

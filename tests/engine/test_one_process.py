@@ -538,3 +538,11 @@ def test_the_step_of_ten_lines_in_the_readme_works(tmp_path: Path) -> None:
         model.weight.zero_()
     smckpt.load(state, checkpoint_id=tmp_path / "run")
     assert torch.equal(model.weight, weight)
+
+
+def test_a_tensor_that_cannot_be_filled_is_refused_before_any_is(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(3), "b": torch.arange(4.0)}, checkpoint_id=tmp_path / "c")
+    target = {"a": torch.zeros(3), "b": torch.zeros(1).expand(4)}
+    with pytest.raises(errors.StateError, match="'b' is expanded"):
+        smckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert not target["a"].any()

@@ -33,10 +33,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from s3_clients import CLIENTS
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+
+from s3_clients import CLIENTS  # noqa: E402
+
 CHECKSUM = "CRC-64/NVME alone"
 BUCKET = "bench"
 Sample = tuple[float, float]  # CPU-seconds and seconds per GiB

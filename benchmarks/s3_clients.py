@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from smckpt.storage.s3_transfer import MemoryFile
+
 PART = 64 << 20
 THREADS = 8
 
@@ -20,40 +22,6 @@ class Client(Protocol):
     def put(self, key: str, data: memoryview) -> None: ...
 
     def get(self, key: str, target: memoryview) -> None: ...
-
-
-class MemoryFile(io.RawIOBase):
-    """A file over memory, for clients that know only files."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-    def write(self, piece: Any) -> int:
-        self._data[self._at : self._at + len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, len(self._data))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
 
 class Smckpt:

@@ -15,7 +15,7 @@ from typing import Any
 
 from smckpt.storage.s3_faults import BadBody
 
-__all__ = ["TooLongError", "receive_file", "send_file"]
+__all__ = ["Cursor", "MemoryFile", "TooLongError", "receive_file", "send_file"]
 
 _WHOLE = 5 << 30  # bytes; S3 takes that much in one request
 _STRETCH = 1 << 20
@@ -26,22 +26,12 @@ class TooLongError(Exception):
     """An object has more bytes than were asked for."""
 
 
-class _Memory(io.RawIOBase):
-    """A file over memory, of its length for good. Reads copy, and give no more than asked for."""
+class Cursor:
+    """A place in memory, moved as in a file, and by reading copies from there."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._at = 0
-        self.end = 0  # of what was written
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -52,10 +42,28 @@ class _Memory(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """As much as `buffer` holds, or is left."""
         piece = self._data[self._at : self._at + len(buffer)]
         buffer[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
+
+
+class MemoryFile(Cursor, io.RawIOBase):
+    """A file over memory, of its length for good. Reads copy, and give no more than asked for."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__(data)
+        self.end = 0  # of what was written
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def write(self, piece: Any) -> int:
         after = self._at + len(piece)
@@ -109,7 +117,7 @@ def send_file(client: Any, fields: Mapping[str, Any], key: str, data: memoryview
     more = dict(fields)
     bucket = more.pop("Bucket")
     ended = _Ended(len(data))
-    ended.result(_manager(client).upload(_Memory(data), bucket, key, more, [ended]))
+    ended.result(_manager(client).upload(MemoryFile(data), bucket, key, more, [ended]))
 
 
 def receive_file(client: Any, fields: Mapping[str, Any], key: str, target: memoryview) -> int:
@@ -122,7 +130,7 @@ def receive_file(client: Any, fields: Mapping[str, Any], key: str, target: memor
     """
     more = dict(fields)
     bucket = more.pop("Bucket")
-    file = _Memory(target)
+    file = MemoryFile(target)
     ended = _Ended(len(target))
     ended.result(_manager(client).download(bucket, key, file, more, [ended]))
     return file.end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import secrets
 import threading
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from smckpt.errors import StorageError, UsageError
 from smckpt.storage.budget import part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_transfer import Cursor
 
 if TYPE_CHECKING:
     from smckpt.storage.s3 import S3Storage
@@ -21,36 +21,18 @@ _TOKEN = "smckpt-upload"  # the name of an object's metadata that says whose upl
 _SEND = 2 << 20  # bytes handed to the socket at once
 
 
-class Body:
-    """A request's body over memory: `read` gives slices, whatever length it is asked for."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
+class Body(Cursor):
+    """A request's body over memory: `read` gives slices, whatever length it is asked for, and
+    `readinto`, which is how a body is signed, copies."""
 
     def __len__(self) -> int:
         return len(self._data)
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = start + offset
-        return self._at
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
         # Clients ask for a few KiB at a time: a longer answer reaches `sendall` as it is.
         piece = self._data[self._at : self._at + _SEND]
         self._at += len(piece)
         return piece if len(piece) else b""
-
-    def readinto(self, buffer: memoryview) -> int:
-        """What signs a body reads that way, and asks for as much as its buffer holds."""
-        piece = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
 
 
 class PublicBody(Body):

@@ -231,7 +231,8 @@ def load(
     Raises:
         CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: before
             anything is touched. CorruptCheckpointError: a bad block, naming file and offset; on
-            every rank; the targets are undefined unless `preverify`.
+            every rank; the targets are undefined unless `preverify`. CheckpointReplacedError: newer
+            saves landed and swept what was being read, again and again; once, it is begun anew.
     """
     group = group_of(process_group)
     if group is None:

@@ -52,7 +52,7 @@ _TURNS = 3  # times that a load begins, where newer saves sweep what it reads
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a caller of `load` asked, checked."""
+    """What a caller of `load` asked, checked. refusal: why it cannot be done, to tell the peers."""
 
     directory: str
     strict: bool
@@ -61,6 +61,17 @@ class LoadRequest:
     timeout: float
     groups: Any
     parallel_state: Any
+    refusal: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, kinds in (
+            ("threads", self.threads, int),
+            ("timeout", self.timeout, (int, float)),
+        ):
+            if not isinstance(value, kinds) or value <= 0:
+                raise UsageError(
+                    f"{name} is {value!r}", remedy="give a positive number, or leave it out"
+                )
 
 
 class Loader:
@@ -151,6 +162,8 @@ class Loader:
     def _select(
         self, selector: Selector, state_dict: MutableMapping[str, Any], request: LoadRequest
     ) -> Selection:
+        if request.refusal is not None:
+            raise request.refusal
         if not request.directory:
             raise UsageError(
                 "checkpoint_id was left out",

@@ -374,11 +374,14 @@ def killed_in_mid_save(folder: str) -> tuple[str, float]:
         while not set(where.glob("data-*-r00001-*")) - before:
             pass  # the window is short: a wait might miss it
         os.kill(worker, signal.SIGSTOP)
+        Path(folder, "stopped").write_text(str(worker))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         smckpt.maybe_finalize_async_calls()
     except errors.SaveFailedError as error:
         return str(error), time.monotonic() - began
+    finally:  # stopped, it cannot end with its trainer
+        os.kill(int(Path(folder, "stopped").read_text()), signal.SIGKILL)
     return "committed", 0
 
 

@@ -139,7 +139,9 @@ class Loader:
         commit, early = self._choose(guard, request, failure)
         with guard.stage("plan", _common_spare) as told, _swept(request, commit):
             catalogue = early or open_catalogue(request.directory, **commit)
-            if prepare_optimizers(state_dict, catalogue.logical, strict=request.strict):
+            if prepare_optimizers(
+                state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
+            ):
                 selection = selector.select(state_dict)
             plan = self._plan(catalogue, selection, request)
             if request.strict and plan.unexpected:

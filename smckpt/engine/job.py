@@ -206,6 +206,14 @@ class SaveJob:
     def timings(self) -> Timings:
         return Timings(self.blocked, self.staged, self.written, self.elapsed(), self.nbytes)
 
+    def attempt(self, session: str) -> str:
+        return f"{session}-{self.handle.number:08d}"
+
+    def spread(self) -> dict[str, Any] | None:
+        """How the options of the call spread the ranks' files over prefixes."""
+        spread = spread_for(self.request.directory, self.request.s3, len(self.partition.groups))
+        return spread.to_json() if spread else None
+
     def finish(self, error: CheckpointError | None) -> None:
         self.handle.timings = self.handle.timings or self.timings()
         self.handle.error = error

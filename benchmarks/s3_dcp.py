@@ -7,8 +7,9 @@ Against a real server on loopback (seaweedfs, the extra s3-test), which rank 0 s
 work at once and take turns with the two (A B A B …); the slowest rank counts for the seconds, all
 ranks together for the CPU-seconds of a load. Those of the server stand beside them: without cores
 of its own it is most of a load. With `--replay` loads are answered by `s3_replay.py`, which gives
-the server's own answers again and takes next to no CPU, as a store elsewhere would. DCP writes `--files` files a rank, smckpt one; what is loaded is
-compared with what was saved. Seconds mean something only on an idle machine.
+the server's own answers again and takes next to no CPU, as a store elsewhere would. DCP writes
+`--files` files a rank, smckpt one; what is loaded is compared with what was saved. Seconds mean
+something only on an idle machine.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def cpu_of(process: int) -> float:
 
 def compare(args: argparse.Namespace, endpoint: str, loads_from: str, server: int) -> None:
     """Args:
-        server: the process that answers loads, at `loads_from`.
+    server: the process that answers loads, at `loads_from`.
     """
     clients: list[Any] = [Ours(loads_from)]
     try:

@@ -5,7 +5,7 @@ own cores has not. The first GET or HEAD of something goes to the server as it c
 answer, which is kept; the same request again has that answer from memory, its body by `sendfile`.
 Nothing else is taken: a PUT is answered with 501.
 
-    python benchmarks/s3_replay.py http://127.0.0.1:8333    # prints its URL, serves until stdin closes
+    python benchmarks/s3_replay.py http://127.0.0.1:8333    # prints its URL; until stdin closes
 """
 
 from __future__ import annotations

@@ -208,6 +208,8 @@ def run(te: Any, job: dict[str, Any], rank: int) -> None:
             y = x
             for layer in layers:
                 y = layer(y, rotary_pos_emb=rotary, self_attn_mask_type="causal")
+                if plain and layer.layernorm_mlp.return_bias:  # added by the MLP and by the layer
+                    y = y - layer.layernorm_mlp.fc2_bias
         outputs.append(y)
     torch.save({"outputs": outputs, "model": {**given, **state}}, f"{job['out']}-{rank}.pt")
 

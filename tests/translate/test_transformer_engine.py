@@ -22,17 +22,18 @@ from tests.support import families, interpreters, transformer_engine_run
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
-FUSED = {
+OWN: dict[str, dict[str, bool]] = {
     "te_split": {},
+    "te_split_zero_centred": {"zero_centered_gamma": True},
     "te_fused": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
     "te_fused_interleaved": {"fuse_qkv_params": True, "qkv_weight_interleaved": True},
 }
 CASES = [
-    *(("llama_biased", layout, t) for layout in FUSED for t in (1, 2)),
-    *((family, "te_split", t) for family in ("qwen3", "gpt_neox", "falcon", "gpt2", "phi3")
-      for t in (1, 2)),
-    *(("gpt_neox", layout, 2) for layout in ("te_fused", "te_fused_interleaved")),
-    ("llama_biased", "te_split", 4),
+    *(("llama_biased", "te_split", t) for t in (1, 2, 4)),
+    *((family, layout, 2) for family in ("llama_biased", "gpt_neox")
+      for layout in ("te_fused", "te_fused_interleaved", "te_split_zero_centred")),
+    *((family, "te_split", t) for family in ("gpt_neox", "falcon", "gpt2") for t in (1, 2)),
+    *((family, "te_split", 2) for family in ("qwen3", "phi3")),
 ]  # fmt: skip
 # Transformer Engine's GELU is the one by tanh; gpt2's is so already
 BY_TANH = {"gpt_neox": {"hidden_act": "gelu_pytorch_tanh"},
@@ -106,7 +107,7 @@ def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
             "prefix": layers + ".{i}.", "layers": config.num_hidden_layers,
             "files": [str(ranks / name) for name in report.files], "out": str(ranks),
             "input": str(folder / "input.pt"), "rotary": None if family == "gpt2" else rotary,
-            "layer": {**layer_of(family, config), **FUSED[layout]},
+            "layer": {**layer_of(family, config), **OWN[layout]},
         })  # fmt: skip
     (at / "jobs").write_text(json.dumps(jobs))
     interpreters.run(sys.executable, transformer_engine_run.__file__, package, at / "jobs")
@@ -125,7 +126,6 @@ def test_its_layers_load_an_import_and_compute_what_transformers_do(
         # at one rank by its kernels' stand-ins, and by torch code of its own
         assert len(found) == (2 if t == 1 and family in BIASED else 1)
         for output in found:
-            print((output - wanted).abs().max().item(), wanted.abs().max().item())
             assert (output - wanted).abs().max() <= 1e-5
     export_hf(files, tmp_path / "out", tp=t, config=folder, layout=layout)
     out = load_file(tmp_path / "out" / "model.safetensors")

@@ -33,7 +33,7 @@ def _named(variable: str, what: str) -> str:
     if named:
         return named
     if named is None and os.environ.get("SMCKPT_TEST_ALL"):
-        pytest.fail(f"no path of {what}: {variable} is not set")
+        pytest.fail(f"{variable} is not set: it names {what}")
     pytest.skip(f"{variable} can name {what}")
 
 
@@ -50,8 +50,8 @@ def transformers4() -> str:
 
 
 def transformer_engine() -> str:
-    """The folder of the package, no interpreter's own: Megatron-core, where it can import it, would
-    choose it."""
+    """A folder with the package, whose compiled part is missing: no interpreter's own, for others
+    take it for whole where they find it."""
     return _named("SMCKPT_TRANSFORMER_ENGINE", "a folder with the package transformer_engine")
 
 

@@ -1,13 +1,12 @@
 """Transformer Engine's own TransformerLayer, on CPU and gloo.
 
-Run with a file of jobs. Each builds a stack of layers for one tensor-parallel degree, loads what
-each rank's file has of it, strictly, and runs it; rank r writes its output and its own state dict
-to `<out>-<r>.pt`. At degree 1 and with biases the output of its plain torch path, which it has for
-ONNX, is there as well.
+Run with the folder of the package and a file of jobs. A job is a stack of layers of one
+tensor-parallel degree: it loads what each rank's file has of it, strictly, and runs. Rank r writes
+its output and its own state dict to `<out>-<r>.pt`; at degree 1, and with biases, also the output
+of the plain torch code that Transformer Engine has for exports to ONNX.
 
-The package's Python is all its own; its compiled part, which has no build for CPUs, is not. What
-stands in for that is below: the few calls of a forward pass, in torch, and nothing that raises no
-error when it is called.
+The package's Python runs as it is. Its compiled part has no build for CPUs: for the calls of a
+forward pass there is torch code below, and the rest of it raises when it is called.
 """
 
 from __future__ import annotations
@@ -130,7 +129,15 @@ def get_cudnn_version() -> int:
     return 91200  # the oldest that will do
 
 
-CALLS = (get_cudnn_version, generic_gemm, rmsnorm_fwd, layernorm_fwd, fused_rope_forward, swiglu, gelu)
+CALLS = (
+    get_cudnn_version,
+    generic_gemm,
+    rmsnorm_fwd,
+    layernorm_fwd,
+    fused_rope_forward,
+    swiglu,
+    gelu,
+)
 
 
 class _OnCpu(TorchFunctionMode):
@@ -178,18 +185,10 @@ def transformer_engine() -> Any:
     return te
 
 
-def run(te: Any, job: dict[str, Any], rank: int) -> None:
-    from safetensors.torch import load_file
-    from transformer_engine.pytorch.export import onnx_export
-
-    given = load_file(job["files"][rank])
-    degree, state, outputs = len(job["files"]), {}, []
-    x = torch.load(job["input"])
+def filled(te: Any, job: dict[str, Any], given: dict[str, Tensor]) -> tuple[list[Any], Any]:
+    """The layers, which have taken their tensors out of `given`, and their state dict."""
+    degree, layers, state = len(job["files"]), [], {}
     group = dist.group.WORLD if degree > 1 else None
-    rotary = None
-    if job["rotary"]:
-        rotary = te.RotaryPositionEmbedding(**job["rotary"])(x.shape[1])
-    layers = []
     for number in range(job["layers"]):
         layer = te.TransformerLayer(
             **job["layer"], layer_number=number + 1, tp_size=degree, tp_group=group,
@@ -203,7 +202,20 @@ def run(te: Any, job: dict[str, Any], rank: int) -> None:
         assert not lacks and not differ.unexpected_keys, (lacks, differ.unexpected_keys)
         state.update({at + n: t for n, t in layer.state_dict().items()})
         layers.append(layer.eval())
-    for plain in (False, True) if degree == 1 and job["layer"]["bias"] else (False,):
+    return layers, state
+
+
+def run(te: Any, job: dict[str, Any], rank: int) -> None:
+    from safetensors.torch import load_file
+    from transformer_engine.pytorch.export import onnx_export
+
+    given = load_file(job["files"][rank])
+    layers, state = filled(te, job, given)
+    x, rotary, outputs = torch.load(job["input"]), None, []
+    if job["rotary"]:
+        rotary = te.RotaryPositionEmbedding(**job["rotary"])(x.shape[1])
+    alone = len(job["files"]) == 1
+    for plain in (False, True) if alone and job["layer"]["bias"] else (False,):
         with torch.no_grad(), onnx_export(enabled=True) if plain else nullcontext():
             y = x
             for layer in layers:
@@ -215,7 +227,7 @@ def run(te: Any, job: dict[str, Any], rank: int) -> None:
 
 
 def work(te: Any, jobs: list[dict[str, Any]], store: str, rank: int, degree: int) -> None:
-    if degree > 1:
+    if degree > 1:  # without a group otherwise
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=degree,
             timeout=timedelta(seconds=60),
@@ -232,15 +244,13 @@ def main(path: Path) -> None:
     fork = multiprocessing.get_context("fork")  # for the imports take seconds
     for degree in sorted({len(job["files"]) for job in jobs}, reverse=True):
         store = f"{path}.{degree}"
-        ranks = [
-            fork.Process(target=work, args=(te, jobs, store, rank, degree))
-            for rank in range(degree)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert not any(rank.exitcode for rank in ranks), degree
+        started = []
+        for rank in range(degree):
+            started.append(fork.Process(target=work, args=(te, jobs, store, rank, degree)))
+            started[-1].start()
+        for process in started:
+            process.join()
+        assert not any(process.exitcode for process in started), degree
 
 
 if __name__ == "__main__":

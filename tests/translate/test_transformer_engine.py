@@ -1,9 +1,9 @@
 """Transformer Engine's own TransformerLayer holds what the `te_*` tables say, and computes with it
 what transformers' layers do.
 
-Its Python is the released one; its compiled part has no build for CPUs, and torch stands in for it
-(`tests/support/transformer_engine_run.py`). What `import_hf` wrote loads strictly, each rank's own
-part, so names and shapes are Transformer Engine's; which rows are whose shows in the output.
+Its Python is the released one; its kernels have no build for CPUs, and torch code is in their place
+(`tests/support/transformer_engine_run.py`). Each rank's layers load strictly what `import_hf` wrote
+for it, so names and shapes are Transformer Engine's; which rows are whose shows in the output.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ CASES = [
     *((family, "te_split", t) for family in ("gpt_neox", "falcon", "gpt2") for t in (1, 2)),
     *((family, "te_split", 2) for family in ("qwen3", "phi3")),
 ]  # fmt: skip
+BIASED = ("llama_biased", "gpt_neox", "falcon", "gpt2")
 # Transformer Engine's GELU is the one by tanh; gpt2's is so already
 BY_TANH = {"gpt_neox": {"hidden_act": "gelu_pytorch_tanh"},
            "falcon": {"activation": "gelu_pytorch_tanh"}}  # fmt: skip
 LAYERS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h", "gpt2": "transformer.h"}
 
 
-BIASED = ("llama_biased", "gpt_neox", "falcon", "gpt2")
-
-
 def layer_of(family: str, config: Any) -> dict[str, Any]:
     """The arguments of TransformerLayer."""
     rms = family in ("llama_biased", "qwen3", "phi3")
-    eps = "rms_norm_eps" if rms else "layer_norm_eps" if family == "gpt_neox" else ""
-    wide = getattr(config, "ffn_hidden_size", None) or getattr(config, "n_inner", None)
+    eps = {"gpt_neox": "layer_norm_eps", "falcon": "layer_norm_epsilon",
+           "gpt2": "layer_norm_epsilon"}.get(family, "rms_norm_eps")  # fmt: skip
+    wide = {"falcon": "ffn_hidden_size", "gpt2": "n_inner"}.get(family, "intermediate_size")
     return {
-        "hidden_size": config.hidden_size, "ffn_hidden_size": wide or config.intermediate_size,
+        "hidden_size": config.hidden_size, "ffn_hidden_size": getattr(config, wide),
         "num_attention_heads": ref.H, "kv_channels": ref.D,
         "num_gqa_groups": ref.H if family in ("gpt_neox", "gpt2") else ref.G,
-        "layernorm_epsilon": getattr(config, eps or "layer_norm_epsilon"),
+        "layernorm_epsilon": getattr(config, eps),
         "normalization": "RMSNorm" if rms else "LayerNorm",
         "activation": "swiglu" if rms else "gelu", "bias": family in BIASED,
         "parallel_attention_mlp": family in ("gpt_neox", "falcon"),
@@ -83,7 +82,7 @@ def inside(model: Any, layers: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
-    """Each family's folder, state and output, and the folder where Transformer Engine was at work."""
+    """Each family's folder, state and output, and where Transformer Engine has been at work."""
     package = interpreters.transformer_engine()
     at, jobs, hub = tmp_path_factory.mktemp("engine"), [], {}
     for family, layout, t in CASES:
@@ -123,7 +122,7 @@ def test_its_layers_load_an_import_and_compute_what_transformers_do(
     files = [at / f"{family}-{layout}-{t}-{rank}.pt" for rank in range(t)]
     for file in files:
         found = torch.load(file)["outputs"]
-        # at one rank by its kernels' stand-ins, and by torch code of its own
+        # with torch in its kernels' place, and where there are two by torch code of its own alone
         assert len(found) == (2 if t == 1 and family in BIASED else 1)
         for output in found:
             assert (output - wanted).abs().max() <= 1e-5

@@ -211,15 +211,18 @@ def run(te: Any, job: dict[str, Any], rank: int) -> None:
 
     given = load_file(job["files"][rank])
     layers, state = filled(te, job, given)
-    x, rotary, outputs = torch.load(job["input"]), None, []
+    x, outputs, alone = torch.load(job["input"]), [], len(job["files"]) == 1
+    place: dict[str, Any] = {}
     if job["rotary"]:
-        rotary = te.RotaryPositionEmbedding(**job["rotary"])(x.shape[1])
-    alone = len(job["files"]) == 1
+        place["rotary_pos_emb"] = te.RotaryPositionEmbedding(**job["rotary"])(x.shape[1])
+    if job["slopes"]:
+        slopes = torch.tensor(job["slopes"]).chunk(len(job["files"]))[rank]
+        place = {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
     for plain in (False, True) if alone and job["layer"]["bias"] else (False,):
         with torch.no_grad(), onnx_export(enabled=True) if plain else nullcontext():
             y = x
             for layer in layers:
-                y = layer(y, rotary_pos_emb=rotary, self_attn_mask_type="causal")
+                y = layer(y, self_attn_mask_type="causal", **place)
                 if plain and layer.layernorm_mlp.return_bias:  # added by the MLP and by the layer
                     y = y - layer.layernorm_mlp.fc2_bias
         outputs.append(y)

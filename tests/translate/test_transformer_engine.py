@@ -33,26 +33,30 @@ CASES = [
     *((family, layout, 2) for family in ("llama_biased", "gpt_neox")
       for layout in ("te_fused", "te_fused_interleaved", "te_split_zero_centred")),
     *((family, "te_split", t) for family in ("gpt_neox", "falcon", "gpt2") for t in (1, 2)),
-    *((family, "te_split", 2) for family in ("qwen3", "phi3")),
+    *((family, "te_split", 2) for family in ("qwen3", "phi3", "falcon_rw")),
 ]  # fmt: skip
-BIASED = ("llama_biased", "gpt_neox", "falcon", "gpt2")
+BIASED = ("llama_biased", "gpt_neox", "falcon", "falcon_rw", "gpt2")
 # Transformer Engine's GELU is the one by tanh; gpt2's is so already
 BY_TANH = {"gpt_neox": {"hidden_act": "gelu_pytorch_tanh"},
-           "falcon": {"activation": "gelu_pytorch_tanh"}}  # fmt: skip
-LAYERS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h", "gpt2": "transformer.h"}
+           "falcon": {"activation": "gelu_pytorch_tanh"},
+           "falcon_rw": {"activation": "gelu_pytorch_tanh"}}  # fmt: skip
+LAYERS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h", "falcon_rw": "transformer.h",
+          "gpt2": "transformer.h"}  # fmt: skip
+# transformers adds ALiBi before it divides by the square root of the heads' size
+SLOPES = {"falcon_rw": [2.0**-n / ref.D**0.5 for n in range(1, ref.H + 1)]}
 
 
 def layer_of(family: str, config: Any) -> dict[str, Any]:
     """The arguments of TransformerLayer."""
     rms = family in ("llama_biased", "qwen3", "phi3")
-    eps = {"gpt_neox": "layer_norm_eps", "falcon": "layer_norm_epsilon",
-           "gpt2": "layer_norm_epsilon"}.get(family, "rms_norm_eps")  # fmt: skip
-    wide = {"falcon": "ffn_hidden_size", "gpt2": "n_inner"}.get(family, "intermediate_size")
+    falcon = family.startswith("falcon")
+    wide = "ffn_hidden_size" if falcon else "n_inner" if family == "gpt2" else "intermediate_size"
+    eps = "layer_norm_eps" if family == "gpt_neox" else "layer_norm_epsilon"
     return {
         "hidden_size": config.hidden_size, "ffn_hidden_size": getattr(config, wide),
         "num_attention_heads": ref.H, "kv_channels": ref.D,
-        "num_gqa_groups": ref.H if family in ("gpt_neox", "gpt2") else ref.G,
-        "layernorm_epsilon": getattr(config, eps),
+        "num_gqa_groups": ref.H if family in ("gpt_neox", "gpt2", "falcon_rw") else ref.G,
+        "layernorm_epsilon": getattr(config, "rms_norm_eps" if rms else eps),
         "normalization": "RMSNorm" if rms else "LayerNorm",
         "activation": "swiglu" if rms else "gelu", "bias": family in BIASED,
         "parallel_attention_mlp": family in ("gpt_neox", "falcon"),
@@ -105,7 +109,8 @@ def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
         jobs.append({
             "prefix": layers + ".{i}.", "layers": config.num_hidden_layers,
             "files": [str(ranks / name) for name in report.files], "out": str(ranks),
-            "input": str(folder / "input.pt"), "rotary": None if family == "gpt2" else rotary,
+            "input": str(folder / "input.pt"), "slopes": SLOPES.get(family),
+            "rotary": None if family in ("gpt2", *SLOPES) else rotary,
             "layer": {**layer_of(family, config), **OWN[layout]},
         })  # fmt: skip
     (at / "jobs").write_text(json.dumps(jobs))

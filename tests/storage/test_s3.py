@@ -306,7 +306,7 @@ def test_a_body_is_read_without_its_private_parts_too(s3_root: str) -> None:
             "get", s3_root, lambda c: c.get_object(Bucket=BUCKET, Key=store.key("data"))
         )
         target = memoryview(bytearray(MIB))
-        fill(PublicOnly(answer["Body"]), [target[:10], target[10:]])
+        fill(PublicOnly(answer["Body"]), [target[:10], target[10:]], 60)
         assert target == data
 
 

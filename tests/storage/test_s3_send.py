@@ -40,7 +40,7 @@ def connection_to(listening: socket.socket, timeout: float = 20) -> Any:
 
 
 def put(connection: Any, data: memoryview, headers: dict[str, str]) -> None:
-    connection.request("PUT", "/", Body(data), {"Content-Length": str(len(data)), **headers})
+    connection.request("PUT", "/", Body(data, 60), {"Content-Length": str(len(data)), **headers})
 
 
 def body_of(sock: socket.socket, size: int) -> bytes:
@@ -86,7 +86,7 @@ def test_a_body_arrives_whole_whatever_its_address_and_however_slow_the_far_end(
         with far:
             found.append(body_of(far, len(data)))
 
-    thread = threading.Thread(target=receive)
+    thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     connection = connection_to(listening)
     put(connection, data, CHECKED)

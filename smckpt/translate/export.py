@@ -38,6 +38,7 @@ from smckpt.translate.stores import Store, open_files
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.targets import OutputFile, Same, Target, arrange
+from smckpt.translate.vocabulary import check_tokenizer
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -76,6 +77,7 @@ def export_hf(
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    padded_vocab_size: int | None = None,
     config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
@@ -114,6 +116,9 @@ def export_hf(
         etp: the degree at which experts are cut, where it is not tp: Megatron's
             `expert_tensor_parallel_size`. Rank r has then part r % etp of the experts of
             expert-parallel rank r // etp % ep.
+        padded_vocab_size: as many rows as a tensor-parallel layout has of the vocabulary, padding
+            included. Where left out there may be vocab_size of the config, or as many as trainers
+            round that up to, and the tokenizer must use none of the padding.
         config: the model's config: a directory or file, a dict, or `model.config`. Written with
             the keys of transformers 4 and 5, and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
@@ -167,9 +172,17 @@ def export_hf(
         def plan() -> Planned:
             if lora is None:
                 _refuse_given("without lora=", lora_config=lora_config, base=base)
-                found = _contents(checkpoint, settings, dtype, prefix, layout, (tp, ep, etp))
+                degrees = tp, ep, etp
+                found = _contents(
+                    checkpoint, settings, dtype, prefix, layout, degrees, padded_vocab_size
+                )
+                if padded_vocab_size is None:
+                    check_tokenizer(tokens, *found.vocabulary)
             else:
-                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep, etp=etp)
+                _refuse_given(
+                    "with lora=", layout=layout, tp=tp, ep=ep, etp=etp,
+                    padded_vocab_size=padded_vocab_size,
+                )  # fmt: skip
                 found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
             output = Output(os.fspath(out_dir), files)
@@ -214,13 +227,14 @@ def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport
 def _contents(
     checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
     layout: str | Layout | None, given: tuple[int | None, int | None, int | None],
+    padded: int | None,
 ) -> Contents:  # fmt: skip
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
         tp, ep, etp = given
         degrees = Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
         store: Store = open_files(checkpoint, degrees)
-        return _translated(store, settings, dtype, layout, degrees)
+        return _translated(store, settings, dtype, layout, degrees, padded)
     catalogue = open_catalogue(os.fspath(checkpoint))
     tensors = model_tensors(catalogue, prefix)
     family = settings.values["model_type"] if settings is not None else None
@@ -228,11 +242,11 @@ def _contents(
         degrees = degrees_of(catalogue, *given)
         store = CheckpointStore(catalogue, tensors, degrees)
         store.refuse_unlike_replicas()
-        made = _translated(store, settings, dtype, layout, degrees)
+        made = _translated(store, settings, dtype, layout, degrees, padded)
         return replace(made, identity=catalogue.identity)
-    if any(degree is not None for degree in given):
+    if any(value is not None for value in (*given, padded)):
         raise UsageError(
-            "tp=, ep= or etp= are given, but the names are Hugging Face's own",
+            "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's own",
             remedy="leave them out, or pass layout=",
             path=catalogue.url,
         )
@@ -245,11 +259,13 @@ def _contents(
 
 def _translated(
     store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
-    degrees: Degrees,
+    degrees: Degrees, padded: int | None,
 ) -> Contents:  # fmt: skip
-    made = to_hub(store, settings, layout, degrees)
+    made = to_hub(store, settings, layout, degrees, padded)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
-    return Contents(made.source, targets, made.left_out, (), made.layout)
+    return Contents(
+        made.source, targets, made.left_out, (), made.layout, vocabulary=made.vocabulary
+    )
 
 
 def _of_peft(

@@ -95,8 +95,9 @@ class Side:
 
     copies: (key, other): tensors that must be equal, of which `key` alone is used. joined: those of
     which the mean or the sum is used, under the first one's key. padding: rows at the end of a
-    tensor that hold nothing. shifts: what a tensor has more than its roles. stored: the shape that
-    it says it has, where it is read in another.
+    tensor that hold nothing. rows: of the vocabulary in all ranks' tensors of a name, where they
+    may be padded. shifts: what a tensor has more than its roles. stored: the shape that it says it
+    has, where it is read in another.
     """
 
     layout: Layout
@@ -107,6 +108,7 @@ class Side:
     copies: list[tuple[Key, Key]] = field(default_factory=list)
     joined: dict[Key, tuple[str, list[Key]]] = field(default_factory=dict)
     padding: dict[Key, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     shifts: dict[Key, float] = field(default_factory=dict)
     stored: dict[Key, Shape] = field(default_factory=dict)
     _original: dict[Key, Key] = field(default_factory=dict)
@@ -125,6 +127,8 @@ class Side:
         if cut:
             self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
+        if row.how == "vocabulary" and cut:
+            self.rows[held.name] = vocabulary
         parts = (degrees.etp if shared else tps) if cut else 1
         eps = degrees.ep if shared else columns
         ours = self.local_shape(place, vocabulary, parts, eps)

@@ -28,7 +28,8 @@ Body = dict[str, Any]
 @dataclass(frozen=True)
 class Contents:
     """What is read, the targets made of it, names left out, notes, the layout if translated, the
-    adapter's config if it is one, the commit that is read."""
+    adapter's config if it is one, the commit that is read; of a translation, how many rows of the
+    vocabulary are written, and how many are stored."""
 
     source: Source | TranslatedSource | MergedSource
     targets: Sequence[Target]
@@ -37,6 +38,7 @@ class Contents:
     layout: str | None = None
     adapter: LoraConfig | None = None
     identity: str = ""
+    vocabulary: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

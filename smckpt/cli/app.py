@@ -369,6 +369,7 @@ def export(
 )  # fmt: skip
 @threads
 @click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
+@click.option("--allow-nonfinite", is_flag=True, help="Import weights that hold NaN or infinity.")
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,

@@ -48,7 +48,8 @@ def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _te(name: str, qkv: tuple[Row, ...]) -> Layout:
-    return Layout(name, _OUTER + rows("{layers}.{i}.", _te_layer(qkv)), _EXTRA_STATE)
+    table = _OUTER + rows("{layers}.{i}.", _te_layer(qkv))
+    return Layout(name, table, _EXTRA_STATE, whole_groups=True)
 
 
 def _te_fused(name: str, how: str) -> Layout:

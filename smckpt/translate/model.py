@@ -21,7 +21,7 @@ from smckpt.translate.stores import Store
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
-from smckpt.translate.vocabulary import check_rows
+from smckpt.translate.vocabulary import check_rows, padded_rows
 
 __all__ = [
     "Holder",
@@ -165,8 +165,7 @@ def hub_side(dims: Dims) -> Side:
 def side_of_ranks(layout: Layout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
     """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
     side = Side(layout, dims, degrees)
-    step = multiple * degrees.tp
-    vocabulary = -(-dims.sizes["V"] // step) * step
+    vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
     for place in places_of(layout, dims, degrees.ep):
         parts = degrees.etp if place.row.of_experts else degrees.tp
         parts = 1 if place.row.tp is None else parts

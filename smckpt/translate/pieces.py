@@ -114,6 +114,15 @@ class Side:
     _original: dict[Key, Key] = field(default_factory=dict)
     _cut: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        groups, tp = self.dims.heads.groups, self.degrees.tp
+        if self.layout.whole_groups and groups % tp:
+            raise TopologyError(
+                f"tensor-parallel degree {tp} does not divide the {groups} key/value groups, which "
+                f"it must in the layout {self.layout.name} (Transformer Engine refuses another)",
+                remedy="pass the degree that the model is trained with, and its own config",
+            )
+
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from smckpt.errors import TensorMismatchError, UsageError
 
-__all__ = ["check_rows", "check_tokenizer"]
+__all__ = ["check_rows", "check_tokenizer", "most_padding", "padded_rows"]
 
 _DIVISIBLE_BY = 128  # the default of make_vocab_size_divisible_by
 _BEGUN_AT = 8  # the greatest degree, other than today's, at which training is taken to have begun
@@ -55,7 +55,7 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
             "and the files of all ranks",
             path=where,
         )
-    most = _multiple(found, tp) - 1
+    most = most_padding(found, tp)
     if given is None and found - size > most:
         raise TensorMismatchError(
             f"{_told(stored)} rows in all, {found - size} more than vocab_size={size} of the "
@@ -71,10 +71,17 @@ def _told(stored: Mapping[str, int]) -> str:
     return ", ".join(f"{name} has {rows}" for name, rows in stored.items())
 
 
-def _multiple(rows: int, tp: int) -> int:
-    """The greatest multiple that `rows` may have been rounded up to."""
+def padded_rows(size: int, tp: int, multiple: int) -> int:
+    """With padding, so that each of `tp` ranks has a multiple of `multiple`."""
+    step = multiple * tp
+    return -(-size // step) * step
+
+
+def most_padding(rows: int, tp: int) -> int:
+    """How many of `rows` can be padding, where they were rounded up as trainers do: fewer than the
+    greatest multiple that they are."""
     shared = tp * math.gcd(rows // tp, _DIVISIBLE_BY) if rows % tp == 0 else 1
-    return max(shared, math.gcd(rows, _BEGUN_AT * _DIVISIBLE_BY))
+    return max(shared, math.gcd(rows, _BEGUN_AT * _DIVISIBLE_BY)) - 1
 
 
 def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:

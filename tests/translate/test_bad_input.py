@@ -151,6 +151,24 @@ def test_nan_in_a_translated_model_is_named_as_the_export_names_it(tmp_path):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=model.config)
 
 
+def test_nan_in_a_model_that_is_imported_is_counted_and_refused(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    state["model.layers.1.mlp.gate_proj.weight"][[0, 159], 3] = torch.nan  # of both ranks
+    state["model.norm.weight"][5] = torch.inf  # of which each has a copy
+    save_file(state, tmp_path / "hub" / "model.safetensors")
+    fc1, norm = (
+        "model.decoder.layers.1.mlp.linear_fc1.weight",
+        "model.decoder.final_layernorm.weight",
+    )
+    with pytest.raises(errors.UsageError, match="2 tensors hold NaN or infinity") as caught:
+        import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2)
+    assert f"{fc1} (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
+    assert list((tmp_path / "ranks").glob("*")) == []
+    report = import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2, allow_nonfinite=True)
+    assert report.nonfinite == {fc1: 2, norm: 2}
+    assert any("NaN" in note for note in report.notes)
+
+
 def test_the_command_refuses_nan_unless_it_is_told(tmp_path):
     checkpoint = saved(tmp_path, {"w": torch.tensor([1.0, torch.nan])})
     command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]

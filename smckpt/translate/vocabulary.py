@@ -87,10 +87,12 @@ def most_padding(rows: int, tp: int) -> int:
 def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:
     """Raises UsageError: rows that would be cut off are not all padding, for the tokenizer (its
     directory, or itself) uses one. One that cannot be read says nothing."""
-    highest = max(_ids(tokenizer), default=-1) if stored > size else -1
-    if size <= highest < stored:
+    if stored == size:
+        return
+    used = [number for number in _ids(tokenizer) if size <= number < stored]
+    if used:
         raise UsageError(
-            f"the tokenizer has the id {highest}, whose row vocab_size={size} would cut off as "
+            f"the tokenizer has the id {max(used)}, whose row vocab_size={size} would cut off as "
             f"padding: {stored} rows are stored",
             remedy="correct vocab_size in the config; if the model was trained without that token, "
             f"pass padded_vocab_size={stored}",
@@ -115,7 +117,7 @@ def _of_tokenizers(said: Any) -> Iterator[int]:
     """The file of the tokenizers library: ids by token, or (Unigram) a list in their order."""
     vocabulary = said["model"]["vocab"]
     if isinstance(vocabulary, list):
-        yield len(vocabulary) - 1
+        yield from range(len(vocabulary))
     else:
         yield from map(int, vocabulary.values())
     for token in said.get("added_tokens") or ():

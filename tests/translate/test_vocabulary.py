@@ -163,6 +163,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], int | None]] = {
     ),
     "its config's": ({"tokenizer_config.json": {"added_tokens_decoder": {"122": {}}}}, 122),
     "beyond what is stored": ({"vocab.json": by_token(128)}, None),
+    "beyond it and not": ({"vocab.json": by_token(0, 121, 128)}, 121),
     "that cannot be read": ({"tokenizer.json": [1], "vocab.json": {"t": "x"}}, None),
 }  # fmt: skip
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from smckpt.errors import UsageError
 
-__all__ = ["Degrees"]
+__all__ = ["Degrees", "check_counts"]
+
+
+def check_counts(**given: Any) -> None:
+    """Raises UsageError: one of them is no whole number above 0."""
+    for name, value in given.items():
+        if not isinstance(value, int) or value is True or value < 1:
+            raise UsageError(f"{name}={value!r}", remedy="give a whole number above 0")
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,7 @@ class Degrees:
             UsageError: a degree is below 1; `columns` are too few, or hold some twice and not all.
         """
         etp = tp if etp is None else etp
-        for name, value in (("tp", tp), ("ep", ep), ("etp", etp)):
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
+        check_counts(tp=tp, ep=ep, etp=etp)
         least = math.lcm(tp, etp * ep)
         columns = least // tp if columns is None else columns
         if tp * columns % least:

@@ -24,9 +24,9 @@ from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.companions import tokenizer_of, write_companions
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.crew import crew_of
-from smckpt.translate.degrees import Degrees
+from smckpt.translate.degrees import Degrees, check_counts
 from smckpt.translate.detect import looks_transformed
-from smckpt.translate.files import Output
+from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
 from smckpt.translate.merged import MergedSource, merged_targets, open_base
 from smckpt.translate.meta_model import Comparison
@@ -160,14 +160,16 @@ def export_hf(
         crew = crew_of(process_group, timeout)  # first: what is wrong here the others hear of
         cleanup.callback(crew.close)
         cleanup.enter_context(crew.telling())
+        files = _check_places(checkpoint, out_dir)
         cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
         dtype = _dtype_name(dtype)
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
-        if workers < 1:
-            raise UsageError(f"threads={threads}", remedy="give a number above 0")
+        check_counts(threads=workers)
         settings = read_config(base if config is None and lora == "merge" else config)
         tokens = tokenizer_of(tokenizer, settings)
+        given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
+        refuse_into_source(out_dir, *files, **given)
 
         def plan() -> Planned:
             if lora is None:
@@ -381,6 +383,19 @@ def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str,
 
 
 # -- arguments -----------------------------------------------------------------------------------
+
+
+def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
+    """The files of ranks, if it is they that are exported."""
+    kinds = (str, os.PathLike)
+    many = isinstance(checkpoint, (list, tuple))
+    if not all(isinstance(path, kinds) for path in (checkpoint if many else [checkpoint])):
+        raise UsageError(
+            f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
+        )
+    if not isinstance(out_dir, kinds):
+        raise UsageError(f"out_dir={out_dir!r}", remedy="pass a path or URL")
+    return checkpoint if many else ()
 
 
 def _s3_of(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> S3Config | None:

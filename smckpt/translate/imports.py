@@ -18,7 +18,8 @@ from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
-from smckpt.translate.degrees import Degrees
+from smckpt.translate.degrees import Degrees, check_counts
+from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
@@ -97,15 +98,13 @@ def import_hf(
         TopologyError: a degree does not divide.
     """
     began = time.perf_counter()
-    for name, value in (
-        ("tp", tp), ("ep", ep), ("pad_vocab_to_multiple_of", pad_vocab_to_multiple_of),
-        ("threads", 1 if threads is None else threads),
-    ):  # fmt: skip
-        if value < 1:
-            raise UsageError(f"{name}={value}", remedy="give a number above 0")
-    degrees = Degrees.of(tp, ep, etp)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
+    check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
+    if not isinstance(prefix, str):
+        raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
+    degrees = Degrees.of(tp, ep, etp)
     folder, url = Path(os.fspath(directory)), normal_url(os.fspath(out_dir))
+    refuse_into_source(url, directory=folder)
     settings = read_config(folder if config is None else config)
     dims = model_dims(settings, str(folder))
     assert settings is not None

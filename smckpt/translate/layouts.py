@@ -311,7 +311,7 @@ def get_layout(layout: str | Layout, family: str) -> Layout:
     if isinstance(layout, Layout):
         return _resolved(layout, family)
     found = layouts_of(family)
-    plain = layout.removesuffix(ZERO_CENTRED)
+    plain = str(layout).removesuffix(ZERO_CENTRED)
     if plain != layout and plain in found and family not in _ZERO_CENTRED:
         return found[plain].zero_centred()
     if layout not in found:

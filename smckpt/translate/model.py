@@ -148,9 +148,18 @@ def side_of_store(store: Holder, layout: Layout, dims: Dims, degrees: Degrees) -
     side = Side(layout, dims, degrees)
     for place in places_of(layout, dims, degrees.ep):
         side.add(place, store.held[place.name])
+        _refuse_no_weight(store.held[place.name])
     for key in side.stored:
         store.view(key, side.shapes[key])
     return side
+
+
+def _refuse_no_weight(held: Held) -> None:
+    if not held.dtype.startswith(("float", "bfloat")):
+        raise TensorMismatchError(
+            f"{held.name} is {held.dtype}, which is no weight of a table's",
+            remedy="translate weights in floating point, before they are quantized",
+        )
 
 
 def hub_side(dims: Dims) -> Side:

@@ -141,6 +141,8 @@ class Side:
         parts = (degrees.etp if shared else tps) if cut else 1
         eps = degrees.ep if shared else columns
         ours = self.local_shape(place, vocabulary, parts, eps)
+        if held.whole is None and cut:
+            self._refuse_cut_heads(row)
         if held.whole is not None and (row.folded or row.copies == "sum"):
             raise TopologyError(
                 f"{held.name} is one distributed tensor, and the layout says that each rank has "
@@ -162,6 +164,16 @@ class Side:
                     self._add_pieces(place, key, (part, parts), (ep, eps), ours)
                 elif held.whole is None:
                     self._add_copy(row, key, Key(held.name, *first))
+
+    def _refuse_cut_heads(self, row: Row) -> None:
+        """A rank's attention takes whole heads, whatever shapes allow."""
+        heads = self.dims.heads.groups * self.dims.heads.per_group
+        if heads % self.degrees.tp and not {"q", "q_up"}.isdisjoint(row.roles):
+            raise TopologyError(
+                f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads of "
+                f"{row.name}",
+                remedy="pass the degree that the model is trained with, and its own config",
+            )
 
     def _add_copy(self, row: Row, key: Key, first: Key) -> None:
         """Another rank's own of what `first` holds."""

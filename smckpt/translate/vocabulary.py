@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.translate.degrees import check_counts
 
 __all__ = ["check_rows", "check_tokenizer", "most_padding", "padded_rows"]
 
@@ -36,9 +37,10 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
         UsageError: fewer are asked for than the vocabulary has.
         TensorMismatchError: there are others, or tensors differ.
     """
-    if given is not None and (not isinstance(given, int) or given < size):
+    check_counts(padded_vocab_size=size if given is None else given)
+    if given is not None and given < size:
         raise UsageError(
-            f"padded_vocab_size={given!r}; the config says vocab_size={size}",
+            f"padded_vocab_size={given}; the config says vocab_size={size}",
             remedy="pass the number of rows that are stored, padding included, or leave it out",
         )
     if len(set(stored.values())) > 1:

@@ -302,6 +302,70 @@ def test_a_shard_of_another_step_is_told_by_its_checksum(tmp_path):
     assert not list((tmp_path / "hf").glob("*"))
 
 
+def test_nothing_is_written_where_the_source_is(tmp_path):
+    """Overwriting takes an old model's files away first: here the only ones there are."""
+    hub, ranks = tmp_path / "hub", tmp_path / "ranks"
+    state = ref.on_disk(_model(), hub)
+    ranks.mkdir()
+    paths = [ranks / f"model_rank{r}.safetensors" for r in range(2)]
+    for r, path in enumerate(paths):
+        save_file(ref.mcore(state, 2, r), path)
+    link = tmp_path / "link"
+    link.symlink_to(ranks)
+    before = sorted(tmp_path.rglob("*"))
+    into: dict[str, Any] = {"tp": 2, "overwrite": True}
+    for act in (
+        lambda: export_hf(paths, link, config=hub, **into),
+        lambda: export_hf(paths, hub, config=hub, **into),
+        lambda: export_hf(paths, hub, config=hub / "config.json", **into),
+        lambda: import_hf(hub, hub, "mcore_te", **into),
+    ):
+        with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
+            act()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    save_file(ref.mcore(state, 1, 0), tmp_path / "rank.safetensors")
+    path, hub = [tmp_path / "rank.safetensors"], tmp_path / "hub"
+    config = _model().config.to_dict()
+    for given, words in (
+        ({"tp": True}, "tp=True"),
+        ({"threads": "2"}, "threads='2'"),
+        ({"layout": 3}, "layout=3"),
+        ({"config": {**config, "vocab_size": True}}, "vocab_size=True"),
+        ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
+        ({"checkpoint": iter(path)}, "checkpoint="),
+        ({"out_dir": None}, "out_dir=None"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            export_hf(**{"checkpoint": path, "out_dir": tmp_path / "o", "config": hub, **given})
+    for given, words in (
+        ({"tp": "2"}, "tp='2'"),
+        ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
+        ({"prefix": None}, "prefix=None"),
+        ({"layout": None}, "layout=None"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            import_hf(
+                **{"directory": hub, "out_dir": tmp_path / "o", "layout": "mcore_te", **given}
+            )
+    assert not (tmp_path / "o").exists()
+
+
+def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    shard = ref.mcore(state, 1, 0)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    save_file(shard | {name: shard[name].to(torch.int8)}, tmp_path / "rank.safetensors")
+    with pytest.raises(errors.TensorMismatchError, match=f"{name} is int8"):
+        export_hf([tmp_path / "rank.safetensors"], tmp_path / "o", config=_model().config)
+    with pytest.raises(errors.TopologyError, match="16 does not divide the 8 heads"):
+        import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", tp=16)
+    assert not (tmp_path / "o").exists()
+
+
 def write_ranks(folder: Path, cuts: list[State]) -> list[Path]:
     paths = [folder / f"rank{number}.safetensors" for number in range(len(cuts))]
     for path, cut in zip(paths, cuts, strict=True):

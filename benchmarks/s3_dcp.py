@@ -6,8 +6,10 @@
 Against a real server on loopback (seaweedfs, the extra s3-test), which rank 0 starts. All ranks
 work at once and take turns with the two (A B A B …); the slowest rank counts for the seconds, all
 ranks together for the CPU-seconds of a load. Those of the server stand beside them: without cores
-of its own it is most of a load. DCP writes `--files` files a rank, smckpt one; what is loaded is
-compared with what was saved. Seconds mean something only on an idle machine.
+of its own it is most of a load. With `--replay` loads are answered by `s3_replay.py`, which gives
+the server's own answers again and takes next to no CPU, as a store elsewhere would. DCP writes
+`--files` files a rank, smckpt one; what is loaded is compared with what was saved. Seconds mean
+something only on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import contextlib
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +61,20 @@ def zero(state: dict[str, Any]) -> None:
 class Ours:
     name = "smckpt"
 
+    def __init__(self, loads_from: str) -> None:
+        self.config = smckpt.S3Config(endpoint=loads_from)
+
     def save(self, state: dict[str, Any], place: str) -> None:
         smckpt.save(state, checkpoint_id=place)
 
     def load(self, state: dict[str, Any], place: str) -> None:
-        smckpt.load(state, checkpoint_id=place)
+        smckpt.load(state, checkpoint_id=place, s3client_config=self.config)
 
 
 class Connector:
     name = "s3torchconnector (DCP)"
 
-    def __init__(self, endpoint: str, files: int) -> None:
+    def __init__(self, endpoint: str, loads_from: str, files: int) -> None:
         import s3torchconnector.dcp  # noqa: F401 (not installed: told at once)
         from s3torchconnector import S3ClientConfig
         from s3torchconnector._s3client import S3Client
@@ -76,20 +82,22 @@ class Connector:
         config = S3ClientConfig(force_path_style=True, part_size=64 << 20)
         self.files = files
         # its DCP classes take no endpoint
-        self.client = S3Client(REGION, endpoint=endpoint, s3client_config=config)
+        self.saving, self.loading = (
+            S3Client(REGION, endpoint=url, s3client_config=config) for url in (endpoint, loads_from)
+        )
 
     def save(self, state: dict[str, Any], place: str) -> None:
         from s3torchconnector.dcp import S3StorageWriter
 
         writer = S3StorageWriter(REGION, place, thread_count=self.files)
-        writer.fs._client = self.client
+        writer.fs._client = self.saving
         dcp.save(state, storage_writer=writer)
 
     def load(self, state: dict[str, Any], place: str) -> None:
         from s3torchconnector.dcp import S3StorageReader
 
         reader = S3StorageReader(REGION, place)
-        reader.fs._client = self.client
+        reader.fs._client = self.loading
         dcp.load(state, storage_reader=reader)
 
 
@@ -121,10 +129,13 @@ def cpu_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(args: argparse.Namespace, endpoint: str, server: int) -> None:
-    clients: list[Any] = [Ours()]
+def compare(args: argparse.Namespace, endpoint: str, loads_from: str, server: int) -> None:
+    """Args:
+    server: the process that answers loads, at `loads_from`.
+    """
+    clients: list[Any] = [Ours(loads_from)]
     try:
-        clients.append(Connector(endpoint, args.files))
+        clients.append(Connector(endpoint, loads_from, args.files))
     except ImportError as error:
         say(f"left out: s3torchconnector is not installed: {error}")
     state, costs = state_of(args.mib), Costs(server)
@@ -143,11 +154,12 @@ def compare(args: argparse.Namespace, endpoint: str, server: int) -> None:
                 assert torch.equal(tensor.to_local(), was), f"{client.name} loaded other bytes"
             if turn:
                 loads[client.name].append(cost)
-    report(args.mib / 1024, saves, loads)
+    what = "real server, its answers to loads replayed" if args.replay else "real server"
+    report(args.mib / 1024, what, saves, loads)
 
 
-def report(gib: float, saves: Costed, loads: Costed) -> None:
-    say(f"{gib:g} GiB on {dist.get_world_size()} ranks, per GiB: median (least–most), real server")
+def report(gib: float, server: str, saves: Costed, loads: Costed) -> None:
+    say(f"{gib:g} GiB on {dist.get_world_size()} ranks, per GiB: median (least–most), {server}")
     rows = (
         ("save, s", saves, 0),
         ("load, s", loads, 0),
@@ -163,6 +175,16 @@ def report(gib: float, saves: Costed, loads: Costed) -> None:
             say(f"  {name:24} {what:26} {middle:7.2f} ({spread}), × {middle / base:.2f}")
 
 
+@contextlib.contextmanager
+def replay(endpoint: str) -> Iterator[tuple[str, int]]:
+    """The URL and the process of a replay of the server's answers."""
+    command = [sys.executable, str(HERE / "s3_replay.py"), endpoint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdin
+        yield process.stdout.readline().decode().strip(), process.pid
+        process.stdin.close()
+
+
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -175,6 +197,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="of all ranks (default 1024)")
     parser.add_argument("--files", type=int, default=16, help="of DCP, a rank (default 16)")
     parser.add_argument("--saves", type=int, default=1, help="by each (default 1)")
+    parser.add_argument("--replay", action="store_true", help="loads from s3_replay.py")
     parser.add_argument("--repeats", type=int, default=5, help="loads that count (default 5)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -182,11 +205,14 @@ def main() -> None:
         told: list[Any] = [None]
         if dist.get_rank() == 0:
             server = stack.enter_context(loopback_s3.serve(BUCKET))
-            told = [(server.endpoint, server.environment, server.pid)]
+            loads_from, process = server.endpoint, server.pid
+            if args.replay:
+                loads_from, process = stack.enter_context(replay(server.endpoint))
+            told = [(server.endpoint, server.environment, loads_from, process)]
         dist.broadcast_object_list(told)
-        endpoint, environment, process = told[0]
+        endpoint, environment, loads_from, process = told[0]
         os.environ.update(environment)
-        compare(args, endpoint, process)
+        compare(args, endpoint, loads_from, process)
         smckpt.maybe_finalize_async_calls()
         dist.barrier()
     dist.destroy_process_group()

@@ -229,7 +229,8 @@ class S3Storage:
 
     def body(self, data: memoryview) -> Body:
         """Of a request that sends `data`."""
-        return Body(data) if self._requests.direct else PublicBody(data)
+        kind = Body if self._requests.direct else PublicBody
+        return kind(data, self.config.timeout_s)
 
     def put_file(self, key: str, path: str, data: memoryview, crc: int | None) -> None:
         """PUT a whole file, in the place of what has the name."""
@@ -318,7 +319,7 @@ class S3Storage:
             return kept == checksum.text(checksum.of(data))
         body = client.get_object(**self.common, Key=key)["Body"]
         there = memoryview(bytearray(len(data)))
-        fill(body, [there], directly=self._requests.direct)
+        fill(body, [there], self.config.timeout_s, directly=self._requests.direct)
         return there == data
 
     def _read_whole(self, name: str) -> bytes:
@@ -327,7 +328,8 @@ class S3Storage:
         def request(client: Any) -> bytes:
             answer = client.get_object(**self.common, Key=key, ChecksumMode="ENABLED")
             data = bytearray(answer["ContentLength"])
-            fill(answer["Body"], [memoryview(data)], directly=self._requests.direct)
+            seconds = self.config.timeout_s
+            fill(answer["Body"], [memoryview(data)], seconds, directly=self._requests.direct)
             self._refuse_changed(answer, data)
             return bytes(data)
 
@@ -349,7 +351,7 @@ class S3Storage:
     ) -> None:
         key = self.key(name)
         length = sum(len(b) for b in buffers)
-        filling = Filling(buffers, seen)
+        filling = Filling(buffers, self.config.timeout_s, seen)
 
         def request(client: Any) -> int:
             """The bytes that the object has from `offset`, up to `length`."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from smckpt.storage.s3_faults import BadBody
@@ -35,10 +38,17 @@ def split(
 
 class Filling:
     """Memory that an answer's body fills. Where one breaks off, the next goes on from `done`: no
-    byte is asked for twice, and `seen` may look at each stretch while it is in the cache."""
+    byte is asked for twice, and `seen` may look at each stretch while it is in the cache.
+
+    seconds: after the first body began, the one under way is given up: one that trickles never
+        leaves a socket without a byte for as long as its own timeout.
+    """
 
     def __init__(
-        self, buffers: Sequence[memoryview], seen: Callable[[memoryview], None] | None = None
+        self,
+        buffers: Sequence[memoryview],
+        seconds: float,
+        seen: Callable[[memoryview], None] | None = None,
     ) -> None:
         self._ahead = deque(
             buffer[at : at + _STRETCH]
@@ -47,6 +57,8 @@ class Filling:
         )
         self._inside = 0  # bytes of the first of them that are filled
         self._seen = seen
+        self._seconds = seconds
+        self._ends: float | None = None
         self.done = 0
 
     def take(self, body: Any, *, directly: bool = True) -> None:
@@ -56,16 +68,13 @@ class Filling:
             directly: from below the body, where that is as we know it.
 
         Raises:
-            BadBody: it ended early or broke off; the connection is dropped.
+            BadBody: it ended early, broke off or trickled; the connection is dropped.
         """
         raw = _plain(body) if directly else None
         reader = body if raw is None else raw._fp
         try:
-            while self._ahead:
-                self._fill_first(reader)
-                stretch, self._inside = self._ahead.popleft(), 0
-                if self._seen is not None:
-                    self._seen(stretch)
+            with self._in_time(raw):
+                self._take(reader)
             if raw is None:
                 with _breaking_off():
                     body.read()  # meets the end, where botocore looks at checksums
@@ -74,6 +83,40 @@ class Filling:
             raise
         if raw is not None:
             raw.release_conn()
+
+    @contextmanager
+    def _in_time(self, raw: Any) -> Iterator[None]:
+        """Cut the connection when the time is over; where it is not at hand, `_take` looks at the
+        clock between stretches."""
+        if self._ends is None:
+            self._ends = time.monotonic() + self._seconds
+        sock = _socket_of(raw)
+        if sock is None:
+            yield
+            return
+        left = min(max(self._ends - time.monotonic(), 0), threading.TIMEOUT_MAX)
+        cut = threading.Timer(left, _shut, (sock,))
+        cut.daemon = True  # a process that ends does not wait for it
+        cut.start()
+        try:
+            yield
+        except BadBody:
+            self._refuse_late()
+            raise
+        finally:
+            cut.cancel()
+
+    def _refuse_late(self) -> None:
+        if self._ends is not None and time.monotonic() >= self._ends:
+            raise BadBody(f"the answer's body had not come after {self._seconds:g} s")
+
+    def _take(self, reader: Any) -> None:
+        while self._ahead:
+            self._refuse_late()
+            self._fill_first(reader)
+            stretch, self._inside = self._ahead.popleft(), 0
+            if self._seen is not None:
+                self._seen(stretch)
 
     def _fill_first(self, reader: Any) -> None:
         stretch = self._ahead[0]
@@ -97,9 +140,11 @@ def _breaking_off() -> Iterator[None]:
         raise BadBody(f"the answer's body broke off: {error}") from error
 
 
-def fill(body: Any, buffers: Sequence[memoryview], *, directly: bool = True) -> None:
+def fill(
+    body: Any, buffers: Sequence[memoryview], seconds: float, *, directly: bool = True
+) -> None:
     """The answer's body, all of it, into `buffers`; as `Filling.take`."""
-    Filling(buffers).take(body, directly=directly)
+    Filling(buffers, seconds).take(body, directly=directly)
 
 
 def reads_below() -> bool:
@@ -115,6 +160,20 @@ class _Ordinary(io.BytesIO):
     """What http.client gives, of no bytes."""
 
     chunked = False
+
+
+def _socket_of(raw: Any) -> socket.socket | None:
+    """The socket that a body comes from, by the way that botocore's set_socket_timeout goes."""
+    below = getattr(getattr(raw, "_fp", None), "fp", None)
+    sock = getattr(getattr(below, "raw", None), "_sock", None)
+    return sock if isinstance(sock, socket.socket) else None
+
+
+def _shut(sock: socket.socket) -> None:
+    """End what waits for its bytes. Not by the method of TLS sockets, which forgets the session
+    that another thread is reading from."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _plain(body: Any) -> Any:

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -117,7 +118,7 @@ class _Pipe:
             log.debug("a pipe stays small: %s", error)
 
     def send(self, data: memoryview, sock: Any) -> None:
-        """All of `data`; each wait for the far end is as long as the socket's timeout."""
+        """All of `data`; each MiB within the socket's timeout, as `sendall` has it."""
         import numpy
 
         address = numpy.frombuffer(data, numpy.uint8).__array_interface__["data"][0]
@@ -139,11 +140,14 @@ class _Pipe:
     def _empty(self, left: int, sock: Any) -> None:
         from urllib3.util import wait_for_write
 
+        timeout = sock.gettimeout()
+        ends = None if timeout is None else time.monotonic() + timeout
         while left:
             try:
                 left -= os.splice(self._out, sock.fileno(), left)
             except BlockingIOError:
-                if not wait_for_write(sock, sock.gettimeout()):
+                rest = None if ends is None else ends - time.monotonic()
+                if (rest is not None and rest <= 0) or not wait_for_write(sock, rest):
                     raise TimeoutError("timed out") from None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage.budget import part_size
 from smckpt.storage.s3_checksums import Checksum
-from smckpt.storage.s3_faults import code_of, status_of
+from smckpt.storage.s3_faults import BadBody, code_of, status_of
 from smckpt.storage.s3_transfer import Cursor
 
 if TYPE_CHECKING:
@@ -23,22 +24,38 @@ _SEND = 2 << 20  # bytes handed to the socket at once
 
 class Body(Cursor):
     """A request's body over memory: `read` gives slices, whatever length it is asked for, and
-    `readinto`, which is how a body is signed, copies."""
+    `readinto`, which is how a body is signed, copies.
+
+    seconds: after its first byte was asked for, there are no more.
+    """
+
+    def __init__(self, data: memoryview, seconds: float) -> None:
+        super().__init__(data)
+        self._seconds = seconds
+        self._ends: float | None = None
 
     def __len__(self) -> int:
         return len(self._data)
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
+        self._refuse_late()
         # Clients ask for a few KiB at a time: a longer answer reaches `sendall` as it is.
         piece = self._data[self._at : self._at + _SEND]
         self._at += len(piece)
         return piece if len(piece) else b""
+
+    def _refuse_late(self) -> None:
+        if self._ends is None:
+            self._ends = time.monotonic() + self._seconds
+        if time.monotonic() > self._ends:
+            raise BadBody(f"the body had not been sent after {self._seconds:g} s")
 
 
 class PublicBody(Body):
     """The same as files do it: no more than was asked for, and copied."""
 
     def read(self, size: int | None = -1) -> bytes:
+        self._refuse_late()
         stop = None if size is None or size < 0 else self._at + size
         piece = bytes(self._data[self._at : stop])
         self._at += len(piece)

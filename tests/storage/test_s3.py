@@ -253,7 +253,7 @@ def test_completing_again_after_a_lost_answer_succeeds(s3_root: str) -> None:
 
 def test_bodies_give_the_callers_own_memory_and_rewind() -> None:
     memory = memoryview(bytearray(5 * MIB))
-    body = Body(memory)
+    body = Body(memory, 60)
     piece = body.read(16)
     assert isinstance(piece, memoryview)
     assert piece.obj is memory.obj, "a copy was made"
@@ -306,7 +306,7 @@ def test_a_body_is_read_without_its_private_parts_too(s3_root: str) -> None:
             "get", s3_root, lambda c: c.get_object(Bucket=BUCKET, Key=store.key("data"))
         )
         target = memoryview(bytearray(MIB))
-        fill(PublicOnly(answer["Body"]), [target[:10], target[10:]])
+        fill(PublicOnly(answer["Body"]), [target[:10], target[10:]], 60)
         assert target == data
 
 

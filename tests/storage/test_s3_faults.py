@@ -191,6 +191,25 @@ def test_a_slow_answer_is_waited_for_and_one_that_is_too_slow_is_asked_for_again
         through(proxy, s3_root, read_timeout_s=0.1, retries=1).read("slow")
 
 
+@pytest.mark.parametrize("client", ["direct", "s3transfer"])
+def test_a_body_that_trickles_either_way_ends_at_the_deadline_of_its_request(
+    proxy: FaultyProxy, s3_root: str, client: str
+) -> None:
+    data = os.urandom(16 * MIB)
+    whole = through(proxy, s3_root, chunk_size_MB=64)
+    whole.put("data", data)
+    store = through(proxy, s3_root, chunk_size_MB=64, timeout_s=0.5, client=client)
+    proxy.spoil("PUT", "trickle")
+    with pytest.raises(StorageError, match=r"not been sent after 0\.5 s.*tried 1 times in"):
+        store.put("data", data)
+    if client == "direct":  # the public way waits for a MiB before it looks at the clock
+        proxy.spoil("GET", "trickle")
+        with pytest.raises(StorageError, match=r"not come after 0\.5 s.*tried 1 times in"):
+            store.read("data", 0, MIB)
+    assert proxy.left == 0
+    assert store.read("data", 0, MIB) == data[:MIB]
+
+
 def test_a_server_that_is_paused_is_waited_for_and_everything_is_written_once(
     proxy: FaultyProxy, s3_root: str, s3_server: Server
 ) -> None:

@@ -40,7 +40,7 @@ def connection_to(listening: socket.socket, timeout: float = 20) -> Any:
 
 
 def put(connection: Any, data: memoryview, headers: dict[str, str]) -> None:
-    connection.request("PUT", "/", Body(data), {"Content-Length": str(len(data)), **headers})
+    connection.request("PUT", "/", Body(data, 60), {"Content-Length": str(len(data)), **headers})
 
 
 def body_of(sock: socket.socket, size: int) -> bytes:

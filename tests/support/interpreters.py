@@ -22,15 +22,19 @@ def interpreter(variable: str, package: str, version: str = "") -> str:
     Without any the test is skipped; under `./dev test`, which makes one, it fails. Set to nothing,
     the variable says that none is wanted.
     """
+    unset = variable not in os.environ
+    if unset and not version and importlib.util.find_spec(package) is not None:
+        return sys.executable
+    return _named(variable, f"an interpreter with {package} {version}".strip())
+
+
+def _named(variable: str, what: str) -> str:
     named = os.environ.get(variable)
     if named:
         return named
-    if named is None and importlib.util.find_spec(package) is not None and not version:
-        return sys.executable
-    missing = f"{package} {version}".strip()
     if named is None and os.environ.get("SMCKPT_TEST_ALL"):
-        pytest.fail(f"no interpreter with {missing}: {variable} is not set")
-    pytest.skip(f"{variable} can name an interpreter with {missing}")
+        pytest.fail(f"{variable} is not set: it names {what}")
+    pytest.skip(f"{variable} can name {what}")
 
 
 def megatron() -> str:
@@ -43,6 +47,12 @@ def torchtitan() -> str:
 
 def transformers4() -> str:
     return interpreter("SMCKPT_TRANSFORMERS4_PYTHON", "transformers", "4.57")
+
+
+def transformer_engine() -> str:
+    """A folder with the package, whose compiled part is missing: no interpreter's own, for others
+    take it for whole where they find it."""
+    return _named("SMCKPT_TRANSFORMER_ENGINE", "a folder with the package transformer_engine")
 
 
 def run(python: str, *arguments: str | Path, timeout: float = 200) -> str:

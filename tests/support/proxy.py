@@ -49,7 +49,9 @@ class FaultyProxy:
         the bucket is in another region. before,
         after: the connection is cut before, or after, the request is carried out. half: the
         answer's body breaks off in the middle. wrong, wrong answer: a byte of a PUT's body, or of a
-        GET's answer, is changed on its way. late N: answered N seconds later. whole: all of the
+        GET's answer, is changed on its way. late N: answered N seconds later. trickle: the
+        answer's body comes byte by byte, with pauses, for as long as somebody takes it; of a PUT's
+        body as little is taken. whole: all of the
         object is answered, not the range that was asked for. unconditional: what stands under the
         name is deleted first, as if the store ignored If-None-Match.
         """
@@ -182,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "Range" in self.headers:
             self.plan.ranges.append(self.headers["Range"])
         fault = self.plan.fault(self.command, self.path)
+        if fault == "trickle" and self.command == "PUT":
+            return self._take_slowly()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if fault == "before":
             return self._cut()
@@ -206,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "wrong answer" and self.command == "GET" and status in (200, 206):
             answer = _changed(answer)
         with contextlib.suppress(ConnectionError):  # it may have given up waiting
-            self._answer(status, headers, answer, half=fault == "half")
+            self._answer(status, headers, answer, half=fault == "half", slowly=fault == "trickle")
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_one
 
@@ -234,7 +238,12 @@ class _Handler(BaseHTTPRequestHandler):
         return answer.status, headers, data
 
     def _answer(
-        self, status: int, headers: list[tuple[str, str]], body: bytes, half: bool = False
+        self,
+        status: int,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        half: bool = False,
+        slowly: bool = False,
     ) -> None:
         self.send_response(status)
         known = {name.lower() for name, _ in headers}
@@ -243,10 +252,23 @@ class _Handler(BaseHTTPRequestHandler):
         if "content-length" not in known and status != 204:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
+        if slowly:
+            for at in range(len(body)):
+                self.wfile.write(body[at : at + 1])
+                self.plan.ended.wait(0.05)
+        elif self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if half else body)
         if half:
             self._cut()
+
+    def _take_slowly(self) -> None:
+        """As fast as it takes to keep the client from thinking that nobody takes anything."""
+        if self.headers.get("Expect"):
+            self.send_response_only(100)
+            self.end_headers()
+        while not self.plan.ended.is_set() and self.rfile.read1(1 << 16):
+            self.plan.ended.wait(0.01)
+        self._cut()
 
     def _cut(self) -> None:
         self.close_connection = True

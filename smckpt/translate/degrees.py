@@ -8,7 +8,7 @@ from typing import Any
 
 from smckpt.errors import UsageError
 
-__all__ = ["Degrees", "check_counts"]
+__all__ = ["Degrees", "check_counts", "check_flags"]
 
 
 def check_counts(**given: Any) -> None:
@@ -16,6 +16,13 @@ def check_counts(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, int) or value is True or value < 1:
             raise UsageError(f"{name}={value!r}", remedy="give a whole number above 0")
+
+
+def check_flags(**given: Any) -> None:
+    """Raises UsageError: one of them is neither True nor False; "no" would count as True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r}", remedy="pass True or False")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.companions import tokenizer_of, write_companions
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.crew import crew_of
-from smckpt.translate.degrees import Degrees, check_counts
+from smckpt.translate.degrees import Degrees, check_counts, check_flags
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
@@ -166,6 +166,9 @@ def export_hf(
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
+        check_flags(
+            overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
+        )
         settings = read_config(base if config is None and lora == "merge" else config)
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}

@@ -18,7 +18,7 @@ from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
-from smckpt.translate.degrees import Degrees, check_counts
+from smckpt.translate.degrees import Degrees, check_counts, check_flags
 from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
@@ -100,6 +100,7 @@ def import_hf(
     began = time.perf_counter()
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
+    check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
     if not isinstance(prefix, str):
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
     degrees = Degrees.of(tp, ep, etp)

@@ -212,7 +212,7 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
     degrees = Degrees.of(places.tp, places.ep)
     try:
         config, padded = _config(model, wishes), wishes.padded_vocab_size
-        proof = prove(places, config, wishes.layout, degrees, padded)
+        proof = prove(places, config, wishes.layout, degrees, padded, trims=wishes.translate)
     except CheckpointError as error:
         if wishes.translate:
             error.remedy += "; or pass translate_on_save=False for the model's own names"

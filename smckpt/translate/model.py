@@ -99,9 +99,10 @@ class Proof:
 
 def prove(
     store: Holder, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees,
-    padded_vocab_size: int | None = None,
+    padded_vocab_size: int | None = None, *, trims: bool = True,
 ) -> Proof:  # fmt: skip
-    """Show that what a store holds makes the hub's tensors; nothing is read.
+    """Show that what a store holds makes the hub's tensors; nothing is read. Padding is judged
+    where it is cut off (`trims`).
 
     Raises:
         as `to_hub`.
@@ -113,7 +114,9 @@ def prove(
     if tied_head:
         dims = replace(dims, once=dims.once | {"head"})
     side = side_of_store(store, chosen, dims, degrees)
-    rows = check_rows(side.rows, dims.sizes["V"], degrees.tp, padded_vocab_size, store.url)
+    rows = size = dims.sizes["V"]
+    if trims:
+        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, store.url)
     hub = hub_side(dims)
     return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows)
 

@@ -52,7 +52,8 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
     found = next(iter(stored.values()), size)  # a layout without padding: its shapes are checked
     if given not in (None, found):
         raise TensorMismatchError(
-            f"padded_vocab_size={given}, but there are {found} rows in all: {_told(stored)}",
+            f"padded_vocab_size={given}, but there are {found} rows in all"
+            + (f": {_told(stored)}" if stored else ", of a layout without padding"),
             remedy=f"pass padded_vocab_size={found} if that is the vocabulary with its padding, "
             "and the files of all ranks",
             path=where,

@@ -81,4 +81,6 @@ def padding_that_is_said(job: Job) -> Any:
     local = raised(
         lambda: sm_state_dict_type(plain, smckpt.LOCAL, padded_vocab_size=128).__enter__()
     )
-    return refused, wrong, local, differences(found, job.llama if first else {})
+    kept = taken(model, FullStateDictConfig(translate_on_save=False), **state)
+    rows = {len(kept[name]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    return refused, wrong, local, differences(found, job.llama if first else {}), rows

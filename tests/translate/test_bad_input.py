@@ -334,6 +334,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
         ({"tp": True}, "tp=True"),
         ({"threads": "2"}, "threads='2'"),
         ({"layout": 3}, "layout=3"),
+        ({"overwrite": "no"}, "overwrite='no'"),
         ({"config": {**config, "vocab_size": True}}, "vocab_size=True"),
         ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
         ({"checkpoint": iter(path)}, "checkpoint="),
@@ -345,6 +346,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
         ({"tp": "2"}, "tp='2'"),
         ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
         ({"prefix": None}, "prefix=None"),
+        ({"allow_nonfinite": 1}, "allow_nonfinite=1"),
         ({"layout": None}, "layout=None"),
     ):
         with pytest.raises(errors.UsageError, match=words):

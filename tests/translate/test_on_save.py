@@ -451,8 +451,9 @@ def test_ranks_that_pass_different_things_are_refused_on_every_rank(made) -> Non
 
 def test_padding_that_no_trainer_makes_is_taken_where_it_is_said(made) -> None:
     for rank in made[1]:
-        refused, wrong, local, bad = rank["padding_that_is_said"]
+        refused, wrong, local, bad, kept = rank["padding_that_is_said"]
         assert refused[0] == wrong[0] == "TensorMismatchError" and bad == []
+        assert kept == {184}  # untranslated, padding stays
         assert "padded_vocab_size=184" in refused[1] and "=192, but there are 184" in wrong[1]
         assert local[0] == "UsageError" and "padded_vocab_size=" in local[1]
 

@@ -335,7 +335,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
         ({"threads": "2"}, "threads='2'"),
         ({"layout": 3}, "layout=3"),
         ({"overwrite": "no"}, "overwrite='no'"),
-        ({"config": {**config, "vocab_size": True}}, "vocab_size=True"),
+        ({"config": {**config, "intermediate_size": True}}, "intermediate_size=True"),
         ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
         ({"checkpoint": iter(path)}, "checkpoint="),
         ({"out_dir": None}, "out_dir=None"),

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.translate.arguments import check_counts
 
-__all__ = ["Degrees", "check_counts", "check_flags"]
-
-
-def check_counts(**given: Any) -> None:
-    """Raises UsageError: one of them is no whole number above 0."""
-    for name, value in given.items():
-        if not isinstance(value, int) or value is True or value < 1:
-            raise UsageError(f"{name}={value!r}", remedy="give a whole number above 0")
-
-
-def check_flags(**given: Any) -> None:
-    """Raises UsageError: one of them is neither True nor False; "no" would count as True."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise UsageError(f"{name}={value!r}", remedy="pass True or False")
+__all__ = ["Degrees"]
 
 
 @dataclass(frozen=True)

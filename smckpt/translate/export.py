@@ -19,12 +19,13 @@ from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.storage.s3_config import S3Config, s3_options, using_s3
 from smckpt.storage.urls import is_s3_url
+from smckpt.translate.arguments import check_counts, check_flags, check_paths
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.companions import tokenizer_of, write_companions
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.crew import crew_of
-from smckpt.translate.degrees import Degrees, check_counts, check_flags
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
@@ -390,14 +391,13 @@ def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str,
 
 def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
     """The files of ranks, if it is they that are exported."""
-    kinds = (str, os.PathLike)
+    check_paths(out_dir=out_dir)
     many = isinstance(checkpoint, (list, tuple))
-    if not all(isinstance(path, kinds) for path in (checkpoint if many else [checkpoint])):
+    paths = checkpoint if many else [checkpoint]
+    if not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise UsageError(
             f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
         )
-    if not isinstance(out_dir, kinds):
-        raise UsageError(f"out_dir={out_dir!r}", remedy="pass a path or URL")
     return checkpoint if many else ()
 
 

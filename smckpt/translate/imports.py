@@ -16,9 +16,10 @@ from smckpt.errors import UsageError
 from smckpt.storage.s3_config import s3_options, using_s3
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
+from smckpt.translate.arguments import check_counts, check_flags, check_paths
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
-from smckpt.translate.degrees import Degrees, check_counts, check_flags
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
@@ -98,6 +99,7 @@ def import_hf(
         TopologyError: a degree does not divide.
     """
     began = time.perf_counter()
+    check_paths(directory=directory, out_dir=out_dir)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
     check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
@@ -130,8 +132,9 @@ def import_hf(
         write_chunks(source, output, files, workers, progress, nonfinite.look)
         counts = nonfinite.counts
         notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
-        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
         output.put_parts(topology, {"layout": chosen.name})
+        # last: in place of the old checkpoint's, which stands until `commit`
+        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=overwrite)
     for note in notes:

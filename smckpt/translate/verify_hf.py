@@ -21,6 +21,7 @@ from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.translate.arguments import check_paths
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.config import CONFIG, read_config
@@ -106,6 +107,8 @@ def verify_hf(
         UsageError: it is no directory of a model, or transformers is not installed.
         CheckpointError: the checkpoint cannot be read.
     """
+    places = {"directory": directory, "against": against, "reference": reference}
+    check_paths(**{name: value for name, value in places.items() if value is not None})
     folder = Path(os.fspath(directory))
     given = {
         "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,

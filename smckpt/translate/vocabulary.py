@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.translate.degrees import check_counts
+from smckpt.translate.arguments import check_counts
 
 __all__ = ["check_rows", "check_tokenizer", "most_padding", "padded_rows"]
 

@@ -347,6 +347,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
         ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
         ({"prefix": None}, "prefix=None"),
         ({"allow_nonfinite": 1}, "allow_nonfinite=1"),
+        ({"directory": 3}, "directory=3"),
         ({"layout": None}, "layout=None"),
     ):
         with pytest.raises(errors.UsageError, match=words):

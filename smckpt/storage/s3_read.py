@@ -71,7 +71,7 @@ class Filling:
             BadBody: it ended early, broke off or trickled; the connection is dropped.
         """
         raw = _plain(body) if directly else None
-        reader = body if raw is None else raw._fp
+        reader = _Copying(body) if raw is None else raw._fp
         try:
             with self._in_time(raw):
                 self._take(reader)
@@ -127,6 +127,18 @@ class Filling:
                     raise BadBody("the answer's body ended early")
                 self._inside += count
                 self.done += count
+
+
+class _Copying:
+    """A body by its `read` alone: before 1.39 botocore's had no `readinto`."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def readinto(self, target: memoryview) -> int:
+        data = self._body.read(len(target))
+        target[: len(data)] = data
+        return len(data)
 
 
 @contextmanager

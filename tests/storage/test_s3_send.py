@@ -86,7 +86,7 @@ def test_a_body_arrives_whole_whatever_its_address_and_however_slow_the_far_end(
         with far:
             found.append(body_of(far, len(data)))
 
-    thread = threading.Thread(target=receive)
+    thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     connection = connection_to(listening)
     put(connection, data, CHECKED)

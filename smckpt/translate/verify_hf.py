@@ -107,8 +107,8 @@ def verify_hf(
         UsageError: it is no directory of a model, or transformers is not installed.
         CheckpointError: the checkpoint cannot be read.
     """
-    places = {"directory": directory, "against": against, "reference": reference}
-    check_paths(**{name: value for name, value in places.items() if value is not None})
+    others = {"against": against, "reference": reference}
+    check_paths(directory=directory, **{n: path for n, path in others.items() if path is not None})
     folder = Path(os.fspath(directory))
     given = {
         "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,

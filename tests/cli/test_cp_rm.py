@@ -63,7 +63,7 @@ def test_rm_asks_and_takes_anything_but_yes_for_no(step7: Path, tmp_path: Path) 
         assert kept.returncode == 1
         assert f"Remove the checkpoint of step 7 at {place} (7 files, " in kept.stderr
         assert contents(place) == whole
-    assert command("rm", place, answer="y\n").stdout.startswith("removed 7 files")
+    assert "removed 7 files" in command("rm", place, answer="y\n").stdout
     assert contents(place) == {}
 
 

@@ -8,10 +8,13 @@ answered with a line of JSON: an error's text, or null. In `out` are then `logit
 state as mbridge filled it (`filled<rank>.pt`, the names of Transformer Engine's spec,
 `local<rank>.pt`, the local spec's) and, once the model has loaded `ranks`, strictly, what mbridge
 exports of it (`exported.pt`). A family without a bridge is set up by hand, and loads `ranks` only.
+Where there is `legacy`, what `import_hf` made in that layout, the same model with Megatron's legacy
+experts loads it, strictly: `legacy<rank>.pt` and `legacy-logits.pt` are that model's.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -20,8 +23,10 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +87,22 @@ class Attention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class Alibi(Attention):
+    """For Falcon RW: the local spec's own takes no biases of places."""
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, *_: Any, **__: Any) -> Any:
+        from megatron.core.parallel_state import get_tensor_model_parallel_group as group
+
+        here, width = query.shape[2], query.shape[3]
+        number = torch.arange(here) + here * group().rank() + 1
+        slopes = 2.0 ** (-8 * number / (here * group().size()))
+        heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]  # from length, batch, heads
+        places = (slopes[:, None, None] * torch.arange(len(key)))[None] / width**0.5
+        bias = places.masked_fill(mask, -torch.inf)
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=bias)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
 def tensors(model: Any) -> dict[str, torch.Tensor]:
     return {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
 
@@ -124,11 +145,70 @@ def bridge_of(hf: Path) -> Any:
     return OnCpu(config, dtype=torch.float32, make_vocab_size_divisible_by=128)
 
 
+def grouped_product(rows: Any, matrices: Any, counts: Any, trans_b: bool) -> Any:
+    """`ops.gmm` of the package grouped_gemm, which is for GPUs: as its own test has it, the first
+    `counts[0]` rows by the first matrix, the next `counts[1]` by the second, and so on."""
+    assert not trans_b  # Megatron transposes nothing
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def with_legacy_experts(bridge: Any) -> Any:
+    """The bridge's model, local spec, with the experts that Megatron calls legacy: `GroupedMLP`."""
+    from megatron.core.transformer.moe import experts, grouped_gemm_util
+
+    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = SimpleNamespace(gmm=grouped_product)
+    bridge.config = copy.copy(bridge.config)
+    bridge.config.moe_grouped_gemm = bridge.config.moe_use_legacy_grouped_gemm = True
+    model = bridge._model_provider([])(True, True)
+    for layer in model.decoder.layers:
+        own = layer.mlp.experts
+        assert type(own) is experts.GroupedMLP
+        own.config = copy.copy(own.config)
+        own.config.bf16 = True  # which its forward asks for, and then casts nothing
+    return model.eval()
+
+
+def beside() -> type:
+    """Megatron's layer, summed otherwise: attention and the MLP both read the layer's input."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class Beside(TransformerLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, **given: Any) -> Any:
+            attended, context = self._forward_attention(hidden_states, **given)  # with the residual
+            return attended + self._forward_mlp(hidden_states) - hidden_states, context
+
+        def _forward_pre_mlp_layernorm(self, hidden_states: Any) -> Any:
+            one = isinstance(self.pre_mlp_layernorm, IdentityOp)
+            return (self.input_layernorm if one else self.pre_mlp_layernorm)(hidden_states)
+
+    return Beside
+
+
+def spec_by_hand(hf: dict[str, Any], config: Any) -> Any:
+    """The local spec's layers, and what Falcon and GPT-NeoX have otherwise."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
+    new = hf.get("new_decoder_architecture")
+    for layer in spec.layer_specs:
+        if new or hf.get("parallel_attn") or hf.get("use_parallel_residual"):
+            layer.module = beside()
+        if hf.get("parallel_attn") and not new:
+            layer.submodules.pre_mlp_layernorm = IdentityOp  # one norm for both
+        if hf.get("alibi"):
+            layer.submodules.self_attention.submodules.core_attention = Alibi
+    return spec
+
+
 def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     """A GPTModel of a family without a bridge, from its Hugging Face config."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
@@ -141,6 +221,7 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     own: dict[str, dict[str, Any]] = {
         "phi3": gated,
         "gpt_neox": plain,
+        "falcon": {**plain, "add_bias_linear": hf.get("bias")},
         "gpt2": {**plain, "activation_func": lambda x: functional.gelu(x, approximate="tanh")},
         "gpt_oss": {
             **gated, "add_bias_linear": True, "activation_func": quick_gelu,
@@ -152,10 +233,15 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
         },
     }  # fmt: skip
     heads = heads or hf["n_head"]
+    groups = hf.get("num_key_value_heads", hf.get("num_kv_heads", heads))
+    if family == "falcon" and hf["multi_query"] and not hf["new_decoder_architecture"]:
+        groups = 1
+    places = {"gpt2": "learned_absolute"}.get(family, "none" if hf.get("alibi") else "rope")
+    inner = ("intermediate_size", "n_inner", "ffn_hidden_size")
     config = TransformerConfig(
         num_layers=hf.get("num_hidden_layers", hf.get("n_layer")), hidden_size=hidden,
-        ffn_hidden_size=hf.get("intermediate_size", hf.get("n_inner")), num_attention_heads=heads,
-        num_query_groups=hf.get("num_key_value_heads", heads), hidden_dropout=0.0,
+        ffn_hidden_size=next(hf[name] for name in inner if name in hf), num_attention_heads=heads,
+        num_query_groups=groups, hidden_dropout=0.0,
         kv_channels=hf.get("head_dim", hidden // heads), tensor_model_parallel_size=job["tp"],
         expert_model_parallel_size=job["ep"], expert_tensor_parallel_size=job["etp"],
         params_dtype=torch.float32,
@@ -163,12 +249,8 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
         **{**ON_CPU, **own[family], "attention_backend": AttnBackend.unfused},
     )  # fmt: skip
     return GPTModel(
-        config,
-        get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization
-        ),
-        vocab_size=128, max_sequence_length=64,
-        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
+        config, spec_by_hand(hf, config),
+        vocab_size=128, max_sequence_length=64, position_embedding_type=places,
         rotary_base=rope.get("rope_theta", 0), rotary_percent=rope.get("partial_rotary_factor", 1),
         share_embeddings_and_output_weights=bool(hf["tie_word_embeddings"]),
     )  # fmt: skip
@@ -214,16 +296,28 @@ def run(job: dict[str, Any], rank: int) -> None:
                 parameter.fill_(float("nan"))
             load_strictly(model, ranks)
             exported = dict(bridge.export_weights([named]))
+        if job["legacy"]:
+            (ranks,) = Path(job["legacy"]).glob(f"data-*-r{rank:05d}-0.safetensors")
+            model = with_legacy_experts(bridge)
+            named = TeNames(model)
+            load_strictly(model, ranks, named.named)
+            torch.save({"model": named.state_dict()}, out / f"legacy{rank}.pt")
+            legacy = computed(model, tp)
+            if rank == 0:
+                torch.save(legacy, out / "legacy-logits.pt")
     if rank == 0:
         torch.save(logits, out / "logits.pt")
         torch.save({n: t.clone() for n, t in exported.items()}, out / "exported.pt")
     dist.destroy_process_group()
 
 
-def load_strictly(model: Any, path: Path) -> None:
+def load_strictly(model: Any, path: Path, named: Callable[[str], str] = str) -> None:
+    """A file under the model's names, or what `named` makes of them."""
     from safetensors.torch import load_file
 
-    found = model.load_state_dict(load_file(path), strict=False)
+    own = {named(name): name for name in model.state_dict()}
+    held = {own.get(name, name): tensor for name, tensor in load_file(path).items()}
+    found = model.load_state_dict(held, strict=False)
     missing = [name for name in found.missing_keys if "_extra_state" not in name]
     assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
 
@@ -280,6 +374,9 @@ def done(job: dict[str, Any]) -> str | None:
 
 
 def main() -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = (
+        "1"  # Megatron compiles small functions, which takes seconds
+    )
     import mbridge  # noqa: F401
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 

@@ -16,9 +16,11 @@ Where mbridge and Hugging Face differ, which the tests go around:
   reads float8 only; here it reads and pads as for the others.
 - mbridge does not export experts cut otherwise than layers where ep is 1 or etp above tp.
 And Megatron-core: its all-to-all dispatcher needs a GPU, so the experts' tokens are gathered; its
-local attention takes no values of another width than keys, so DeepSeek's is plain torch; it has no
-attention beside the MLP, so GPT-NeoX is one after the other here, and Falcon is not; it refuses
-experts with biases (GPT-OSS) that tensor parallelism would cut.
+local attention takes no values of another width than keys and no ALiBi, so DeepSeek's and Falcon
+RW's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon), so the sum of the two is
+here, over modules that are all its own; it refuses experts with biases (GPT-OSS) that tensor
+parallelism would cut. Its legacy experts need a GPU's package for one product, which is here a loop
+over experts; the model's other names are the local spec's, renamed as for mbridge.
 """
 
 from __future__ import annotations
@@ -42,23 +44,25 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
 MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "deepseek_v3": {"n_group": 1},
-    "gpt_neox": {"use_parallel_residual": False},
+    "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 DENSE, SPARSE = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+HELD = {"mcore_te": "filled", "mcore_local": "local", "mcore_te_legacy": "legacy"}
+BY_HAND = ("gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "falcon", "falcon_7b", "falcon_rw")
 CASES = [
     *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
     *(
         pytest.param(family, t, ep, marks=[pytest.mark.long] if t > 2 else [])
         for family in SPARSE for t in (1, 2, 4, 8) for ep in (1, 2)
     ),
-    *(pytest.param(family, 2, 1) for family in ("gpt_neox", "gpt2", "phi3")),
+    *(pytest.param(family, 2, 1) for family in BY_HAND),
     *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)), pytest.param("gpt_oss", 1, 2),
     *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
-        for t, ep, some in ((4, 1, ("gpt_neox", "gpt2", "phi3", "deepseek_v3")),
+        for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
                             (1, 8, ("gpt_oss", "deepseek_v3")))
         for family in some
     ),
@@ -79,7 +83,7 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
         if family not in known:
             folder = tmp_path_factory.mktemp(family)
             source: Any = families if family in families.FAMILIES else ref
-            model = source.model(family, **MORE.get(family, {}))
+            model = source.model(family.removesuffix("_sequential"), **MORE.get(family, {}))
             known[family] = (model, ref.on_disk(model, folder), folder)
             if family in BRIDGED:
                 path = folder / "config.json"
@@ -123,22 +127,26 @@ def agree_both_ways(
             pad_vocab_to_multiple_of=128 // t,
             **degrees,
         )
-        for layout in ("mcore_te", "mcore_local")
+        for layout in HELD
+        if family in SPARSE or layout != "mcore_te_legacy"
     }
     world = math.lcm(t, ep * etp)
     megatron({
         "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
+        "legacy": str(tmp_path / "mcore_te_legacy") if family in SPARSE else None,
         "world": world, "seconds": 100, **degrees,
     })  # fmt: skip
-    # the model that mbridge filled, or loaded import_hf's files, computes what transformers does
+    # the model that mbridge filled, or loaded import_hf's files, computes what transformers does,
+    # and so does the one with legacy experts
     tokens = torch.arange(40).reshape(2, 20) % ref.V
     with torch.no_grad():
         wanted = model(tokens).logits
-    assert (torch.load(tmp_path / "logits.pt")[..., : ref.V] - wanted).abs().max() <= 1e-5
-    # it holds, rank by rank, what import_hf wrote, and its state exports to the original
-    for layout, name in (("mcore_te", "filled"), ("mcore_local", "local")):
-        states = [tmp_path / f"{name}{rank}.pt" for rank in range(world)]
-        for path, file in zip(states, written[layout].files, strict=True):
+    for name in ("logits.pt", "legacy-logits.pt")[: len(written) - 1]:
+        assert (torch.load(tmp_path / name)[..., : ref.V] - wanted).abs().max() <= 1e-5, name
+    # they hold, rank by rank, what import_hf wrote, and their states export to the original
+    for layout, done in written.items():
+        states = [tmp_path / f"{HELD[layout]}{rank}.pt" for rank in range(world)]
+        for path, file in zip(states, done.files, strict=True):
             assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
         report = export_hf(states, tmp_path / f"{layout}-hf", config=model.config, **degrees)
         assert report.layout == layout

@@ -41,7 +41,7 @@ from smckpt import (
     verify_hf,
 )
 
-PADDED_TO = 48  # each rank's rows of the vocabulary are a multiple of it
+PADDED_TO = 64  # each rank's rows of the vocabulary are a multiple of it
 CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in another order
 
 
@@ -84,7 +84,7 @@ def make_start(args: argparse.Namespace) -> None:
 
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + 1,  # one that no text has: odd, as tokenizers' are
         hidden_size=args.hidden,
         intermediate_size=3 * args.hidden,
         num_hidden_layers=args.layers,

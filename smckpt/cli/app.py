@@ -121,6 +121,7 @@ def show(checkpoint: str, tensors: str | None, as_json: bool) -> None:
 @click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--etp", type=click.IntRange(1), help="With --against, as for export.")
+@click.option("--padded-vocab-size", type=click.IntRange(1), help="With --against, as for export.")
 @threads
 @as_json
 def verify(
@@ -139,7 +140,9 @@ def verify(
     if hf is not None:
         _verify_hf(hf, against, reference, as_json, of_layout)
     if any(value is not None for value in (against, reference, *of_layout.values())):
-        raise click.UsageError("--against, --reference, --layout, --tp, --ep, --etp go with --hf")
+        raise click.UsageError(
+            "--against, --reference, --layout, --tp, --ep, --etp, --padded-vocab-size go with --hf"
+        )
     assert checkpoint is not None
     from smckpt.checkpoint.verify import verify_checkpoint
 
@@ -245,6 +248,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option(
     "--etp", type=click.IntRange(1), help="At which experts are cut, where it is not --tp."
 )
+@click.option(
+    "--padded-vocab-size", type=click.IntRange(1),
+    help="Rows stored of the vocabulary, where they are not what trainers round vocab_size up to.",
+)  # fmt: skip
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
     "--dtype",
@@ -280,6 +287,7 @@ def export(
     tp: int | None,
     ep: int | None,
     etp: int | None,
+    padded_vocab_size: int | None,
     config: str | None,
     dtype: str | None,
     max_shard_size: str,
@@ -314,6 +322,7 @@ def export(
             tp=tp,
             ep=ep,
             etp=etp,
+            padded_vocab_size=padded_vocab_size,
             config=config,
             dtype=dtype,
             max_shard_size=max_shard_size,
@@ -360,6 +369,7 @@ def export(
 )  # fmt: skip
 @threads
 @click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
+@click.option("--allow-nonfinite", is_flag=True, help="Import weights that hold NaN or infinity.")
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,

@@ -79,6 +79,7 @@ def sm_state_dict_type(
     parallel_state: ParallelState | None = None,
     layout: str | Layout | None = None,
     config: Any = None,
+    padded_vocab_size: int | None = None,
 ) -> Iterator[None]:
     """Inside the block `model.state_dict()`, `model.load_state_dict()` and those of optimizers
     give and take state of this kind.
@@ -96,6 +97,8 @@ def sm_state_dict_type(
             tensors of their own. Meshes with a dimension "tp" tell it by themselves.
         layout, config: for FULL: the model's layout, where its names fit several, and its config,
             where `model.config` is not Hugging Face's.
+        padded_vocab_size: for FULL: as many rows as the layout has of the vocabulary, padding
+            included, where trainers would not round vocab_size up to it, as in `export_hf`.
 
     Raises:
         UsageError: an argument that is not known.
@@ -107,7 +110,10 @@ def sm_state_dict_type(
         )
     if chosen is not FULL and (state_dict_config or optim_state_dict_config):
         _refuse_config(state_dict_config, optim_state_dict_config)
-    translation = {"parallel_state": parallel_state, "layout": layout, "config": config}
+    translation = {
+        "parallel_state": parallel_state, "layout": layout, "config": config,
+        "padded_vocab_size": padded_vocab_size,
+    }  # fmt: skip
     if chosen is FULL:
         check_config(state_dict_config)
         check_config(optim_state_dict_config)
@@ -142,7 +148,7 @@ def _refuse_translation(given: Mapping[str, Any]) -> None:
     if named:
         raise UsageError(
             f"{', '.join(named)} is honoured with FULL only",
-            remedy="pass parallel_state= to async_save, layout= and config= to export_hf",
+            remedy="pass parallel_state= to async_save, and the others to export_hf",
         )
 
 

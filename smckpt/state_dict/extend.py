@@ -16,6 +16,7 @@ from torch import nn
 
 from smckpt.errors import UsageError
 from smckpt.state_dict.full import translated_or_none
+from smckpt.state_dict.private import is_fsdp1
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
@@ -50,7 +51,7 @@ class TorchExtension:
 
 def extend_torch_config(
     *, parallel_state: ParallelState | None = None, layout: str | Layout | None = None,
-    config: Any = None,
+    config: Any = None, padded_vocab_size: int | None = None,
 ) -> TorchExtension:  # fmt: skip
     """From now on torch's `FullStateDictConfig` takes `translate_on_save` (default True), and the
     full state dict of a tensor-parallel model inside `FSDP.state_dict_type(...)` comes out as
@@ -59,7 +60,8 @@ def extend_torch_config(
     `FSDP.set_state_dict_type`, without a block, stays as it is.
 
     Args:
-        parallel_state, layout, config: as in `sm_state_dict_type`; for every such block.
+        parallel_state, layout, config, padded_vocab_size: as in `sm_state_dict_type`; for every
+            such block.
 
     Raises:
         UsageError: torch is extended already.
@@ -77,7 +79,10 @@ def extend_torch_config(
             remedy="undo() the first extension, or call extend_torch_config once",
         )
     stock = FullyShardedDataParallel.state_dict_type
-    given = {"parallel_state": parallel_state, "layout": layout, "config": config}
+    given = {
+        "parallel_state": parallel_state, "layout": layout, "config": config,
+        "padded_vocab_size": padded_vocab_size,
+    }  # fmt: skip
 
     @contextmanager
     def state_dict_type(
@@ -113,7 +118,7 @@ def _translated(module: nn.Module, config: Any, given: dict[str, Any]) -> Iterat
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # a part of something larger
             return stock(*args, **kwargs)
-        found = translated_or_none(module, config, given)
+        found = translated_or_none(module, config, given, gathers=is_fsdp1(module))
         return stock() if found is None else found
 
     module.__dict__["state_dict"] = state_dict

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.gather import Attempt
+from smckpt.state_dict.gather import Attempt, anywhere
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import ModelView
 from smckpt.state_dict.names import canonical
@@ -77,9 +77,13 @@ def _rank() -> int:
 
 
 def translated_or_none(
-    model: nn.Module, config: Any, translation: Mapping[str, Any]
+    model: nn.Module, config: Any, translation: Mapping[str, Any], *, gathers: bool = True
 ) -> dict[str, Any] | None:
     """The full state of a tensor-parallel model; None for others, which `full_model` gathers.
+
+    What a rank passes can make the difference, so those that would gather together ask each other
+    first: where one sees a tensor-parallel model all meet, and what they pass is compared. With
+    `gathers` false they would not, and a rank may be alone here.
 
     Here and below this room calls on `translate`, which is built on it.
     """
@@ -87,14 +91,17 @@ def translated_or_none(
 
     translate = getattr(config, "translate_on_save", True)
     wishes = FullWishes(*_wishes(config), translate, **translation)
-    return full_state(model, wishes) if is_transformed(model, wishes) else None
+    transformed = anywhere(is_transformed(model, wishes), _groups_of(model) if gathers else ())
+    return full_state(model, wishes) if transformed else None
 
 
 def check_optimizer(model: nn.Module, translation: Mapping[str, Any]) -> None:
     """Refuse the full optimizer state where it would be that of one tensor-parallel rank."""
     from smckpt.translate.live import check_full_optimizer
 
-    check_full_optimizer(model, translation["parallel_state"])
+    attempt = Attempt()
+    attempt(lambda: check_full_optimizer(model, translation["parallel_state"]))
+    attempt.settle(_groups_of(model))
 
 
 def check_load(
@@ -103,8 +110,9 @@ def check_load(
     """Refuse, for a tensor-parallel model, a full state that is not in its own names and shapes."""
     from smckpt.translate.live import FullWishes, check_full_load, is_transformed
 
-    if is_transformed(model, FullWishes(True, False, False, **translation)):
-        check_full_load(model, state_dict)
+    wishes = FullWishes(True, False, False, **translation)
+    if anywhere(is_transformed(model, wishes), (None,)):  # rank 0 broadcasts to the whole job
+        check_full_load(model, state_dict, wishes)
 
 
 def full_model(model: nn.Module, config: Any) -> dict[str, Any]:

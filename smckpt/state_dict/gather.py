@@ -31,6 +31,7 @@ __all__ = [
     "Told",
     "Wire",
     "agree",
+    "anywhere",
     "arrays_of",
     "assembled",
     "meet",
@@ -162,6 +163,17 @@ def agree(decide: Callable[[], T]) -> T:
         raise said[1]
     out: T = said[0]
     return out
+
+
+def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
+    """Whether it is so on this rank or on another of those that meet: as in `Attempt.settle`."""
+    import torch.distributed as dist
+
+    for group in groups if _many() else ():
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, mine, group)
+        mine = any(said)
+    return mine
 
 
 def _as_ours(error: Exception) -> CheckpointError:

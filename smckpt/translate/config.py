@@ -109,6 +109,13 @@ def read_config(source: Any) -> ModelConfig | None:
             remedy="pass the model's own config (model.config)",
             path=where,
         )
+    named = values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UsageError(
+            f"the config has architectures={named!r}, which is no list of names",
+            remedy="pass the model's own config (model.config)",
+            path=where,
+        )
     _check_json(values, where)
     return ModelConfig(values, directory)
 

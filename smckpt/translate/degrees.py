@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from smckpt.errors import UsageError
+from smckpt.translate.arguments import check_counts
 
 __all__ = ["Degrees"]
 
@@ -33,9 +34,7 @@ class Degrees:
             UsageError: a degree is below 1; `columns` are too few, or hold some twice and not all.
         """
         etp = tp if etp is None else etp
-        for name, value in (("tp", tp), ("ep", ep), ("etp", etp)):
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
+        check_counts(tp=tp, ep=ep, etp=etp)
         least = math.lcm(tp, etp * ep)
         columns = least // tp if columns is None else columns
         if tp * columns % least:

@@ -237,7 +237,8 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
     """The first of them that is there, else 0."""
     for key in keys:
         value = config.get(key)
-        if value and not (isinstance(value, (int, float)) and int(value) == value):
+        number = isinstance(value, (int, float)) and value is not True
+        if value and not (number and int(value) == value):
             raise _no_number(key, value)
         if value:
             return int(value)
@@ -253,6 +254,6 @@ def _no_number(key: str, value: Any) -> UsageError:
 def _size(config: Mapping[str, Any], *keys: str) -> int:
     key = next((key for key in keys if key in config), keys[0])
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or value is True or value < 1:
         raise _no_number(key, value)
     return value

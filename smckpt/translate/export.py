@@ -19,6 +19,7 @@ from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.storage.s3_config import S3Config, s3_options, using_s3
 from smckpt.storage.urls import is_s3_url
+from smckpt.translate.arguments import check_counts, check_flags, check_paths
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.companions import tokenizer_of, write_companions
@@ -26,7 +27,7 @@ from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.crew import crew_of
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import looks_transformed
-from smckpt.translate.files import Output
+from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
 from smckpt.translate.merged import MergedSource, merged_targets, open_base
 from smckpt.translate.meta_model import Comparison
@@ -38,6 +39,7 @@ from smckpt.translate.stores import Store, open_files
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.targets import OutputFile, Same, Target, arrange
+from smckpt.translate.vocabulary import check_tokenizer
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -76,6 +78,7 @@ def export_hf(
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    padded_vocab_size: int | None = None,
     config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
@@ -114,6 +117,9 @@ def export_hf(
         etp: the degree at which experts are cut, where it is not tp: Megatron's
             `expert_tensor_parallel_size`. Rank r has then part r % etp of the experts of
             expert-parallel rank r // etp % ep.
+        padded_vocab_size: as many rows as a tensor-parallel layout has of the vocabulary, padding
+            included. Where left out there may be vocab_size of the config, or as many as trainers
+            round that up to, and the tokenizer must use none of the padding.
         config: the model's config: a directory or file, a dict, or `model.config`. Written with
             the keys of transformers 4 and 5, and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
@@ -155,21 +161,34 @@ def export_hf(
         crew = crew_of(process_group, timeout)  # first: what is wrong here the others hear of
         cleanup.callback(crew.close)
         cleanup.enter_context(crew.telling())
+        files = _check_places(checkpoint, out_dir)
         cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
         dtype = _dtype_name(dtype)
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
-        if workers < 1:
-            raise UsageError(f"threads={threads}", remedy="give a number above 0")
+        check_counts(threads=workers)
+        check_flags(
+            overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
+        )
         settings = read_config(base if config is None and lora == "merge" else config)
         tokens = tokenizer_of(tokenizer, settings)
+        given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
+        refuse_into_source(out_dir, *files, **given)
 
         def plan() -> Planned:
             if lora is None:
                 _refuse_given("without lora=", lora_config=lora_config, base=base)
-                found = _contents(checkpoint, settings, dtype, prefix, layout, (tp, ep, etp))
+                degrees = tp, ep, etp
+                found = _contents(
+                    checkpoint, settings, dtype, prefix, layout, degrees, padded_vocab_size
+                )
+                if padded_vocab_size is None:
+                    check_tokenizer(tokens, *found.vocabulary)
             else:
-                _refuse_given("with lora=", layout=layout, tp=tp, ep=ep, etp=etp)
+                _refuse_given(
+                    "with lora=", layout=layout, tp=tp, ep=ep, etp=etp,
+                    padded_vocab_size=padded_vocab_size,
+                )  # fmt: skip
                 found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
             output = Output(os.fspath(out_dir), files)
@@ -214,13 +233,14 @@ def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport
 def _contents(
     checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
     layout: str | Layout | None, given: tuple[int | None, int | None, int | None],
+    padded: int | None,
 ) -> Contents:  # fmt: skip
     if not isinstance(checkpoint, (str, os.PathLike)):
         _refuse_prefix(prefix)
         tp, ep, etp = given
         degrees = Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
         store: Store = open_files(checkpoint, degrees)
-        return _translated(store, settings, dtype, layout, degrees)
+        return _translated(store, settings, dtype, layout, degrees, padded)
     catalogue = open_catalogue(os.fspath(checkpoint))
     tensors = model_tensors(catalogue, prefix)
     family = settings.values["model_type"] if settings is not None else None
@@ -228,11 +248,11 @@ def _contents(
         degrees = degrees_of(catalogue, *given)
         store = CheckpointStore(catalogue, tensors, degrees)
         store.refuse_unlike_replicas()
-        made = _translated(store, settings, dtype, layout, degrees)
+        made = _translated(store, settings, dtype, layout, degrees, padded)
         return replace(made, identity=catalogue.identity)
-    if any(degree is not None for degree in given):
+    if any(value is not None for value in (*given, padded)):
         raise UsageError(
-            "tp=, ep= or etp= are given, but the names are Hugging Face's own",
+            "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's own",
             remedy="leave them out, or pass layout=",
             path=catalogue.url,
         )
@@ -245,11 +265,13 @@ def _contents(
 
 def _translated(
     store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
-    degrees: Degrees,
+    degrees: Degrees, padded: int | None,
 ) -> Contents:  # fmt: skip
-    made = to_hub(store, settings, layout, degrees)
+    made = to_hub(store, settings, layout, degrees, padded)
     targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
-    return Contents(made.source, targets, made.left_out, (), made.layout)
+    return Contents(
+        made.source, targets, made.left_out, (), made.layout, vocabulary=made.vocabulary
+    )
 
 
 def _of_peft(
@@ -365,6 +387,18 @@ def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str,
 
 
 # -- arguments -----------------------------------------------------------------------------------
+
+
+def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
+    """The files of ranks, if it is they that are exported."""
+    check_paths(out_dir=out_dir)
+    many = isinstance(checkpoint, (list, tuple))
+    paths = checkpoint if many else [checkpoint]
+    if not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise UsageError(
+            f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
+        )
+    return checkpoint if many else ()
 
 
 def _s3_of(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> S3Config | None:

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage, open_storage
@@ -20,7 +21,7 @@ from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.targets import OutputFile
 
-__all__ = ["INDEX", "Output", "aligned"]
+__all__ = ["INDEX", "Output", "aligned", "refuse_into_source"]
 
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".unfinished"
@@ -168,6 +169,29 @@ class Output:
                 f"the model needs {need:,} bytes and {free:,} are free",
                 remedy="free space, or choose an out_dir on another disk",
                 path=self.url,
+            )
+
+
+def refuse_into_source(
+    out_dir: str | os.PathLike[str], *files: str | os.PathLike[str], **given: Any
+) -> None:
+    """Raises UsageError: `out_dir` is where files of ranks, or another argument's, are, which the
+    removal of an old model, or of what a failure leaves, would take away."""
+    url = os.fspath(out_dir)
+    if not is_local(url):
+        return
+    there = os.path.realpath(local_path(url))
+    places = [(os.path.dirname(os.path.realpath(path)), "a rank's file") for path in files]
+    for name, value in given.items():
+        if isinstance(value, (str, os.PathLike)):
+            path = os.path.realpath(value)
+            places.append((os.path.dirname(path) if os.path.isfile(path) else path, f"{name}="))
+    for place, what in places:
+        if place == there:
+            raise UsageError(
+                f"out_dir is the directory of {what}, which would be lost if this fails",
+                remedy="choose another out_dir",
+                path=url,
             )
 
 

@@ -1,4 +1,4 @@
-"""NaN and infinity among the elements that an export writes, counted as they pass."""
+"""NaN and infinity among the elements that an export or import writes, counted as they pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["NonFinite"]
+from smckpt.errors import UsageError
+
+__all__ = ["NonFinite", "refuse_nonfinite"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -49,3 +51,19 @@ class NonFinite:
     @property
     def counts(self) -> dict[str, int]:
         return dict(sorted(self._counts.items()))
+
+
+def refuse_nonfinite(counts: Mapping[str, int], allowed: bool, url: str, remedy: str) -> list[str]:
+    """What a report notes of them.
+
+    Raises:
+        UsageError: there are any, and they are not `allowed`.
+    """
+    if not counts:
+        return []
+    worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
+    more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
+    text = f"{len(counts)} tensors hold NaN or infinity: {worst}{more}"
+    if not allowed:
+        raise UsageError(text, remedy=f"{remedy}, or pass allow_nonfinite=True", path=url)
+    return [text]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,38 @@ from smckpt.errors import UsageError
 from smckpt.storage.s3_config import s3_options, using_s3
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
+from smckpt.translate.arguments import check_counts, check_flags, check_paths
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, read_config
 from smckpt.translate.degrees import Degrees
+from smckpt.translate.files import refuse_into_source
+from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
 from smckpt.translate.stores import open_directory
 from smckpt.translate.stream import write_chunks
 from smckpt.translate.table import Layout
+from smckpt.translate.vocabulary import most_padding, padded_rows
 
 __all__ = ["ImportReport", "import_hf"]
+
+log = logging.getLogger("smckpt")
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost."""
+    """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost. notes:
+    what a reader should know. nonfinite: how many NaN and infinite elements each tensor has that
+    has any, in all ranks' files together.
+    """
 
     directory: str
     files: tuple[str, ...]
     layout: str
     nbytes: int
     seconds: float
+    notes: tuple[str, ...] = ()
+    nonfinite: dict[str, int] = field(default_factory=dict)
 
 
 def import_hf(
@@ -54,6 +66,7 @@ def import_hf(
     overwrite: bool = False,
     s3_region: str | None = None,
     s3client_config: Any = None,
+    allow_nonfinite: bool = False,
 ) -> ImportReport:
     """Write the model in `directory` as a checkpoint of the ranks of a tensor-parallel layout.
 
@@ -71,28 +84,30 @@ def import_hf(
         etp: the degree at which experts are cut, where it is not tp, as in `export_hf`. As many
             ranks are written as it takes for every expert to be there, and recorded as tp times
             expert-parallel ones.
-        pad_vocab_to_multiple_of: of each rank's rows (Megatron's make_vocab_size_divisible_by).
+        pad_vocab_to_multiple_of: of each rank's rows (Megatron's make_vocab_size_divisible_by). A
+            note says where an export will ask for `padded_vocab_size`, if training keeps them.
         prefix: dotted place of the model in the state dict that will be loaded; "" for all of it.
         threads, progress: as in `export_hf`.
         overwrite: supersede a checkpoint that is in `out_dir`. The old one is there until the new
             one is whole.
         s3_region, s3client_config: where `out_dir` is in S3, as in `save`.
+        allow_nonfinite: import weights that hold NaN or infinity too; the report counts them.
 
     Raises:
-        UsageError: an argument; `out_dir` is not empty.
+        UsageError: an argument; `out_dir` is not empty; weights are NaN or infinite.
         KeysMismatchError, TensorMismatchError: the files are not the model that the config says.
         TopologyError: a degree does not divide.
     """
     began = time.perf_counter()
-    for name, value in (
-        ("tp", tp), ("ep", ep), ("pad_vocab_to_multiple_of", pad_vocab_to_multiple_of),
-        ("threads", 1 if threads is None else threads),
-    ):  # fmt: skip
-        if value < 1:
-            raise UsageError(f"{name}={value}", remedy="give a number above 0")
-    degrees = Degrees.of(tp, ep, etp)
+    check_paths(directory=directory, out_dir=out_dir)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
+    check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
+    check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
+    if not isinstance(prefix, str):
+        raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
+    degrees = Degrees.of(tp, ep, etp)
     folder, url = Path(os.fspath(directory)), normal_url(os.fspath(out_dir))
+    refuse_into_source(url, directory=folder)
     settings = read_config(folder if config is None else config)
     dims = model_dims(settings, str(folder))
     assert settings is not None
@@ -101,6 +116,8 @@ def import_hf(
     topology = ParallelState(
         degrees.ranks, tensor_parallel_degree=tp, expert_parallel_degree=degrees.columns
     )
+    notes = _notes(chosen, dims.sizes["V"], degrees.tp, pad_vocab_to_multiple_of)
+    nonfinite = NonFinite()
     ranker, ranks = topology.ranker, range(degrees.ranks)
     session = new_session()
     own = [made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)] for r in ranks]
@@ -112,12 +129,29 @@ def import_hf(
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
-        write_chunks(source, output, files, workers, progress)
-        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
+        write_chunks(source, output, files, workers, progress, nonfinite.look)
+        counts = nonfinite.counts
+        notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
         output.put_parts(topology, {"layout": chosen.name})
+        # last: in place of the old checkpoint's, which stands until `commit`
+        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=overwrite)
+    for note in notes:
+        log.warning("%s: %s", output.url, note)
     return ImportReport(
         output.url, tuple(file.name for file in files), chosen.name,
-        sum(file.data_bytes for file in files), time.perf_counter() - began,
+        sum(file.data_bytes for file in files), time.perf_counter() - began, tuple(notes), counts,
     )  # fmt: skip
+
+
+def _notes(layout: Layout, size: int, tp: int, multiple: int) -> list[str]:
+    """Of padding that an export does not take for it by itself."""
+    rows = padded_rows(size, tp, multiple)
+    padded = any(row.how == "vocabulary" for row in layout.rows)
+    if not padded or rows - size <= most_padding(rows, tp):
+        return []
+    return [
+        f"the vocabulary of {size} is padded to {rows} rows, which is no multiple that trainers "
+        f"round up to: export with padded_vocab_size={rows}"
+    ]

@@ -48,7 +48,8 @@ def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _te(name: str, qkv: tuple[Row, ...]) -> Layout:
-    return Layout(name, _OUTER + rows("{layers}.{i}.", _te_layer(qkv)), _EXTRA_STATE)
+    table = _OUTER + rows("{layers}.{i}.", _te_layer(qkv))
+    return Layout(name, table, _EXTRA_STATE, whole_groups=True)
 
 
 def _te_fused(name: str, how: str) -> Layout:
@@ -310,7 +311,7 @@ def get_layout(layout: str | Layout, family: str) -> Layout:
     if isinstance(layout, Layout):
         return _resolved(layout, family)
     found = layouts_of(family)
-    plain = layout.removesuffix(ZERO_CENTRED)
+    plain = str(layout).removesuffix(ZERO_CENTRED)
     if plain != layout and plain in found and family not in _ZERO_CENTRED:
         return found[plain].zero_centred()
     if layout not in found:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -48,6 +48,8 @@ __all__ = [
     "job_of",
 ]
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class FullWishes:
@@ -59,14 +61,25 @@ class FullWishes:
     parallel_state: ParallelState | None = None
     layout: str | Layout | None = None
     config: Any = None
+    padded_vocab_size: int | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What all ranks must pass alike; the config is rank 0's."""
+        state = None if self.parallel_state is None else self.parallel_state.to_json()
+        return {
+            "translate_on_save": self.translate, "parallel_state": state, "layout": self.layout,
+            "padded_vocab_size": self.padded_vocab_size,
+        }  # fmt: skip
 
 
 def is_transformed(model: nn.Module, wishes: FullWishes) -> bool:
     """Whether the model is tensor-parallel in a way that its names, or the caller, tell; without
-    communication, and the same on every rank."""
+    communication."""
     state = wishes.parallel_state
     parallel = state is not None and state.tp_size * state.ep_size > 1
-    return parallel or wishes.layout is not None or looks_transformed(names_of(model), None)
+    asked = wishes.layout is not None or wishes.padded_vocab_size is not None
+    return parallel or asked or looks_transformed(names_of(model), None)
 
 
 def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
@@ -75,28 +88,26 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
     the job takes part.
 
     Raises:
-        UsageError, KeysMismatchError: no config; names fit no layout, or several.
+        UsageError, KeysMismatchError: no config; names fit no layout, or several; ranks pass
+            different things.
         TopologyError: which rank is which is not known, or degrees do not fit.
         TensorMismatchError: shapes do not fit; copies, or tied tensors, differ.
     """
     arrays: dict[str, Array] = {}
     wires: list[Wire] = []
 
-    def take() -> dict[str, Told]:
+    def take() -> tuple[dict[str, Any], dict[str, Told]]:
         arrays.update(arrays_of(model))
         wires.append(Wire())
-        return {name: array.told for name, array in arrays.items()}
+        return wishes.said, {name: array.told for name, array in arrays.items()}
 
     _, everyone = meet(take)
     job: list[Job] = []
 
     def decide() -> Plan | None:
-        assert everyone is not None
-        for said in everyone:
-            if isinstance(said, CheckpointError):
-                raise said
-        told: list[dict[str, Told]] = everyone  # type: ignore[assignment]
-        made = job_of(model, told, wishes)
+        given, told = zip(*_answers(everyone), strict=True)
+        _refuse_others(given)
+        made = job_of(model, list(told), wishes)
         if made is None:
             return None
         job.append(made)
@@ -111,15 +122,45 @@ def full_state(model: nn.Module, wishes: FullWishes) -> dict[str, Any] | None:
     return lead(job[0], plan, arrays, wires[0], to_cpu)
 
 
-def check_full_load(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _answers(everyone: list[T | CheckpointError] | None) -> list[T]:
+    """Of all ranks; raises what one has failed with."""
+    out: list[T] = []
+    for answer in everyone or ():
+        if isinstance(answer, CheckpointError):
+            raise answer
+        out.append(answer)
+    return out
+
+
+def _refuse_others(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what ranks pass differently."""
+    for rank, own in enumerate(said):
+        for name, value in own.items():
+            if value != said[0][name]:
+                raise UsageError(
+                    f"{name}={_shown(value)} on rank {rank}, and {_shown(said[0][name])} on rank 0",
+                    remedy="pass the same on all ranks",
+                    rank=rank,
+                )
+
+
+def _shown(value: Any) -> Any:
+    return f"the layout {value.name}" if isinstance(value, Layout) else repr(value)
+
+
+def check_full_load(model: nn.Module, given: Mapping[str, Any], wishes: FullWishes) -> None:
     """Whether a full state, held by rank 0, is one that torch can spread over this model.
 
     Raises:
         KeysMismatchError, TensorMismatchError: it has other names, or is of all tensor-parallel
             ranks where each has tensors of its own; on every rank.
+        UsageError: ranks pass different things.
     """
+    _, everyone = meet(lambda: wishes.said)
 
     def decide() -> None:
+        said = _answers(everyone)
+        _refuse_others(said)
         own = arrays_of(model)
         tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
         other = sorted(tensors.keys() - own.keys())
@@ -170,7 +211,8 @@ def job_of(model: nn.Module, told: list[dict[str, Told]], wishes: FullWishes) ->
         return None
     degrees = Degrees.of(places.tp, places.ep)
     try:
-        proof = prove(places, _config(model, wishes), wishes.layout, degrees)
+        config, padded = _config(model, wishes), wishes.padded_vocab_size
+        proof = prove(places, config, wishes.layout, degrees, padded, trims=wishes.translate)
     except CheckpointError as error:
         if wishes.translate:
             error.remedy += "; or pass translate_on_save=False for the model's own names"

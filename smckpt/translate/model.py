@@ -21,6 +21,7 @@ from smckpt.translate.stores import Store
 from smckpt.translate.stream import CHUNK
 from smckpt.translate.table import Layout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
+from smckpt.translate.vocabulary import check_rows, padded_rows
 
 __all__ = [
     "Holder",
@@ -49,12 +50,14 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Translation:
-    """Targets, in the source's dtypes, and what reads them; `left_out` are tied to another."""
+    """Targets, in the source's dtypes, and what reads them; `left_out` are tied to another.
+    vocabulary: how many rows of it are written, and how many are stored."""
 
     layout: str
     targets: tuple[Translated, ...]
     source: TranslatedSource
     left_out: tuple[str, ...]
+    vocabulary: tuple[int, int]
 
 
 def model_dims(config: ModelConfig | None, where: str) -> Dims:
@@ -84,19 +87,22 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
 @dataclass(frozen=True)
 class Proof:
     """A translation to the hub that was proven on shapes; `tied_head`: the source has a head that
-    the config ties to the embedding."""
+    the config ties to the embedding; `rows`: of the vocabulary, as it is stored."""
 
     layout: Layout
     side: Side
     hub: Side
     blocks: dict[Key, list[Block]]
     tied_head: bool
+    rows: int
 
 
 def prove(
-    store: Holder, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees
-) -> Proof:
-    """Show that what a store holds makes the hub's tensors; nothing is read.
+    store: Holder, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees,
+    padded_vocab_size: int | None = None, *, trims: bool = True,
+) -> Proof:  # fmt: skip
+    """Show that what a store holds makes the hub's tensors; nothing is read. Padding is judged
+    where it is cut off (`trims`).
 
     Raises:
         as `to_hub`.
@@ -108,20 +114,27 @@ def prove(
     if tied_head:
         dims = replace(dims, once=dims.once | {"head"})
     side = side_of_store(store, chosen, dims, degrees)
+    rows = size = dims.sizes["V"]
+    if trims:
+        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, store.url)
     hub = hub_side(dims)
-    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head)
+    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows)
 
 
 def to_hub(
-    store: Store, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees
-) -> Translation:
+    store: Store, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees,
+    padded_vocab_size: int | None = None,
+) -> Translation:  # fmt: skip
     """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+
+    Args:
+        padded_vocab_size: rows of the vocabulary that are stored; None: as `check_rows` has it.
 
     Raises:
         UsageError, KeysMismatchError: names fit no layout, or several; lists them.
         TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
     """
-    proof = prove(store, config, layout, degrees)
+    proof = prove(store, config, layout, degrees, padded_vocab_size)
     source = TranslatedSource(store)
     _refuse_unequal(source, proof.side, store)
     dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
@@ -130,16 +143,26 @@ def to_hub(
     left_out: tuple[str, ...] = ()
     if proof.tied_head:
         targets, left_out = _without_tied(targets, source)
-    return Translation(proof.layout.name, tuple(targets), source, left_out)
+    vocabulary = proof.side.dims.sizes["V"], proof.rows
+    return Translation(proof.layout.name, tuple(targets), source, left_out, vocabulary)
 
 
 def side_of_store(store: Holder, layout: Layout, dims: Dims, degrees: Degrees) -> Side:
     side = Side(layout, dims, degrees)
     for place in places_of(layout, dims, degrees.ep):
         side.add(place, store.held[place.name])
+        _refuse_no_weight(store.held[place.name])
     for key in side.stored:
         store.view(key, side.shapes[key])
     return side
+
+
+def _refuse_no_weight(held: Held) -> None:
+    if not held.dtype.startswith(("float", "bfloat")):
+        raise TensorMismatchError(
+            f"{held.name} is {held.dtype}, which is no weight of a table's",
+            remedy="translate weights in floating point, before they are quantized",
+        )
 
 
 def hub_side(dims: Dims) -> Side:
@@ -154,8 +177,7 @@ def hub_side(dims: Dims) -> Side:
 def side_of_ranks(layout: Layout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
     """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
     side = Side(layout, dims, degrees)
-    step = multiple * degrees.tp
-    vocabulary = -(-dims.sizes["V"] // step) * step
+    vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
     for place in places_of(layout, dims, degrees.ep):
         parts = degrees.etp if place.row.of_experts else degrees.tp
         parts = 1 if place.row.tp is None else parts

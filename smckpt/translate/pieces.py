@@ -95,8 +95,9 @@ class Side:
 
     copies: (key, other): tensors that must be equal, of which `key` alone is used. joined: those of
     which the mean or the sum is used, under the first one's key. padding: rows at the end of a
-    tensor that hold nothing. shifts: what a tensor has more than its roles. stored: the shape that
-    it says it has, where it is read in another.
+    tensor that hold nothing. rows: of the vocabulary in all ranks' tensors of a name, where they
+    may be padded. shifts: what a tensor has more than its roles. stored: the shape that it says it
+    has, where it is read in another.
     """
 
     layout: Layout
@@ -107,10 +108,20 @@ class Side:
     copies: list[tuple[Key, Key]] = field(default_factory=list)
     joined: dict[Key, tuple[str, list[Key]]] = field(default_factory=dict)
     padding: dict[Key, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     shifts: dict[Key, float] = field(default_factory=dict)
     stored: dict[Key, Shape] = field(default_factory=dict)
     _original: dict[Key, Key] = field(default_factory=dict)
     _cut: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups, tp = self.dims.heads.groups, self.degrees.tp
+        if self.layout.whole_groups and groups % tp:
+            raise TopologyError(
+                f"tensor-parallel degree {tp} does not divide the {groups} key/value groups, which "
+                f"it must in the layout {self.layout.name} (Transformer Engine refuses another)",
+                remedy="pass the degree that the model is trained with, and its own config",
+            )
 
     def add(self, place: Place, held: Held) -> None:
         """Take in the tensors under one name.
@@ -125,9 +136,13 @@ class Side:
         if cut:
             self._cut[held.name] = self._along(row)
         vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
+        if row.how == "vocabulary" and cut:
+            self.rows[held.name] = vocabulary
         parts = (degrees.etp if shared else tps) if cut else 1
         eps = degrees.ep if shared else columns
         ours = self.local_shape(place, vocabulary, parts, eps)
+        if held.whole is None and cut:
+            self._refuse_cut_heads(row)
         if held.whole is not None and (row.folded or row.copies == "sum"):
             raise TopologyError(
                 f"{held.name} is one distributed tensor, and the layout says that each rank has "
@@ -149,6 +164,16 @@ class Side:
                     self._add_pieces(place, key, (part, parts), (ep, eps), ours)
                 elif held.whole is None:
                     self._add_copy(row, key, Key(held.name, *first))
+
+    def _refuse_cut_heads(self, row: Row) -> None:
+        """A rank's attention takes whole heads, whatever shapes allow."""
+        heads = self.dims.heads.groups * self.dims.heads.per_group
+        if heads % self.degrees.tp and not {"q", "q_up"}.isdisjoint(row.roles):
+            raise TopologyError(
+                f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads of "
+                f"{row.name}",
+                remedy="pass the degree that the model is trained with, and its own config",
+            )
 
     def _add_copy(self, row: Row, key: Key, first: Key) -> None:
         """Another rank's own of what `first` holds."""

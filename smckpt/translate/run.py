@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from smckpt.errors import UsageError
 from smckpt.translate.companions import index_of
 from smckpt.translate.crew import Crew, shares
 from smckpt.translate.files import Output
-from smckpt.translate.finite import NonFinite
+from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.merged import MergedSource
 from smckpt.translate.meta_model import Comparison
@@ -28,7 +28,8 @@ Body = dict[str, Any]
 @dataclass(frozen=True)
 class Contents:
     """What is read, the targets made of it, names left out, notes, the layout if translated, the
-    adapter's config if it is one, the commit that is read."""
+    adapter's config if it is one, the commit that is read; of a translation, how many rows of the
+    vocabulary are written, and how many are stored."""
 
     source: Source | TranslatedSource | MergedSource
     targets: Sequence[Target]
@@ -37,6 +38,7 @@ class Contents:
     layout: str | None = None
     adapter: LoraConfig | None = None
     identity: str = ""
+    vocabulary: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class Run:
         if not self.overwrite:
             self.notes += self._compared()
         counts = {n: c for body in bodies.values() for n, c in body["nonfinite"].items()}
-        self.notes += _finite(counts, self.allow_nonfinite, output.url)
+        self.notes += refuse_nonfinite(
+            counts, self.allow_nonfinite, output.url, "use a checkpoint before that"
+        )
         output.publish(index_of(files) if len(files) > 1 else None)
         return {"nonfinite": counts, "notes": self.notes}
 
@@ -146,16 +150,3 @@ class Run:
     def _meanwhile(self, done: int, _: int) -> None:
         self.comparison.check()
         self.crew.beat(done)
-
-
-def _finite(counts: Mapping[str, int], allowed: bool, url: str) -> list[str]:
-    if not counts:
-        return []
-    worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
-    more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-    text = f"{len(counts)} tensors hold NaN or infinity: {worst}{more}"
-    if not allowed:
-        raise UsageError(
-            text, remedy="use a checkpoint before that, or pass allow_nonfinite=True", path=url
-        )
-    return [text]

@@ -99,6 +99,7 @@ class Layout:
     families: the config's model types that it is for; None for any that has its roles.
     joined: distributed tensors under these names are the ranks' arrays one after the other. False
         where they are whole tensors in the right order (transformers' own tensor parallelism).
+    whole_groups: each rank has whole key/value groups, for its modules refuse another degree.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Layout:
     drop: tuple[str, ...] = ()
     families: frozenset[str] | None = None
     joined: bool = True
+    whole_groups: bool = False
 
     def __post_init__(self) -> None:
         for pattern in self.drop:

@@ -21,6 +21,7 @@ from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.translate.arguments import check_paths
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
 from smckpt.translate.config import CONFIG, read_config
@@ -85,6 +86,7 @@ def verify_hf(
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    padded_vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HFReport:
     """Check an exported model. Needs transformers; nothing is fetched, no code of the model runs
@@ -95,7 +97,7 @@ def verify_hf(
         against: a checkpoint; every tensor must equal its own, after the cast where the directory
             has another floating dtype. Sizes are those of the directory's config.
         reference: a directory of the same model; logits in float32 are compared, on fixed tokens.
-        prefix, layout, tp, ep, etp: of the checkpoint, as for `export_hf`.
+        prefix, layout, tp, ep, etp, padded_vocab_size: of the checkpoint, as for `export_hf`.
         progress: called with (bytes compared, bytes in all).
 
     Returns:
@@ -105,8 +107,13 @@ def verify_hf(
         UsageError: it is no directory of a model, or transformers is not installed.
         CheckpointError: the checkpoint cannot be read.
     """
+    others = {"against": against, "reference": reference}
+    check_paths(directory=directory, **{n: path for n, path in others.items() if path is not None})
     folder = Path(os.fspath(directory))
-    given = {"prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp}
+    given = {
+        "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,
+        "padded_vocab_size": padded_vocab_size,
+    }  # fmt: skip
     if against is None and (named := [f"{n}=" for n, value in given.items() if value is not None]):
         raise UsageError(
             f"{', '.join(named)} has no meaning without against=", remedy="leave it out"
@@ -114,7 +121,9 @@ def verify_hf(
     stored = _stored(folder)
     problems: list[str] = []
     if against is not None:
-        theirs = _of_checkpoint(os.fspath(against), prefix, folder, layout, (tp, ep, etp))
+        theirs = _of_checkpoint(
+            os.fspath(against), prefix, folder, layout, (tp, ep, etp), padded_vocab_size
+        )
         problems += _differences(stored, *theirs, folder, progress)
     model, found = _loaded(folder)
     problems += found
@@ -216,6 +225,7 @@ def _of_checkpoint(
     folder: Path,
     layout: str | Layout | None,
     given: tuple[int | None, int | None, int | None],
+    padded: int | None,
 ) -> tuple[Mapping[str, Target], Source | TranslatedSource]:
     """The checkpoint's tensors by Hugging Face's names, and what reads them. Where they are made of
     those of a tensor-parallel layout, each element of either side stands for one of the other: that
@@ -226,8 +236,15 @@ def _of_checkpoint(
     family = config.values["model_type"] if config is not None else None
     if layout is not None or looks_transformed(tensors, family):
         degrees = degrees_of(catalogue, *given)
-        made = to_hub(CheckpointStore(catalogue, tensors, degrees), config, layout, degrees)
+        store = CheckpointStore(catalogue, tensors, degrees)
+        made = to_hub(store, config, layout, degrees, padded)
         return {target.name: target for target in made.targets}, made.source
+    if any(value is not None for value in (*given, padded)):
+        raise UsageError(
+            "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's own",
+            remedy="leave them out, or pass layout=",
+            path=catalogue.url,
+        )
     own = {
         name: Same(t.name, t.dtype, tuple(t.shape), t.name, t.dtype) for name, t in tensors.items()
     }

@@ -151,6 +151,24 @@ def test_nan_in_a_translated_model_is_named_as_the_export_names_it(tmp_path):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=model.config)
 
 
+def test_nan_in_a_model_that_is_imported_is_counted_and_refused(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    state["model.layers.1.mlp.gate_proj.weight"][[0, 159], 3] = torch.nan  # of both ranks
+    state["model.norm.weight"][5] = torch.inf  # of which each has a copy
+    save_file(state, tmp_path / "hub" / "model.safetensors")
+    fc1, norm = (
+        "model.decoder.layers.1.mlp.linear_fc1.weight",
+        "model.decoder.final_layernorm.weight",
+    )
+    with pytest.raises(errors.UsageError, match="2 tensors hold NaN or infinity") as caught:
+        import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2)
+    assert f"{fc1} (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
+    assert list((tmp_path / "ranks").glob("*")) == []
+    report = import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2, allow_nonfinite=True)
+    assert report.nonfinite == {fc1: 2, norm: 2}
+    assert any("NaN" in note for note in report.notes)
+
+
 def test_the_command_refuses_nan_unless_it_is_told(tmp_path):
     checkpoint = saved(tmp_path, {"w": torch.tensor([1.0, torch.nan])})
     command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]
@@ -282,6 +300,73 @@ def test_a_shard_of_another_step_is_told_by_its_checksum(tmp_path):
     with pytest.raises(errors.CorruptCheckpointError, match=victim.name):
         export_hf(first, tmp_path / "hf", config=_model().config)
     assert not list((tmp_path / "hf").glob("*"))
+
+
+def test_nothing_is_written_where_the_source_is(tmp_path):
+    """Overwriting takes an old model's files away first: here the only ones there are."""
+    hub, ranks = tmp_path / "hub", tmp_path / "ranks"
+    state = ref.on_disk(_model(), hub)
+    ranks.mkdir()
+    paths = [ranks / f"model_rank{r}.safetensors" for r in range(2)]
+    for r, path in enumerate(paths):
+        save_file(ref.mcore(state, 2, r), path)
+    link = tmp_path / "link"
+    link.symlink_to(ranks)
+    before = sorted(tmp_path.rglob("*"))
+    into: dict[str, Any] = {"tp": 2, "overwrite": True}
+    for act in (
+        lambda: export_hf(paths, link, config=hub, **into),
+        lambda: export_hf(paths, hub, config=hub, **into),
+        lambda: export_hf(paths, hub, config=hub / "config.json", **into),
+        lambda: import_hf(hub, hub, "mcore_te", **into),
+    ):
+        with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
+            act()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    save_file(ref.mcore(state, 1, 0), tmp_path / "rank.safetensors")
+    path, hub = [tmp_path / "rank.safetensors"], tmp_path / "hub"
+    config = _model().config.to_dict()
+    for given, words in (
+        ({"tp": True}, "tp=True"),
+        ({"threads": "2"}, "threads='2'"),
+        ({"layout": 3}, "layout=3"),
+        ({"overwrite": "no"}, "overwrite='no'"),
+        ({"config": {**config, "intermediate_size": True}}, "intermediate_size=True"),
+        ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
+        ({"checkpoint": iter(path)}, "checkpoint="),
+        ({"out_dir": None}, "out_dir=None"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            export_hf(**{"checkpoint": path, "out_dir": tmp_path / "o", "config": hub, **given})
+    for given, words in (
+        ({"tp": "2"}, "tp='2'"),
+        ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
+        ({"prefix": None}, "prefix=None"),
+        ({"allow_nonfinite": 1}, "allow_nonfinite=1"),
+        ({"directory": 3}, "directory=3"),
+        ({"layout": None}, "layout=None"),
+    ):
+        with pytest.raises(errors.UsageError, match=words):
+            import_hf(
+                **{"directory": hub, "out_dir": tmp_path / "o", "layout": "mcore_te", **given}
+            )
+    assert not (tmp_path / "o").exists()
+
+
+def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
+    state = ref.on_disk(_model(), tmp_path / "hub")
+    shard = ref.mcore(state, 1, 0)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    save_file(shard | {name: shard[name].to(torch.int8)}, tmp_path / "rank.safetensors")
+    with pytest.raises(errors.TensorMismatchError, match=f"{name} is int8"):
+        export_hf([tmp_path / "rank.safetensors"], tmp_path / "o", config=_model().config)
+    with pytest.raises(errors.TopologyError, match="16 does not divide the 8 heads"):
+        import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", tp=16)
+    assert not (tmp_path / "o").exists()
 
 
 def write_ranks(folder: Path, cuts: list[State]) -> list[Path]:

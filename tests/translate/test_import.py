@@ -181,9 +181,10 @@ def test_the_command_goes_there_and_back_without_torch(tmp_path, hub):
     from smckpt.cli.app import app
     folder, ranks, hf = sys.argv[1:]
     degrees = ["--ep", "2", "--etp", "1"]  # experts are whole
-    app(["import", folder, ranks, "--layout", "mcore_te", "--tp", "2", *degrees, "--json"],
-        standalone_mode=False)
-    app(["export", ranks, hf, "--config", ranks, *degrees, "--json"], standalone_mode=False)
+    app(["import", folder, ranks, "--layout", "mcore_te", "--tp", "2", *degrees, "--json",
+         "--pad-vocab-to-multiple-of", "48", "--allow-nonfinite"], standalone_mode=False)
+    app(["export", ranks, hf, "--config", ranks, *degrees, "--json",
+         "--padded-vocab-size", "192"], standalone_mode=False)
     print("torch" in sys.modules)
     """
     told = child.run(code, str(folder), str(tmp_path / "r"), str(tmp_path / "hf"), timeout=120)

@@ -27,6 +27,7 @@ from smckpt.translate.live import FullWishes, job_of
 from tests.support import references as ref
 from tests.support.faulty_wire import with_one_that_fails
 from tests.support.launch import run_ranks
+from tests.support.live_disagreement import EXPECTED, disagreements, padding_that_is_said
 from tests.support.live_job import ON_RANK0, TOKENS, Job, State, differences, raised, taken
 from tests.support.parallel_models import Named
 from tests.translate.test_rows import NORM, legacy, with_copies
@@ -292,7 +293,7 @@ CASES = [
     fsdp1, fsdp2_on_all_ranks, the_documentations_snippet, dtensors_tell_by_their_mesh,
     experts_of_expert_parallel_ranks, tied_heads_are_one_tensor, untranslated,
     huggingface_names_stay, refusals, computed_and_folded, a_failure_while_tensors_move,
-    failures_of_any_rank,
+    failures_of_any_rank, disagreements, padding_that_is_said,
 ]  # fmt: skip
 
 
@@ -438,6 +439,23 @@ def test_what_cannot_be_translated_is_refused_on_every_rank(made, case, kind, wo
         found, text = rank["refusals"][case]
         assert found == kind, text
         assert all(word in text for word in words), text
+
+
+def test_ranks_that_pass_different_things_are_refused_on_every_rank(made) -> None:
+    for rank in made[1]:
+        told = rank["disagreements"]
+        assert told.pop("afterwards") == ("", "[]") and len(told) == len(EXPECTED)
+        for case, words in EXPECTED.items():
+            assert told[case][0] == "UsageError" and words in told[case][1], (case, told[case])
+
+
+def test_padding_that_no_trainer_makes_is_taken_where_it_is_said(made) -> None:
+    for rank in made[1]:
+        refused, wrong, local, bad, kept = rank["padding_that_is_said"]
+        assert refused[0] == wrong[0] == "TensorMismatchError" and bad == []
+        assert kept == {184}  # untranslated, padding stays
+        assert "padded_vocab_size=184" in refused[1] and "=192, but there are 184" in wrong[1]
+        assert local[0] == "UsageError" and "padded_vocab_size=" in local[1]
 
 
 def test_a_layout_and_a_config_can_be_given(made) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from smckpt.errors import (
         CheckpointError,
         CheckpointNotFoundError,
+        CheckpointReplacedError,
         CorruptCheckpointError,
         FormatVersionError,
         KeysMismatchError,
@@ -63,6 +64,7 @@ __all__ = [
     "SHARDED",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CorruptCheckpointError",
     "DistributedFileSystemReader",
     "DistributedFileSystemWriter",

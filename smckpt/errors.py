@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CorruptCheckpointError",
     "FormatVersionError",
     "KeysMismatchError",
@@ -99,6 +100,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
     def __str__(self) -> str:
         return CheckpointError.__str__(self)
+
+
+class CheckpointReplacedError(CheckpointError):
+    """A newer save committed, and swept what was being read."""
 
 
 class CorruptCheckpointError(CheckpointError):

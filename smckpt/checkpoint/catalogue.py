@@ -205,6 +205,11 @@ class Catalogue:
         """
         return self.pieces.all(name)
 
+    def held_empty(self, name: str) -> bool:
+        """Whether one of the ranks that hold a tensor has none of its elements."""
+        rows = [row for row, _ in self.pieces.by_name[name]]
+        return any(0 in row.entry(rank).shape for row in rows for rank in row.ranks)
+
     def holders(self, row: Row) -> list[tuple[int, ...]]:
         """The ranks that share an array of this row, for each distinct array."""
         return list(self.pieces.holders(row).values())

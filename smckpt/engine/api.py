@@ -93,10 +93,10 @@ def async_save(
     group = group_of(process_group)
     if group is None:
         return None
-    directory = _directory(checkpoint_id, storage_writer, "storage_writer")
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
         from smckpt.engine.dcp import foreign_save
 
+        _directory(checkpoint_id, storage_writer, "storage_writer")
         _refuse_with_foreign(
             "DCP writer or planner",
             step=step,
@@ -120,20 +120,25 @@ def async_save(
             process_group,
             queue=queue or "default",
         )
-    request = SaveRequest(
-        directory=directory,
-        coordinator=_coordinator(group, coordinator_rank),
-        step=step,
-        metadata=dict(metadata or {}),
-        topology=None if parallel_state is None else parallel_state.to_json(),
-        groups=groups,
-        parallel_state=parallel_state,
-        on_commit=on_commit,
-        allow_objects=tuple(allow_objects),
-        options=options or SaveOptions(),
-        s3=s3_options(directory, s3_region, s3client_config),
-    )
-    return _RUNTIME.queue(group, queue or "default").submit(state_dict, request)
+    refusal: Exception | None = None
+    try:
+        directory = _directory(checkpoint_id, storage_writer, "storage_writer")
+        request = SaveRequest(
+            directory=directory,
+            coordinator=_coordinator(group, coordinator_rank),
+            step=step,
+            metadata={} if metadata is None else metadata,
+            topology=None if parallel_state is None else parallel_state.to_json(),
+            groups=groups,
+            parallel_state=parallel_state,
+            on_commit=on_commit,
+            allow_objects=tuple(allow_objects),
+            options=SaveOptions() if options is None else options,
+            s3=s3_options(directory, s3_region, s3client_config),
+        )
+    except Exception as error:  # told to the peers, who count this save too, then raised
+        refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
+    return _RUNTIME.queue(group, queue or "default").submit(state_dict, request, refusal)
 
 
 def save(
@@ -231,16 +236,17 @@ def load(
     Raises:
         CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: before
             anything is touched. CorruptCheckpointError: a bad block, naming file and offset; on
-            every rank; the targets are undefined unless `preverify`.
+            every rank; the targets are undefined unless `preverify`. CheckpointReplacedError: newer
+            saves landed and swept what was being read, again and again; once, it is begun anew.
     """
     group = group_of(process_group)
     if group is None:
         return None
-    directory = _directory(checkpoint_id, storage_reader, "storage_reader")
-    _coordinator(group, coordinator_rank)
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
         from smckpt.engine.dcp import foreign_load
 
+        _directory(checkpoint_id, storage_reader, "storage_reader")
+        _coordinator(group, coordinator_rank)
         _refuse_with_foreign(
             "DCP reader or planner",
             check_keys_matched=None if check_keys_matched else False,
@@ -253,16 +259,22 @@ def load(
             s3client_config=s3client_config,
         )
         return foreign_load(state_dict, checkpoint_id, storage_reader, planner, process_group)
-    s3 = s3_options(directory, s3_region, s3client_config)
-    request = LoadRequest(
-        directory=directory,
-        strict=check_keys_matched,
-        preverify=preverify,
-        threads=threads if s3 is None else max(threads, s3.max_read_concurrency),
-        timeout=timeout,
-        groups=groups,
-        parallel_state=parallel_state,
-    )
+    s3 = None
+    try:
+        directory = _directory(checkpoint_id, storage_reader, "storage_reader")
+        _coordinator(group, coordinator_rank)
+        s3 = s3_options(directory, s3_region, s3client_config)
+        request = LoadRequest(
+            directory=directory,
+            strict=check_keys_matched,
+            preverify=preverify,
+            threads=threads if s3 is None else max(threads, s3.max_read_concurrency),
+            timeout=timeout,
+            groups=groups,
+            parallel_state=parallel_state,
+        )
+    except Exception as error:  # told to the peers, who count this load too, then raised
+        request = LoadRequest("", True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, error)
     with using_s3(s3), sharing(Share.of_rank(group.rank, group.world_size)):
         _RUNTIME.loader(group).load(state_dict, request)
     return state_dict
@@ -292,8 +304,8 @@ def latest_checkpoint(
 def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:
     """The directory from `checkpoint_id` or from a reader or writer; "" when neither tells."""
     path = getattr(other, "checkpoint_id", None) or getattr(other, "path", None)
-    theirs = normal_url(os.fspath(path)) if path else ""
-    ours = normal_url(os.fspath(checkpoint_id)) if checkpoint_id else ""
+    theirs = _url(path, argument) if path else ""
+    ours = _url(checkpoint_id, "checkpoint_id") if checkpoint_id else ""
     if ours and theirs and ours != theirs:
         raise UsageError(
             f"checkpoint_id is {ours}, but {argument} is for {theirs}",
@@ -301,6 +313,16 @@ def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:
             path=ours,
         )
     return ours or theirs
+
+
+def _url(path: Any, argument: str) -> str:
+    text = path if isinstance(path, str) else getattr(path, "__fspath__", lambda: None)()
+    if not isinstance(text, str):
+        raise UsageError(
+            f"{argument} is {path!r}, a {type(path).__name__}",
+            remedy="pass a path or an s3:// URL, as text or as an os.PathLike",
+        )
+    return normal_url(text)
 
 
 def _is_foreign(other: Any, ours: str) -> bool:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from smckpt.checkpoint.format import record_name
-from smckpt.checkpoint.spread import Spread, spread_for
+from smckpt.checkpoint.spread import Spread
 from smckpt.engine.job import SaveJob
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session, absent
@@ -100,18 +100,21 @@ class Committer:
         session = self.membership.session(timeout)
         for number in range(job.handle.number if session.channel is not None else 0):
             assert session.channel is not None
-            error = PeerError(
-                f"rank {self.group.rank} had given up save {number} before this rank came",
-                remedy="see what held this rank up; raise timeout= if it was merely slow",
-                rank=self.group.rank,
-            )
-            over = {"error": error.to_json()}
+            over = self._given_up(number)
             if session.member == 0:
                 session.channel.set(f"probe/{number}/made", over)
                 session.channel.set(f"probe/{number}/decision", over)
             if self.group.rank == job.request.coordinator:
                 session.channel.set(f"save/{number}/verdict", over)
         return session
+
+    def _given_up(self, number: int) -> dict[str, Any]:
+        error = PeerError(
+            f"rank {self.group.rank} had given up save {number} before this rank came",
+            remedy="see what held this rank up; raise timeout= if it was merely slow",
+            rank=self.group.rank,
+        )
+        return {"error": error.to_json()}
 
     # -- this rank's part ------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class Committer:
             assert layout is not None
             part = {
                 **job.part,
-                "attempt": _attempt(session, job),
+                "attempt": job.attempt(session.id),
                 "session": session.id,
                 "number": job.handle.number,
             }
@@ -140,7 +143,7 @@ class Committer:
                 "host": part["host"],
                 "coordinator": job.request.coordinator,
                 "directory": job.request.directory,
-                "spread": _spread(job),
+                "spread": job.spread(),
                 "part": done["part"],
                 "crc64": done["crc64"],
             }
@@ -159,7 +162,7 @@ class Committer:
             {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
             for f in layout.files
         ]
-        directory, spread = job.request.directory, Spread.from_json(_spread(job))
+        directory, spread = job.request.directory, Spread.from_json(job.spread())
         with self._as_one_of_all(spread.prefixes if spread else 1):
             return self.worker.call(
                 "write_part",
@@ -273,7 +276,7 @@ class Committer:
             if failure is not None:
                 raise failure
             epoch = self._epoch(
-                session, job.request.directory, self.group.ranks, timeout, spread=_spread(job)
+                session, job.request.directory, self.group.ranks, timeout, spread=job.spread()
             )
             return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
         except Exception as error:
@@ -364,7 +367,7 @@ class Committer:
             "publish_manifest",
             {
                 "directory": job.request.directory,
-                "attempt": _attempt(session, job),
+                "attempt": job.attempt(session.id),
                 "session": session.id,
                 "number": job.handle.number,
                 "epoch": epoch,
@@ -374,7 +377,7 @@ class Committer:
                     for b in bodies.values()
                 },
                 "record": record,
-                "spread": _spread(job),
+                "spread": job.spread(),
             },
             timeout=timeout,
         )
@@ -465,7 +468,11 @@ class Committer:
     def _step_session(self, job: SaveJob, timeout: float) -> Session:
         key = hash(job.partition.groups)
         if key not in self._step:
-            self._step[key] = self.membership.step_session(job.partition, timeout)
+            step = self._step[key] = self.membership.step_session(job.partition, timeout)
+            if step.member == 0 and step.channel is not None:
+                # Others may wait for a word on saves that failed before this rank knew of them.
+                for number in range(job.handle.number):
+                    step.channel.set(f"ticket/{number}/decision", self._given_up(number))
         return self._step[key]
 
 
@@ -480,16 +487,6 @@ def _different_ids(directories: list[str]) -> UsageError:
 def _bucket(directory: str) -> str:
     """Where it lies in S3; "" on a file system."""
     return parse_s3_url(directory)[0] if is_s3_url(directory) else ""
-
-
-def _spread(job: SaveJob) -> dict[str, Any] | None:
-    """How the options of the call spread the ranks' files over prefixes."""
-    spread = spread_for(job.request.directory, job.request.s3, len(job.partition.groups))
-    return spread.to_json() if spread else None
-
-
-def _attempt(session: Session, job: SaveJob) -> str:
-    return f"{session.id}-{job.handle.number:08d}"
 
 
 def _opened(verdict: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from smckpt.engine.dcp_reader import DistributedFileSystemReader
 from smckpt.engine.groups import Group
 from smckpt.engine.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
+from smckpt.layout.entries import dotted
+from smckpt.state_dict.optimizers import optimizer_dicts
 
 __all__ = ["ForeignQueue", "load_with_dcp"]
 
@@ -193,6 +195,14 @@ def load_with_dcp(
         CheckpointError: DCP's load failed; with the cause and the rank where it happened.
         UsageError: it failed, and what stands there is a checkpoint of ours.
     """
+    for path, _, binding in optimizer_dicts(state_dict):
+        if binding is not None and not binding.optimizer.state:
+            log.warning(
+                "%s at %s has no state, and DCP loads only what the target has: if it was saved "
+                "with some, call init_optim_state(optimizer) before its state_dict() is taken",
+                type(binding.optimizer).__name__,
+                dotted(path),
+            )
     try:
         dcp_load(
             state_dict,

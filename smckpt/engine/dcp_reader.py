@@ -30,6 +30,7 @@ from torch.futures import Future
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.plan import plan_logical
 from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry
@@ -85,10 +86,13 @@ class DistributedFileSystemReader(StorageReader):
         """What is saved, in DCP's terms.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError.
+            CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError,
+                FormatVersionError.
         """
         try:
-            return self._metadata(self._opened())
+            catalogue = self._opened()
+            with noticing_replacement(self.checkpoint_id, catalogue.identity):
+                return self._metadata(catalogue)
         except CheckpointError as error:
             self.failure = error
             raise
@@ -122,8 +126,18 @@ class DistributedFileSystemReader(StorageReader):
 
         Raises:
             CorruptCheckpointError: a block differs from what was written; names file and offset.
+            CheckpointReplacedError: a newer save swept what was to be read.
         """
         catalogue = self._opened()
+        with noticing_replacement(self.checkpoint_id, catalogue.identity):
+            self._read_all(catalogue, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _read_all(self, catalogue: Catalogue, plan: LoadPlan, planner: LoadPlanner) -> None:
         tensors = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -132,11 +146,6 @@ class DistributedFileSystemReader(StorageReader):
                 tensors.append(item)
         for batch in _batches(tensors, planner):
             self._read(catalogue, batch, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _opened(self) -> Catalogue:
         if self._catalogue is None:

@@ -59,7 +59,13 @@ def get_global_ranks(process_group: Any = None) -> list[int]:
         return [0]
     if process_group is None:
         return list(range(dist.get_world_size()))
-    return sorted(dist.get_process_group_ranks(process_group))
+    try:
+        return sorted(dist.get_process_group_ranks(process_group))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{process_group!r} is no process group of this job",
+            remedy="pass what dist.new_group or a DeviceMesh gave, not yet destroyed, or None",
+        ) from error
 
 
 def group_of(process_group: Any) -> Group | None:

@@ -64,7 +64,25 @@ class SaveRequest:
     s3: S3Config | None = None
 
     def __post_init__(self) -> None:
+        for name, value, right in (
+            ("options", self.options, isinstance(self.options, SaveOptions)),
+            ("metadata", self.metadata, isinstance(self.metadata, dict)),
+            ("on_commit", self.on_commit, self.on_commit is None or callable(self.on_commit)),
+            ("allow_objects", self.allow_objects, all(map(_is_type, self.allow_objects))),
+        ):
+            if not right:
+                raise UsageError(
+                    f"{name} is {value!r}",
+                    remedy="see the arguments of smckpt.async_save",
+                    path=self.directory,
+                )
         spread_for(self.directory, self.s3)  # refused before anything is staged
+
+    @classmethod
+    def refused(cls, coordinator: int, options: Any, groups: Any) -> SaveRequest:
+        """What stands for a call whose arguments cannot be, so that its peers hear of it."""
+        known = options if isinstance(options, SaveOptions) else SaveOptions()
+        return cls("", coordinator, None, {}, None, groups, None, None, (), known)
 
     def recorded(self) -> dict[str, Any]:
         """`step` and `metadata` as they will stand in JSON; of this moment, whatever the caller
@@ -88,6 +106,10 @@ class SaveRequest:
                 remedy="pass text, finite numbers, lists and dicts; put other values in the state",
             ) from error
         return {"step": step, "metadata": metadata}
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, type)
 
 
 @dataclass(frozen=True)
@@ -183,6 +205,14 @@ class SaveJob:
 
     def timings(self) -> Timings:
         return Timings(self.blocked, self.staged, self.written, self.elapsed(), self.nbytes)
+
+    def attempt(self, session: str) -> str:
+        return f"{session}-{self.handle.number:08d}"
+
+    def spread(self) -> dict[str, Any] | None:
+        """How the options of the call spread the ranks' files over prefixes."""
+        spread = spread_for(self.request.directory, self.request.s3, len(self.partition.groups))
+        return spread.to_json() if spread else None
 
     def finish(self, error: CheckpointError | None) -> None:
         self.handle.timings = self.handle.timings or self.timings()

@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from smckpt.checkpoint.mismatch import refuse_names
 from smckpt.checkpoint.places import Places
 from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.groups import Group, partition_of
 from smckpt.engine.membership import Membership
-from smckpt.engine.session import Session
+from smckpt.engine.stages import Guard, Step
 from smckpt.errors import (
     CheckpointError,
+    CheckpointReplacedError,
     KeysMismatchError,
     StateError,
     UsageError,
@@ -45,10 +47,12 @@ __all__ = ["LoadRequest", "Loader"]
 
 log = logging.getLogger("smckpt")
 
+_TURNS = 3  # times that a load begins, where newer saves sweep what it reads
+
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a caller of `load` asked, checked."""
+    """What a caller of `load` asked, checked. refusal: why it cannot be done, to tell the peers."""
 
     directory: str
     strict: bool
@@ -57,6 +61,17 @@ class LoadRequest:
     timeout: float
     groups: Any
     parallel_state: Any
+    refusal: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, kinds in (
+            ("threads", self.threads, int),
+            ("timeout", self.timeout, (int, float)),
+        ):
+            if not isinstance(value, kinds) or value <= 0:
+                raise UsageError(
+                    f"{name} is {value!r}", remedy="give a positive number, or leave it out"
+                )
 
 
 class Loader:
@@ -85,8 +100,30 @@ class Loader:
             number, self._numbers = self._numbers, self._numbers + 1
             count, self._loads = self._loads, self._loads + 1  # the other groups count along
         session = self.membership.session(request.timeout)
-        point = f"load/{number}"
-        guard = _Guard(session, point, request.timeout, self.membership.rank_name, None)
+        for turn in range(_TURNS):
+            again = f"/again-{turn}" if turn else ""
+            guard = Guard(
+                session, f"load/{number}{again}", request.timeout, self.membership.rank_name, None
+            )
+            try:
+                with _untouched_on_failure(state_dict):
+                    self._attempt(state_dict, request, guard, f"load/{count}{again}")
+                return
+            except CheckpointReplacedError as error:  # of all ranks, or of none
+                if turn + 1 == _TURNS:
+                    error.message += (
+                        f"; so it was {_TURNS} times, and targets may be filled in part"
+                    )
+                    raise
+                log.warning("%s. The newest is loaded instead", error)
+
+    def _attempt(
+        self,
+        state_dict: MutableMapping[str, Any],
+        request: LoadRequest,
+        guard: Guard,
+        step_point: str,
+    ) -> None:
         selector = Selector(self.group.rank)
         entries: Sequence[Entry] | None = None
         failure: Exception | None = None
@@ -96,24 +133,25 @@ class Loader:
         except Exception as error:  # told to the peers, then raised
             failure = error
         try:
-            guard = replace(guard, step=self._step(entries, request, count))
+            guard = replace(guard, step=self._step(entries, request, step_point))
         except Exception as error:
             failure = failure or error
         commit, early = self._choose(guard, request, failure)
-        with _untouched_on_failure(state_dict):
-            with guard.stage("plan", _common_spare) as told:
-                catalogue = early or open_catalogue(request.directory, **commit)
-                if prepare_optimizers(state_dict, catalogue.logical, strict=request.strict):
-                    selection = selector.select(state_dict)
-                plan = self._plan(catalogue, selection, request)
-                if request.strict and plan.unexpected:
-                    told.body["spare"] = _marked(plan.unexpected, catalogue)
-                saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
-                objects = catalogue.objects(saved)
-                self._check_objects(selection, objects, request)
-                memory = _memory_of(selection)
-            self._refuse_spare(told.decision.get("spare", ""), catalogue)
-        with guard.stage("read"):
+        with guard.stage("plan", _common_spare) as told, _swept(request, commit):
+            catalogue = early or open_catalogue(request.directory, **commit)
+            if prepare_optimizers(
+                state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
+            ):
+                selection = selector.select(state_dict)
+            plan = self._plan(catalogue, selection, request)
+            if request.strict and plan.unexpected:
+                told.body["spare"] = _marked(plan.unexpected, catalogue)
+            saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
+            objects = catalogue.objects(saved)
+            self._check_objects(selection, objects, request)
+            memory = _memory_of(selection)
+        self._refuse_spare(told.decision.get("spare", ""), catalogue)
+        with guard.stage("read"), _swept(request, commit):
             self._read(plan, memory, request, catalogue)
             restore(
                 state_dict,
@@ -126,6 +164,8 @@ class Loader:
     def _select(
         self, selector: Selector, state_dict: MutableMapping[str, Any], request: LoadRequest
     ) -> Selection:
+        if request.refusal is not None:
+            raise request.refusal
         if not request.directory:
             raise UsageError(
                 "checkpoint_id was left out",
@@ -151,8 +191,8 @@ class Loader:
     # -- which commit ------------------------------------------------------------------------
 
     def _step(
-        self, entries: Sequence[Entry] | None, request: LoadRequest, count: int
-    ) -> _Step | None:
+        self, entries: Sequence[Entry] | None, request: LoadRequest, point: str
+    ) -> Step | None:
         """The meeting of all groups of the step, for the rank that speaks for its group. Without
         entries (they could not be had) it is known only where the caller says which groups."""
         if entries is None and request.groups is None and request.parallel_state is None:
@@ -165,10 +205,10 @@ class Loader:
         )
         if partition.alone or self.group.index != 0:
             return None
-        return _Step(self.membership.step_session(partition, request.timeout), f"load/{count}")
+        return Step(self.membership.step_session(partition, request.timeout), point)
 
     def _choose(
-        self, guard: _Guard, request: LoadRequest, failure: Exception | None
+        self, guard: Guard, request: LoadRequest, failure: Exception | None
     ) -> tuple[dict[str, str], Catalogue | None]:
         """The commit that this load follows: what one rank of the group saw, told to the others,
         who need list nothing; and, on that rank, its catalogue.
@@ -188,7 +228,9 @@ class Loader:
                 assert session.channel is not None
                 choice = session.channel.put_once(f"{point}/choice", {"identity": found.identity})
                 if choice["identity"] != found.identity:
-                    found = open_catalogue(request.directory, choose=choice["identity"])
+                    theirs = {"choose": choice["identity"]}
+                    with _swept(request, theirs):
+                        found = open_catalogue(request.directory, **theirs)
             opened.append(found)
             return {"choose": found.identity, "name": found.commit.name}
 
@@ -201,6 +243,8 @@ class Loader:
                 name=guard.name,
                 then=guard.tell_refusal,
             )
+        except CheckpointReplacedError:
+            raise  # for all: what failed here fails again
         except CheckpointError:
             if failure is not None:
                 raise failure from None
@@ -275,7 +319,7 @@ class Loader:
 
 @contextmanager
 def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
-    """Optimizers get the slots that were saved before the plan is made; a plan that fails, here or
+    """Optimizers get the slots that were saved before the plan is made; a load that fails, here or
     on a peer, must leave them as they were."""
     before = [
         (tree, tree["state"], binding.optimizer.state, {p: dict(s) for p, s in live.items()})
@@ -291,6 +335,10 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
             live.clear()
             live.update(slots)
         raise
+
+
+def _swept(request: LoadRequest, commit: dict[str, str]) -> AbstractContextManager[None]:
+    return noticing_replacement(request.directory, commit["choose"])
 
 
 @contextmanager
@@ -380,85 +428,3 @@ def _common_spare(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
     for body in bodies.values():
         common &= int(body.get("spare") or "0", 16)
     return {"spare": f"{common:x}"} if common > 0 else {}
-
-
-# -- leaving a stage together ------------------------------------------------------------------
-
-Decide = Callable[[dict[int, dict[str, Any]]], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One load of all groups of a step, seen by the rank that speaks for its group."""
-
-    session: Session
-    point: str
-
-
-@dataclass(frozen=True)
-class _Guard:
-    """Turns one rank's failure in a stage into every rank's, in every group of the step."""
-
-    session: Session
-    point: str
-    timeout: float
-    name: Callable[[int], str]
-    step: _Step | None
-
-    def stage(self, what: str, decide: Decide = lambda _: {}) -> _Stage:
-        """`decide`: makes one answer of what ranks, and then groups, put in their stage's body."""
-        return _Stage(self, what, decide)
-
-    def tell_refusal(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Of a group that will not come to the plan: the others wait for it there."""
-        return self.tell_groups("plan", lambda _: {}, answer) if "error" in answer else answer
-
-    def tell_groups(self, what: str, decide: Decide, answer: dict[str, Any]) -> dict[str, Any]:
-        """The leader's answer for its group, after hearing those of the other groups."""
-        if self.step is None:
-            return answer
-        try:
-            common = self.step.session.meet(
-                f"{self.step.point}/{what}",
-                {"error": answer["error"]} if "error" in answer else answer["decision"],
-                decide,
-                timeout=self.timeout,
-                name=lambda member: f"group {member} of the step",
-            )
-        except CheckpointError as error:
-            return answer if "error" in answer else {"error": error.to_json()}
-        return {"decision": common}
-
-
-class _Stage:
-    """`with guard.stage("plan") as told:` all ranks leave the block together, or all raise.
-
-    `told.body` goes to the leader, `told.decision` is what it made of all of them.
-    """
-
-    def __init__(self, guard: _Guard, what: str, decide: Decide) -> None:
-        self._guard = guard
-        self._what = what
-        self._decide = decide
-        self.body: dict[str, Any] = {}
-        self.decision: dict[str, Any] = {}
-
-    def __enter__(self) -> _Stage:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # KeyboardInterrupt and the like: go at once
-        guard = self._guard
-        try:
-            self.decision = guard.session.meet(
-                f"{guard.point}/{self._what}",
-                self.body if error is None else {"error": as_checkpoint_error(error).to_json()},
-                self._decide,
-                timeout=guard.timeout,
-                name=guard.name,
-                then=lambda answer: guard.tell_groups(self._what, self._decide, answer),
-            )
-        except CheckpointError:
-            if error is None:
-                raise  # a peer's; ours is under way by itself

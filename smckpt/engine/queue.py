@@ -79,8 +79,17 @@ class SaveQueue:
 
     # -- the front: called by the training thread -------------------------------------------
 
-    def submit(self, state_dict: Mapping[str, Any] | None, request: SaveRequest) -> SaveHandle:
-        """Take, stage and hand over. See `smckpt.async_save`."""
+    def submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        request: SaveRequest,
+        refusal: Exception | None = None,
+    ) -> SaveHandle:
+        """Take, stage and hand over. See `smckpt.async_save`.
+
+        Args:
+            refusal: why the call cannot be done, which this save is used up for telling.
+        """
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "a save was begun in on_commit of the same queue, and would wait for itself",
@@ -92,7 +101,11 @@ class SaveQueue:
         job = SaveJob(handle, request, Partition((self.group.ranks,), 0), began=began)
         refused: BaseException | None = None
         try:
+            if refusal is not None and self._coordinator is not None:
+                job.request = replace(request, coordinator=self._coordinator)
             job.partition = self._expected(request)
+            if refusal is not None:
+                raise refusal
             self._wait_for_room()
             self._prepare(job, state_dict)
         except BaseException as error:

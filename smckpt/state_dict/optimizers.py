@@ -6,14 +6,14 @@ Nothing goes through `Optimizer.load_state_dict`, which casts state to the param
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.entries import Path
+from smckpt.layout.entries import Path, dotted
 from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-Wanted = tuple[torch.dtype, tuple[int, ...]]  # dtype and global shape of a saved slot
+Wanted = tuple[torch.dtype, tuple[int, ...], str]  # dtype, global shape, name of a saved slot
 
 
 @dataclass
@@ -269,13 +269,18 @@ def _made_its_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
 
 
 def prepare_optimizers(
-    state_dict: MutableMapping[str, Any], saved: Mapping[str, Any], *, strict: bool = True
+    state_dict: MutableMapping[str, Any],
+    saved: Mapping[str, Any],
+    held_empty: Callable[[str], bool],
+    *,
+    strict: bool = True,
 ) -> bool:
     """Give live optimizers exactly the state tensors that the checkpoint has.
 
     Args:
         state_dict: the target of a load; dicts of optimizers in it are taken anew in place.
         saved: logical name → an object with `path` and `dtype` (the catalogue's).
+        held_empty: whether a saved rank held an array of this name without elements.
 
     A parameter whose state was saved and that has none yet gets it; one that had none when the
     state was saved loses it; a state tensor of another dtype is replaced.
@@ -297,6 +302,10 @@ def prepare_optimizers(
             for name in binding.names(parameter, index):
                 wanted.update(slots.get(name, {}))
             wanted = wanted or slots.get(str(index), {})  # saved by somebody who knew no names
+            if _local_numel(parameter) == 0 and not _has_state_where_empty(
+                binding, parameter, [name for *_, name in wanted.values()], held_empty
+            ):
+                wanted = {}
             changed |= _align(binding, parameter, wanted, strict)
         if changed or not tree["state"]:
             fresh = binding.take()
@@ -379,7 +388,7 @@ def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wa
     for tensor in saved.values():
         its = tuple(map(str, tensor.path))
         if len(its) == len(prefix) + 2 and its[: len(prefix)] == prefix:
-            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape))
+            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), dotted(tensor.path))
             out.setdefault(its[-2], {})[its[-1]] = wanted
     return out
 
@@ -396,16 +405,29 @@ def _align(
             del optimizer.state[parameter]
             return True
         return False
-    changed = False
-    if live or _local_numel(parameter):
-        changed = make_slots(optimizer, parameter, wanted, flat=binding.flat(parameter))
-        live = optimizer.state[parameter]
-    for slot, (dtype, _) in wanted.items():
+    shapes = {slot: (dtype, shape) for slot, (dtype, shape, _) in wanted.items()}
+    changed = make_slots(optimizer, parameter, shapes, flat=binding.flat(parameter))
+    live = optimizer.state[parameter]
+    for slot, (dtype, _) in shapes.items():
         value = live.get(slot)
         if isinstance(value, torch.Tensor) and value.dtype != dtype:
             live[slot] = value.to(dtype)
             changed = True
     return changed
+
+
+def _has_state_where_empty(
+    binding: Binding,
+    parameter: torch.Tensor,
+    names: Sequence[str],
+    held_empty: Callable[[str], bool],
+) -> bool:
+    """Whether a parameter of which this rank has no elements has state all the same: a DTensor
+    gets it with the first step, a view into a flat parameter never. Under LOCAL each rank has what
+    was saved, which `init_optim_state` may have left out."""
+    if binding.optimizer.state.get(parameter):
+        return True
+    return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))
 
 
 def _local_numel(parameter: torch.Tensor) -> int:

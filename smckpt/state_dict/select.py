@@ -74,13 +74,20 @@ class Selector:
         """
         if not state_dict:
             raise StateError(
-                "there is nothing to save on this rank: the state dict is "
+                "there is nothing to save or load on this rank: the state dict is "
                 + ("None" if state_dict is None else "empty"),
                 remedy="give every rank of process_group its state, or leave it out of the group",
                 rank=self._rank,
             )
         walk = _Walk()
-        self._visit(state_dict, (), walk)
+        try:
+            self._visit(state_dict, (), walk)
+        except RecursionError as error:
+            raise StateError(
+                "the state dict is nested without an end: something in it holds itself",
+                remedy="leave the reference to its own dict or list out",
+                rank=self._rank,
+            ) from error
         self._refuse_twice(walk.objects)
         kinds: set[str] = set()
         entries, tensors = [], []
@@ -88,7 +95,10 @@ class Selector:
             tag = tag_of(tensor)
             if tag is not None:
                 kinds.add(tag.kind)
-            entry, local = self._entry(path, tensor, tag)
+            try:
+                entry, local = self._entry(path, tensor, tag)
+            except RuntimeError as error:  # torch's, of a tensor without shape or memory
+                raise _unsupported(dotted(path), f"tells no shape ({error})", self._rank) from error
             entries.append(entry)
             tensors.append(local)
         optimizers = {}
@@ -323,8 +333,13 @@ def _check(tensor: torch.Tensor, local: torch.Tensor, name: str, rank: int) -> N
     elif str(local.dtype).removeprefix("torch.") not in DTYPES:
         what = f"has the dtype {local.dtype}"
     if what is not None:
-        raise StateError(
-            f"{name} {what}, which cannot be saved",
-            remedy="convert it to a dense tensor of a plain dtype, or leave it out",
-            rank=rank,
-        )
+        raise _unsupported(name, what, rank)
+
+
+def _unsupported(name: str, what: str, rank: int) -> StateError:
+    return StateError(
+        f"{name} {what}, which can be neither saved nor loaded",
+        remedy="give a dense tensor of a plain dtype with memory (a meta module: to_empty()), or "
+        "leave it out",
+        rank=rank,
+    )

@@ -69,6 +69,9 @@ def bad_saves(folder: str) -> Said:
         "step": save(state(2), good, step="seven" if rank else 7),
         "metadata": save(state(2), good, metadata={"f": print} if rank else {}),
         "coordinator": save(state(2), good, coordinator_rank=rank),
+        "no member": save(state(2), good, coordinator_rank=7 if rank else 0),
+        "options": save(state(2), good, options={"timeout": 9} if rank else None),
+        "a number": save(state(2), 5 if rank else good),
         "dead worker": dead_worker,
     }
     for name, case in cases.items():
@@ -84,9 +87,14 @@ def bad_saves(folder: str) -> Said:
 def test_a_bad_save_is_told_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
     zero, one = run_ranks(bad_saves, 2, str(tmp_path))
     culprit = {"object", "lambda", "nothing", "no id", "dead worker", "step", "metadata"}
-    culprit.add("coordinator")  # it was rank 0 in the saves before
+    culprit |= {"coordinator", "no member", "options", "a number"}  # it was rank 0 before
     path = {"path is a file": "/file", "below a file": "/file", "object": "hook", "lambda": "hook"}
     path.update(step="'seven'", metadata="builtin_function", coordinator="coordinator_rank")
+    path |= {
+        "no member": "coordinator_rank 7",
+        "options": "'timeout': 9",
+        "a number": "is 5, a int",
+    }
     for name in zero:
         for kind, text, step, value in (zero[name], one[name]):
             assert kind, (name, text)
@@ -127,10 +135,16 @@ def bad_loads(folder: str) -> Said:
         kind, text = told(lambda t=target, w=where: smckpt.load(t, checkpoint_id=f"{folder}/{w}"))
         touched = float(target["a"].sum()) if "a" in target else 0.0
         said[name] = kind, text, str(target["step"]), touched
-    kind, text = told(
-        lambda: smckpt.load(state(), checkpoint_id=None if rank else f"{folder}/good")
-    )
-    said["no id"] = kind, text, "0", 0.0
+    odd: dict[str, dict[str, Any]] = {
+        "no id": {"checkpoint_id": None},
+        "a number": {"checkpoint_id": 5},
+        "threads": {"threads": 0},
+        "timeout": {"timeout": 0},
+    }
+    for name, arguments in odd.items():
+        given = {"checkpoint_id": f"{folder}/good", **(arguments if rank else {})}
+        kind, text = told(lambda given=given: smckpt.load(state(), **given))
+        said[name] = kind, text, "0", 0.0
     return said
 
 
@@ -145,15 +159,16 @@ def test_a_bad_load_is_told_on_every_rank_before_anything_is_touched(tmp_path: P
         "unexpected": "KeysMismatchError",
         "left out": "KeysMismatchError",
         "damaged": "CorruptCheckpointError",
-        "no id": "UsageError",
     }
+    odd = {"no id", "a number", "threads", "timeout"}
+    kinds |= dict.fromkeys(odd, "UsageError")
     for name, expected in kinds.items():
         for kind, text, step, value in (zero[name], one[name]):
             assert kind == expected, (name, kind, text)
             assert socket.gethostname() in text and "What to do: " in text, (name, text)
-            if name != "no id":
+            if name not in odd:
                 assert str(tmp_path) in text, (name, text)
-            if name in ("shape", "dtype", "unexpected", "no id"):
+            if name in {"shape", "dtype", "unexpected", *odd}:
                 assert "rank 1" in text, (name, text)
             if name != "damaged":
                 assert (step, value) == ("0", 0.0), name

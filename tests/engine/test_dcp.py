@@ -427,6 +427,25 @@ def test_a_stock_reader_alone_reads_what_dcp_saved_and_is_refused_on_what_we_sav
     assert target["w"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_the_log_says_that_dcp_loads_nothing_into_an_optimizer_without_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def taken(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    smckpt.save(taken(*trained(nn.Linear(8, 3))), checkpoint_id=tmp_path)
+    said = []
+    for initialised in (True, False):
+        model = nn.Linear(8, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if initialised:
+            smckpt.init_optim_state(optimizer)
+        smckpt.load(taken(model, optimizer), checkpoint_id=tmp_path, planner=DefaultLoadPlanner())
+        said.append("AdamW at optimizer has no state" in caplog.text)
+    assert said == [False, True]
+
+
 def test_a_missing_checkpoint_is_our_error_with_a_planner_too(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         smckpt.load({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=DefaultLoadPlanner())

@@ -149,15 +149,36 @@ def told_by_parallel_state(folder: str) -> Any:
     save(state)
     found = smckpt.latest_checkpoint(folder)
     assert found is not None
-    return found.groups
+    return found.groups, told_by_sharding(f"{folder}/other/part{rank}", groups[rank])
+
+
+def told_by_sharding(where: str, group: Any) -> tuple[str, float]:
+    """The lead of two groups has no state in the first save; in the second it knows the other."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    state = taken(*model_on(mesh), smckpt.LOCAL)
+    more: dict[str, Any] = {"process_group": group, "checkpoint_id": where, "queue": "other"}
+    more["options"] = smckpt.SaveOptions(timeout=30)
+    began, said = time.monotonic(), ""
+    for first in (True, False):
+        try:
+            smckpt.async_save(state if dist.get_rank() or not first else None, **more)
+        except errors.CheckpointError as error:
+            said += str(error)
+    smckpt.maybe_finalize_async_calls()
+    return said, time.monotonic() - began
 
 
 def test_parallel_state_tells_which_groups_make_a_step_also_to_a_lead_without_state(
     tmp_path: Path,
 ) -> None:
-    told = run_ranks(told_by_parallel_state, 2, str(tmp_path))
-    assert told == [("part0", "part1")] * 2
-    assert len(list((tmp_path / "run").glob("record-*"))) == 1
+    for rank, (told, (said, took)) in enumerate(
+        run_ranks(told_by_parallel_state, 2, str(tmp_path))
+    ):
+        assert told == ("part0", "part1")
+        assert ("rank 0 had given up save 0" if rank else "nothing to save") in said
+        assert took < 25
+    for run in ("run", "other"):
+        assert len(list((tmp_path / run).glob("record-*"))) == 1
 
 
 def host_leaves_last(folder: str) -> str:
@@ -374,11 +395,14 @@ def killed_in_mid_save(folder: str) -> tuple[str, float]:
         while not set(where.glob("data-*-r00001-*")) - before:
             pass  # the window is short: a wait might miss it
         os.kill(worker, signal.SIGSTOP)
+        Path(folder, "stopped").write_text(str(worker))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         smckpt.maybe_finalize_async_calls()
     except errors.SaveFailedError as error:
         return str(error), time.monotonic() - began
+    finally:  # stopped, it cannot end with its trainer
+        os.kill(int(Path(folder, "stopped").read_text()), signal.SIGKILL)
     return "committed", 0
 
 

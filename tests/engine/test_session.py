@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from smckpt.engine.session import Session, agree, lone_session
-from smckpt.errors import CheckpointError, PeerError, StateError
+from smckpt.engine.stages import Guard, Step
+from smckpt.errors import CheckpointError, CheckpointReplacedError, PeerError, StateError
 
 
 @pytest.fixture
@@ -131,3 +132,27 @@ def test_a_lone_member_decides_by_itself() -> None:
     }
     with pytest.raises(StateError):
         session.meet("m", {"error": StateError("x").to_json()}, lambda b: {}, timeout=1, name=name)
+
+
+@pytest.mark.parametrize("swept", [(0,), (1,), (2,), (0, 3)])
+def test_all_members_of_all_groups_load_again_or_none_does(
+    server: Any, swept: tuple[int, ...]
+) -> None:
+    """Two groups of two: some see their files replaced, the others fail for causes of their own,
+    or not at all."""
+
+    def act(member: int, client: Any) -> None:
+        group, place = divmod(member, 2)
+        mine = agree(client, f"g{group}", member=place, count=2, timeout=20, name=name)
+        step = None
+        if place == 0:
+            step = Step(agree(client, "s", member=group, count=2, timeout=20, name=name), "load/0")
+        with Guard(mine, "load/0", 20, name, step).stage("read"):
+            if member in swept:
+                raise CheckpointReplacedError("replaced")
+            if member in (0, 1):
+                raise StateError("another cause")
+
+    raised = together(server, 4, act, {})
+    assert all(isinstance(error, CheckpointError) for error in raised)
+    assert len({isinstance(error, CheckpointReplacedError) for error in raised}) == 1

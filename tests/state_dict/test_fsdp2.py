@@ -35,7 +35,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }  # Adafactor is not here: in torch 2.13 its own step raises on sharded DTensors
 TWO = {f"1-D {name}": ("1-D", name) for name in OPTIMIZERS} | {
-    kind: (kind, "AdamW") for kind in ("replicated", "mixed", "offload", "stateless", "apart")
+    kind: (kind, "AdamW")
+    for kind in ("replicated", "mixed", "offload", "stateless", "apart", "narrow")
 }
 FOUR = {
     f"{kind} {optimizer}": (kind, optimizer)
@@ -56,10 +57,12 @@ def mesh_of(kind: str) -> Any:
 
 
 def build(kind: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    """Seven and eleven rows divide by nothing; TP wants even rows, so its model is wider."""
+    """Seven and eleven rows divide by nothing; TP wants even rows, so its model is wider; of one
+    row some ranks have nothing."""
     torch.manual_seed(seed)
     tensor_parallel = kind == "FSDP+TP"
-    model = Net(8 if tensor_parallel else 6, shared=kind not in ("apart", "FSDP+TP"))
+    width = {"FSDP+TP": 8, "narrow": 1}.get(kind, 6)
+    model = Net(width, shared=kind not in ("apart", "FSDP+TP"))
     mesh = mesh_of(kind)
     more: dict[str, Any] = {}
     if tensor_parallel:

@@ -21,9 +21,13 @@ from tests.support.launch import run_ranks
 from tests.support.nets import Block, Frozen, Net, groups_of, step
 from tests.support.truth import assembled, differences
 
-WRITERS = ["fsdp1", "fsdp1 original", "fsdp2", "ddp"]
-READERS = [*WRITERS, "plain"]
+# "one": all parameters in one group, as those of whole flat parameters have to be.
+WRITERS = ["fsdp1 one", "fsdp1 original", "fsdp2", "fsdp2 one", "ddp", "ddp one"]
 FORMS = ["LOCAL", "SHARDED"]
+
+
+def one_group(kind: str) -> bool:
+    return kind.endswith("one")
 
 
 def build(kind: str, seed: int) -> tuple[Any, Any]:
@@ -33,18 +37,18 @@ def build(kind: str, seed: int) -> tuple[Any, Any]:
         model = FSDP(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
-            use_orig_params=kind.endswith("original"),
+            use_orig_params="original" in kind,
             device_id=torch.device("cpu"),
         )
-    elif kind == "fsdp2":
+    elif kind.startswith("fsdp2"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    elif kind == "ddp":
+    elif kind.startswith("ddp"):
         model = DistributedDataParallel(model)
     groups = groups_of(model)
-    if kind == "fsdp1":  # whose flat parameters cannot be grouped as the others' are
+    if one_group(kind):
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     return model, torch.optim.AdamW(groups, lr=1e-2 if seed == 0 else 9.0)
 
@@ -75,8 +79,10 @@ def read(folder: str, reader: str, expected: dict[str, Any]) -> dict[str, Any]:
     """What differs, by writer and form."""
     out: dict[str, Any] = {}
     for writer in WRITERS:
-        if (writer == "fsdp1") != (reader == "fsdp1"):
-            continue  # other groups; the tensors' way is that of "fsdp1 original"
+        if one_group(writer) != one_group(reader) or (
+            one_group(reader) and "fsdp1 one" not in (writer, reader)
+        ):
+            continue  # other groups; or a pair that two groups show as well
         for form in FORMS:
             try:
                 model, optimizer = build(reader, 3)
@@ -117,4 +123,5 @@ def test_every_kind_reads_what_every_kind_wrote_at_any_world_size(
 
 def test_one_process_without_a_group_reads_them_too(saved: tuple[Path, dict[str, Any]]) -> None:
     folder, expected = saved
-    assert read(str(folder), "plain", expected) == {}
+    for reader in ("plain", "plain one"):
+        assert read(str(folder), reader, expected) == {}

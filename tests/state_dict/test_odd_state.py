@@ -136,3 +136,15 @@ def test_a_tensor_that_is_computed_from_several_is_refused_also_in_the_place_of_
     two = Cast(torch.ones(3), torch.ones(3))
     with pytest.raises(errors.StateError, match="a is a Cast"):
         smckpt.save({"a": two}, checkpoint_id=tmp_path)
+
+
+def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    endless: dict[str, Any] = {"w": torch.ones(1)}
+    endless["self"] = endless
+    with pytest.raises(errors.StateError, match="holds itself"):
+        smckpt.save(endless, checkpoint_id=tmp_path)
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(errors.StateError, match="a.ragged"):
+        smckpt.save({"a": {"ragged": ragged}}, checkpoint_id=tmp_path)

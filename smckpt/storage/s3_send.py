@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["hand_over_pages"]
 
 _LEAST = 256 << 10  # bytes for which it is worth while
 _PIPE = 1 << 20  # bytes; the most that Linux gives to everyone
+_BLOCK = 8 << 20  # bytes that a body is asked for at once
 _CHECKSUM = "x-amz-checksum-"
 
 log = logging.getLogger("smckpt")
@@ -70,6 +71,8 @@ def _pool_class() -> Any:
             **kw: Any,
         ) -> Any:
             self._checked = _names_checksum(headers or {})
+            if self._checked:
+                self.blocksize = _BLOCK
             return super().request(method, url, body, headers, *args, **kw)
 
         def send(self, data: Any) -> None:
@@ -120,6 +123,7 @@ class _Pipe:
     def send(self, data: memoryview, sock: Any) -> None:
         """All of `data`; each MiB within the socket's timeout, as `sendall` has it."""
         import numpy
+        from urllib3.util import wait_for_write
 
         address = numpy.frombuffer(data, numpy.uint8).__array_interface__["data"][0]
         call = _vmsplice()
@@ -131,15 +135,13 @@ class _Pipe:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code))
             at += taken
-            self._empty(taken, sock)
+            self._empty(taken, sock, wait_for_write)
 
     def close(self) -> None:
         os.close(self._out)
         os.close(self._in)
 
-    def _empty(self, left: int, sock: Any) -> None:
-        from urllib3.util import wait_for_write
-
+    def _empty(self, left: int, sock: Any, wait_for_write: Callable[..., bool]) -> None:
         timeout = sock.gettimeout()
         ends = None if timeout is None else time.monotonic() + timeout
         while left:

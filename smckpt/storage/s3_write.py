@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Body", "PublicBody", "S3Writer"]
 
 _TOKEN = "smckpt-upload"  # the name of an object's metadata that says whose upload it was
-_SEND = 2 << 20  # bytes handed to the socket at once
+_SEND = 2 << 20  # bytes handed to the socket at once: it takes them within its timeout
 
 
 class Body(Cursor):
-    """A request's body over memory: `read` gives slices, whatever length it is asked for, and
+    """A request's body over memory: `read` gives slices, longer than it is asked for, and
     `readinto`, which is how a body is signed, copies.
 
     seconds: after its first byte was asked for, there are no more.
@@ -40,7 +40,7 @@ class Body(Cursor):
     def read(self, size: int | None = -1) -> memoryview | bytes:
         self._refuse_late()
         # Clients ask for a few KiB at a time: a longer answer reaches `sendall` as it is.
-        piece = self._data[self._at : self._at + _SEND]
+        piece = self._data[self._at : self._at + max(_SEND, size or 0)]
         self._at += len(piece)
         return piece if len(piece) else b""
 

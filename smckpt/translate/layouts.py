@@ -212,7 +212,7 @@ _SMP_V1 = Layout(
             ),
         ),
     ),
-    (r".*\.(masked_)?bias_mask",),
+    (r".*\.(masked_)?bias_mask", r".*\.rotary_emb\.inv_freq"),
     families=frozenset({"gpt_neox"}),
 )
 

@@ -138,10 +138,16 @@ def test_metas_rotary_order_is_undone(tmp_path, hub, t):
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
 
 
-@pytest.mark.parametrize("t", [1, 2, 8])
-def test_smp_v1_names_of_a_neox(tmp_path, hub, t):
+@pytest.mark.parametrize(("t", "embedded"), [(1, "cut"), (2, "whole"), (8, "cut")])
+def test_smp_v1_names_of_a_neox(tmp_path, hub, t, embedded):
     model, state = hub("gpt_neox")
-    paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.smp_v1(state, t, r), t))
+    ranks = ref.each_rank(lambda r, e: ref.smp_v1(state, t, r), t)
+    for held in ranks:
+        if embedded == "whole":  # as SMP has it for GPT-NeoX, beside a buffer
+            held["word_embedding.weight"] = state["gpt_neox.embed_in.weight"]
+            held["lm_head.weight"] = state["embed_out.weight"]
+            held["transformer.seq_layers.0.attention.rotary_emb.inv_freq"] = torch.ones(4)
+    paths = written(tmp_path / "in", ranks)
     export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5

@@ -96,6 +96,7 @@ def test_megatrons_qkv_is_split_at_every_degree_beyond_the_groups_too(tmp_path, 
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.mcore(state, t, r), t))
     export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
     assert same(exported(tmp_path / "hf"), state)
+    assert logits_differ(model, tmp_path / "hf") <= 1e-5
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -124,6 +125,7 @@ def test_fused_transformer_engine_is_refused_until_its_order_is_said(tmp_path, h
     layout = "te_fused" if fused == "per_rank" else "te_fused_interleaved"
     export_hf(paths, tmp_path / "hf", tp=2, config=model.config, layout=layout)
     assert same(exported(tmp_path / "hf"), state)
+    assert logits_differ(model, tmp_path / "hf") <= 1e-5
     other = "te_fused" if fused != "per_rank" else "te_fused_interleaved"
     export_hf(paths, tmp_path / "no", tp=2, config=model.config, layout=other)
     assert not same(exported(tmp_path / "no"), state)
@@ -160,6 +162,7 @@ def test_ranks_of_transformers_own_tensor_parallelism(tmp_path, hub, family, t):
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.hf_tp(model, t, r), t))
     export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
     assert same(exported(tmp_path / "hf"), state)
+    assert logits_differ(model, tmp_path / "hf") <= 1e-5
 
 
 def test_files_of_torch_save_are_read_like_safetensors(tmp_path, hub):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.format import parse_name
@@ -50,7 +50,8 @@ def _lacks_file(error: BaseException | None) -> bool:
 def _newer(url: str, identity: str) -> str | None:
     """The newest commit here, if it is newer than `identity`."""
     try:
-        newest = choose_commit(open_storage(url)).identity
+        with closing(open_storage(url)) as storage:
+            newest = choose_commit(storage).identity
     except CheckpointError:
         return None
     return newest if _order(newest) > _order(identity) else None

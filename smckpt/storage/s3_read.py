@@ -40,8 +40,8 @@ class Filling:
     """Memory that an answer's body fills. Where one breaks off, the next goes on from `done`: no
     byte is asked for twice, and `seen` may look at each stretch while it is in the cache.
 
-    seconds: after the first body began, the one under way is given up: one that trickles never
-        leaves a socket without a byte for as long as its own timeout.
+    seconds: that bodies may take together, pauses between them aside; then the one under way is
+        given up: one that trickles never leaves a socket without a byte for as long as its timeout.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Filling:
         self._inside = 0  # bytes of the first of them that are filled
         self._seen = seen
         self._seconds = seconds
-        self._ends: float | None = None
+        self._spent = self._ends = 0.0
         self.done = 0
 
     def take(self, body: Any, *, directly: bool = True) -> None:
@@ -88,26 +88,26 @@ class Filling:
     def _in_time(self, raw: Any) -> Iterator[None]:
         """Cut the connection when the time is over; where it is not at hand, `_take` looks at the
         clock between stretches."""
-        if self._ends is None:
-            self._ends = time.monotonic() + self._seconds
-        sock = _socket_of(raw)
-        if sock is None:
-            yield
-            return
-        left = min(max(self._ends - time.monotonic(), 0), threading.TIMEOUT_MAX)
-        cut = threading.Timer(left, _shut, (sock,))
-        cut.daemon = True  # a process that ends does not wait for it
-        cut.start()
+        began, sock = time.monotonic(), _socket_of(raw)
+        self._ends = began + self._seconds - self._spent
+        cut: threading.Timer | None = None
+        if sock is not None:
+            left = min(max(self._ends - began, 0), threading.TIMEOUT_MAX)
+            cut = threading.Timer(left, _shut, (sock,))
+            cut.daemon = True  # a process that ends does not wait for it
+            cut.start()
         try:
             yield
         except BadBody:
             self._refuse_late()
             raise
         finally:
-            cut.cancel()
+            self._spent += time.monotonic() - began
+            if cut is not None:
+                cut.cancel()
 
     def _refuse_late(self) -> None:
-        if self._ends is not None and time.monotonic() >= self._ends:
+        if time.monotonic() >= self._ends:
             raise BadBody(f"the answer's body had not come after {self._seconds:g} s")
 
     def _take(self, reader: Any) -> None:

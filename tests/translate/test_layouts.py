@@ -115,7 +115,7 @@ def test_experts_of_all_ranks_come_together(tmp_path, hub, family, kind, t, ep):
 
 
 @pytest.mark.parametrize("fused", ["per_rank", "interleaved"])
-@pytest.mark.parametrize("family", ["llama_biased", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama_biased", "gpt_neox", "qwen2"])
 def test_fused_transformer_engine_is_refused_until_its_order_is_said(tmp_path, hub, family, fused):
     model, state = hub(family)
     cut = lambda r, e: ref.te(state, 2, r, fused=fused)  # noqa: E731

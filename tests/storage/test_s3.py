@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import os
 import secrets
@@ -23,7 +24,8 @@ from smckpt.storage import FileInfo, Storage, open_storage
 from smckpt.storage.budget import part_size
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config
-from smckpt.storage.s3_read import fill
+from smckpt.storage.s3_faults import BadBody
+from smckpt.storage.s3_read import Filling, fill
 from smckpt.storage.s3_write import Body
 from tests.support import child
 from tests.support.s3 import BUCKET, Server
@@ -419,3 +421,13 @@ def test_a_forked_child_makes_a_client_of_its_own(s3_root: str, s3_server: Serve
         **s3_server.environment,
     )
     assert printed == "0 2"
+
+
+def test_a_pause_between_two_bodies_of_one_read_is_no_part_of_its_time() -> None:
+    target = memoryview(bytearray(4))
+    filling = Filling([target], 1)
+    with pytest.raises(BadBody, match="ended early"):
+        filling.take(io.BytesIO(b"ab"), directly=False)
+    threading.Event().wait(1.2)  # the pace of requests may have a try wait longer than that
+    filling.take(io.BytesIO(b"cd"), directly=False)
+    assert target == b"abcd"

@@ -8,6 +8,7 @@ can write hyperparameters through.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ __all__ = [
     "ParamGroups",
     "Tag",
     "plain_tag",
-    "renew_tag",
     "set_tag",
     "tag_of",
 ]
@@ -40,6 +40,13 @@ class Tag:
     geometry: Geometry | None = None
     after: Path = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As nothing: it speaks of this rank and life, and `torch.load` refuses foreign classes."""
+        return (OrderedDict, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tag:
+        return self
+
 
 @functools.lru_cache(maxsize=1 << 16)
 def plain_tag(kind: str, fqn: str) -> Tag:
@@ -52,24 +59,9 @@ def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
 
 
-def renew_tag(
-    tensor: torch.Tensor, kind: str, fqns: tuple[str, ...], geometry: Geometry | None, after: Path
-) -> None:
-    """`set_tag`, where the tensor mostly has that very tag from an earlier take."""
-    tag: Tag | None = getattr(tensor, _ATTRIBUTE, None)
-    if (
-        tag is None
-        or tag.kind != kind
-        or tag.geometry is not geometry
-        or tag.fqns != fqns
-        or tag.after != after
-    ):
-        setattr(tensor, _ATTRIBUTE, Tag(kind, fqns, geometry, after))
-
-
 def tag_of(tensor: torch.Tensor) -> Tag | None:
-    tag: Tag | None = getattr(tensor, _ATTRIBUTE, None)
-    return tag
+    tag = getattr(tensor, _ATTRIBUTE, None)
+    return tag if isinstance(tag, Tag) else None  # of what was pickled little is left
 
 
 class OptimizerStateDict(dict):  # type: ignore[type-arg]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
+from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.state_dict import full as full_state
 from tests.state_dict.test_interchange import build, taken, whole
 from tests.support.launch import run_ranks
@@ -52,6 +55,21 @@ def two_shards_of_a_rank(folder: str) -> list[Any]:
     return [(a, b) for a, b in zip(pieces, expected, strict=True) if not torch.equal(a, b)]
 
 
+def pickled(states: dict[str, Any]) -> list[str]:
+    """Those that `torch.load` refuses as holding more than weights."""
+    refused = []
+    for name, state in states.items():
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        try:
+            torch.load(file)
+        except pickle.UnpicklingError as error:
+            if "smckpt" in str(error):  # not of torch's own
+                refused.append(name)
+    return refused
+
+
 def others(folder: str) -> dict[str, Any]:
     """Saved as torch gives it, loaded as we give it; loaded as torch gives it, too."""
     warnings.simplefilter("ignore")
@@ -60,7 +78,12 @@ def others(folder: str) -> dict[str, Any]:
         model, optimizer = build(kind, 0)
         step(model, optimizer, 2)
         expected = whole(model, optimizer)
-        smckpt.save(torchs_own(kind, model, optimizer), checkpoint_id=f"{folder}/{kind}")
+        ours = taken(model, optimizer, smckpt.LOCAL)
+        place = f"{folder}/{kind}"
+        smckpt.save(torchs_own(kind, model, optimizer), checkpoint_id=place)
+        if (form := open_catalogue(place).kind) is not None:
+            out[f"{kind} after a LOCAL take"] = form
+        out[f"{kind} pickled"] = pickled({"taken": ours, "stock": optimizer.state_dict()})
         other, fresh = build(kind, 3)
         target = taken(other, fresh, smckpt.SHARDED)
         smckpt.load(target, checkpoint_id=f"{folder}/{kind}", check_keys_matched=False)

@@ -7,7 +7,7 @@ import threading
 import time
 
 from smckpt.engine.groups import Group, Partition, ranks_digest
-from smckpt.engine.session import Session, agree, lone_session
+from smckpt.engine.session import Session, Store, agree, client_of, lone_session
 
 __all__ = ["Membership"]
 
@@ -17,8 +17,10 @@ log = logging.getLogger("smckpt")
 class Membership:
     """This process as a member of `group`, for one purpose (`name`).
 
-    Sessions are agreed when first asked for and live as long as the process. Each caller gets a
-    session on a store client of its own, since a wait on a shared one blocks its other users.
+    Sessions are agreed when first asked for and live as long as the process. Each thread talks over
+    one store client of its own, since a wait on a shared one blocks its other users. It is kept for
+    the thread's later calls: c10d asks for the host's name at each connection, and where the
+    resolver does not answer that takes seconds.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -26,6 +28,8 @@ class Membership:
         self.name = name
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
+        self._own = threading.local()  # gone, and closed, with its thread
+        self._farewell: Store | None = None  # of whoever leaves: no thread can be waiting on it
 
     def session(self, timeout: float) -> Session:
         """The group's session, agreed on with all its ranks on first use."""
@@ -48,10 +52,13 @@ class Membership:
         """
         with self._lock:
             sessions, self._sessions = self._sessions, {}
+            store, self._farewell = self._farewell, None
+            self._own = threading.local()
         for prefix in sorted(sessions):  # ".../group/…" before ".../step/…"
-            session = sessions[prefix]
-            if session.channel is None:
+            if sessions[prefix].channel is None or store is None:
                 continue
+            session = sessions[prefix].over(store)
+            assert session.channel is not None
             try:
                 if session.member:
                     session.channel.arrive("bye", session.member, {})
@@ -68,18 +75,26 @@ class Membership:
     def _agreed(
         self, prefix: str, member: int, count: int, timeout: float, ranks: tuple[int, ...]
     ) -> Session:
+        if count == 1:
+            with self._lock:
+                return self._sessions.setdefault(prefix, lone_session())
         with self._lock:
+            store = self._client()
             if prefix not in self._sessions:
-                self._sessions[prefix] = (
-                    lone_session()
-                    if count == 1
-                    else agree(
-                        self.group.store.clone(),
-                        prefix,
-                        member=member,
-                        count=count,
-                        timeout=timeout,
-                        name=lambda m: f"rank {ranks[m]}",
-                    )
+                self._farewell = self._farewell or client_of(self.group.store)
+                self._sessions[prefix] = agree(
+                    store,
+                    prefix,
+                    member=member,
+                    count=count,
+                    timeout=timeout,
+                    name=lambda m: f"rank {ranks[m]}",
                 )
-            return self._sessions[prefix].own_client()
+            return self._sessions[prefix].over(store)
+
+    def _client(self) -> Store:
+        """This thread's."""
+        known: Store | None = getattr(self._own, "store", None)
+        if known is None:
+            known = self._own.store = client_of(self.group.store)
+        return known

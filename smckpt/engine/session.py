@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from smckpt.errors import PeerError, as_checkpoint_error, error_from_json
 
-__all__ = ["Arrival", "Channel", "Session", "Store", "agree", "lone_session"]
+__all__ = ["Arrival", "Channel", "Session", "Store", "agree", "client_of", "lone_session"]
 
 # How long the leader first waits for a silent member before it reads its nonce anew; doubled each
 # time up to the second figure, since c10d logs a warning on every wait that runs out.
@@ -67,9 +67,9 @@ class Channel:
     def sub(self, name: str) -> Channel:
         return Channel(self._store, f"{self._prefix}/{name}")
 
-    def clone(self) -> Channel:
-        """The same keys over a connection of its own: a wait blocks every other user of one."""
-        return Channel(_asked(self._store.clone), self._prefix)
+    def over(self, store: Store) -> Channel:
+        """The same keys over another client."""
+        return Channel(store, self._prefix)
 
     def set(self, key: str, body: dict[str, Any]) -> None:
         _asked(self._store.set, self._key(key), json.dumps(body))
@@ -132,9 +132,9 @@ class Session:
     channel: Channel | None
     hosts: tuple[str, ...] = ()
 
-    def own_client(self) -> Session:
-        """The same session over a store connection of the caller's own."""
-        return self if self.channel is None else replace(self, channel=self.channel.clone())
+    def over(self, store: Store) -> Session:
+        """The same session over a store client of the caller's own."""
+        return self if self.channel is None else replace(self, channel=self.channel.over(store))
 
     def meet(
         self,
@@ -221,6 +221,12 @@ def absent(bodies: dict[int, Any], count: int, name: Callable[[int], str], what:
         f"{shown} did not answer in time ({what})",
         remedy="a peer that died or hangs keeps a save from being committed; look at its log",
     )
+
+
+def client_of(store: Store) -> Store:
+    """A connection of its own to the same store: a wait blocks every other user of one."""
+    client: Store = _asked(store.clone)
+    return client
 
 
 def lone_session() -> Session:

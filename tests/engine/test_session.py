@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from smckpt.engine.groups import Group, Partition
+from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session, agree, lone_session
 from smckpt.engine.stages import Guard, Step
 from smckpt.errors import CheckpointError, CheckpointReplacedError, PeerError, StateError
@@ -123,6 +125,58 @@ def test_write_once_gives_everyone_the_first_value(server: Any) -> None:
         return session.channel.put_once("choice", {"by": member})["by"]
 
     assert len(set(together(server, 3, act, {}))) == 1
+
+
+class Counted(dist.TCPStore):
+    """A client that counts the connections made from it."""
+
+    clones = 0
+
+    def clone(self) -> Any:
+        self.clones += 1
+        return super().clone()
+
+
+def test_a_thread_keeps_its_connection_and_waits_on_nobody_elses(server: Any) -> None:
+    stores = [Counted("127.0.0.1", server.port, None, False) for _ in range(2)]
+    members = [Membership(Group((0, 1), rank, 2, store), "p") for rank, store in enumerate(stores)]
+
+    def meet(rank: int, point: str) -> None:
+        for turn in range(3):
+            session = members[rank].session(20)
+            session.meet(f"{point}/{turn}", {}, lambda _: {}, timeout=20, name=name)
+
+    def all_meetings(rank: int) -> None:
+        meet(rank, "group")
+        step = members[rank].step_session(Partition(((0,), (1,)), rank), 20)
+        step.meet("step", {}, lambda _: {}, timeout=20, name=name)
+
+    first = [threading.Thread(target=all_meetings, args=(rank,)) for rank in (0, 1)]
+    for thread in first:
+        thread.start()
+    for thread in first:
+        thread.join(30)
+    assert [store.clones for store in stores] == [2, 2]  # the thread's, and one to take leave
+
+    channel = members[0].session(20).channel
+    waiting = threading.Thread(target=channel.get, args=("released", 20))
+    waiting.start()
+    others = [threading.Thread(target=meet, args=(rank, "others")) for rank in (0, 1)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in others)
+    assert waiting.is_alive()
+    members[1].session(20).channel.set("released", {})
+    waiting.join(10)
+    assert [store.clones for store in stores] == [4, 4]
+    left = [threading.Thread(target=member.leave, args=(20,)) for member in members]
+    for thread in left:
+        thread.start()
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_a_lone_member_decides_by_itself() -> None:

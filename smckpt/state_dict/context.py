@@ -26,6 +26,7 @@ from smckpt.state_dict.model import ModelView, view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
+from smckpt.state_dict.tags import FullStateDict
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
@@ -203,7 +204,7 @@ class _Scope:
                 "only= is not honoured for the full state of a tensor-parallel model",
                 remedy="leave it out, and choose by the names that come out",
             )
-        return found
+        return FullStateDict(found)
 
     def load_model(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

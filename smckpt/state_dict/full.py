@@ -6,7 +6,7 @@ A rank that fails in between goes on taking part in them, and then all raise wha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from smckpt.state_dict.model import ModelView
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_groups
 from smckpt.state_dict.private import dtensor_parts, fsdp1_units, is_dtensor, is_fsdp1
-from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups
+from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict, ParamGroups
 
 __all__ = [
     "FullStateDictConfig",
@@ -118,7 +118,7 @@ def check_load(
 def full_model(model: nn.Module, config: Any) -> dict[str, Any]:
     """The whole model by canonical name; {} on the ranks that shall hold nothing."""
     rank0_only, to_cpu = _wishes(config)
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = FullStateDict()
     attempt, groups = Attempt(out), _groups_of(model)
     if is_fsdp1(model):
         raw = _fsdp1_full(model, rank0_only, to_cpu)
@@ -188,12 +188,12 @@ def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
 def full_optimizer(
     view: ModelView, optimizer: torch.optim.Optimizer, config: Any
 ) -> dict[str, Any]:
-    """The whole optimizer state by name, gathered tensor by tensor."""
+    """The whole optimizer state by name, gathered tensor by tensor; its groups on every rank."""
     rank0_only, to_cpu = _wishes(config)
     state: dict[str, Any] = {}
-    attempt, groups = Attempt(state), _groups_of(view.model)
+    attempt, all_groups = Attempt(state), _groups_of(view.model)
     sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
-    attempt.settle(groups)
+    attempt.settle(all_groups)
     if is_fsdp1(view.model):
         state = _fsdp1_full_state(view.model, optimizer, rank0_only, to_cpu)
     else:
@@ -201,10 +201,13 @@ def full_optimizer(
             whole = {k: _gathered(v, rank0_only, to_cpu, attempt) for k, v in slots.items()}
             if not (rank0_only and _rank()):
                 state[fqn] = whole
-        attempt.settle(groups)
-    groups = ParamGroups() if rank0_only and _rank() else sharded["param_groups"]
-    out = OptimizerStateDict(state=state, param_groups=groups)
-    return out
+        attempt.settle(all_groups)
+    groups: ParamGroups = sharded["param_groups"]  # on all ranks: each is to get its rates back
+    whole_state = FullStateDict(state)
+    whole_state.holds = not (rank0_only and _rank())
+    if _initialised():  # else it is live, as SHARDED state is
+        groups.binding = replace(groups.binding, kind="FULL")
+    return OptimizerStateDict(state=whole_state, param_groups=groups)
 
 
 def _fsdp1_full_state(

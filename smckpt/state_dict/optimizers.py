@@ -309,6 +309,9 @@ def prepare_optimizers(
         if binding is None:
             continue
         slots = _saved_slots(saved, path)
+        if binding.kind == "FULL":
+            renewed |= _align_full(binding, tree["state"], slots, strict)
+            continue
         changed = False
         for index, parameter in enumerate(binding.parameters()):
             wanted: dict[str, Wanted] = {}
@@ -426,6 +429,25 @@ def _align(
         if isinstance(value, torch.Tensor) and value.dtype != dtype:
             live[slot] = value.to(dtype)
             changed = True
+    return changed
+
+
+def _align_full(
+    binding: Binding, state: Any, slots: dict[str, dict[str, Wanted]], strict: bool
+) -> bool:
+    """As `_align`, of full state, whose tensors are no live ones, on the rank that holds it."""
+    changed = False
+    for index, parameter in enumerate(binding.parameters() if state.holds else ()):
+        for name in binding.names(parameter, index):
+            wanted, mine = slots.get(name, {}), state.get(name, {})
+            if strict and not wanted and any(isinstance(v, torch.Tensor) for v in mine.values()):
+                del state[name]
+                changed = True
+            for slot, (dtype, shape, _) in wanted.items():
+                here = mine.get(slot)
+                if not isinstance(here, torch.Tensor) or here.dtype != dtype:
+                    state.setdefault(name, {})[slot] = torch.zeros(shape, dtype=dtype)
+                    changed = True
     return changed
 
 

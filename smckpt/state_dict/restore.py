@@ -63,7 +63,8 @@ def restore(
         # A tensor in the groups (a rate) makes each of their values an entry of its own.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):
             fill_groups(binding, tree["param_groups"])
-        _write_through(binding, tree)
+        if binding.kind != "FULL":  # held by rank 0, which tells the others: load_state_dict
+            _write_through(binding, tree)
 
 
 def _is_in_groups(path: Path, live: Iterable[tuple[Path, Any, Any]]) -> bool:

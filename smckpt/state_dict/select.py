@@ -28,7 +28,7 @@ from smckpt.state_dict.private import (
     placement_of,
     unwrapped,
 )
-from smckpt.state_dict.tags import Tag, tag_of
+from smckpt.state_dict.tags import FullStateDict, Tag, tag_of
 
 __all__ = ["Selection", "Selector", "geometry_of", "put_back"]
 
@@ -52,6 +52,7 @@ class Selection:
 class _Walk:
     tensors: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     objects: list[ObjectLeaf] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
 
 
 class Selector:
@@ -89,7 +90,7 @@ class Selector:
                 rank=self._rank,
             ) from error
         self._refuse_twice(walk.objects)
-        kinds: set[str] = set()
+        kinds = walk.kinds
         entries, tensors = [], []
         for path, tensor in walk.tensors:
             tag = tag_of(tensor)
@@ -123,6 +124,9 @@ class Selector:
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True
+        if isinstance(value, FullStateDict):
+            walk.kinds.add("FULL")
+            return not value or self._children(value, value.items(), path, walk)
         if isinstance(value, Mapping):
             return self._children(value, value.items(), path, walk)
         if isinstance(value, (list, tuple)):

@@ -18,6 +18,7 @@ from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
 
 __all__ = [
+    "FullStateDict",
     "OptimizerStateDict",
     "ParamGroups",
     "Tag",
@@ -62,6 +63,21 @@ def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
 def tag_of(tensor: torch.Tensor) -> Tag | None:
     tag = getattr(tensor, _ATTRIBUTE, None)
     return tag if isinstance(tag, Tag) else None  # of what was pickled little is left
+
+
+class FullStateDict(dict):  # type: ignore[type-arg]
+    """A model's full state, or the slots of an optimizer's; on the ranks that hold nothing of it an
+    empty one, which is no value to save. Pickles and copies as a plain dict."""
+
+    holds = True  # on this rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        import copy
+
+        return copy.deepcopy(dict(self), memo)
 
 
 class OptimizerStateDict(dict):  # type: ignore[type-arg]

@@ -115,12 +115,31 @@ def full(folder: str) -> dict[str, Any]:
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
         with smckpt.sm_state_dict_type(model, smckpt.FULL, config):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        place = f"{folder}/{kind}"
+        smckpt.save({**state, "step": 7}, checkpoint_id=f"{place}/full")
+        smckpt.save(taken(model, optimizer, smckpt.LOCAL, step=7), checkpoint_id=f"{place}/local")
+        out[f"{kind} from full"] = full_load(f"{place}/full", kind, smckpt.FULL, expected)
+        out[f"{kind} from local"] = full_load(f"{place}/local", kind, smckpt.FULL, expected)
+        out[f"{kind} sharded"] = full_load(f"{place}/full", kind, smckpt.SHARDED, expected)
         if dist.get_rank():
             out[f"{kind} on rank 1"] = [*state["model"], *state["optimizer"]["state"]]
             continue
         out[kind] = differences(flat(state), expected)
         out[f"{kind} elsewhere"] = [n for n, t in flat(state).items() if t.device.type != "cpu"]
     return {"found": {what: found for what, found in out.items() if found}, "failed": failed_full()}
+
+
+def full_load(folder: str, kind: str, form: Any, expected: dict[str, Any]) -> list[str]:
+    """What differs after a load into a fresh optimizer of other rates, by all ranks."""
+    model, optimizer = build(kind, 3)
+    target = taken(model, optimizer, form, step=0)
+    smckpt.load(target, checkpoint_id=folder, timeout=60)
+    with smckpt.sm_state_dict_type(model, form):
+        model.load_state_dict(target["model"])
+        optimizer.load_state_dict(target["optimizer"])
+    found = differences(whole(model, optimizer), expected)
+    rates = [target["step"], optimizer.param_groups[0]["lr"]]
+    return found if rates == [7, 1e-2] else [*found, str(rates)]
 
 
 def failed_full() -> dict[str, Any]:
@@ -173,7 +192,7 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(full, 2, str(tmp_path_factory.mktemp("full")))
 
 
-def test_full_gathers_model_and_optimizer_to_rank_0_on_the_cpu(gathered) -> None:
+def test_full_gathers_to_rank_0_on_the_cpu_and_is_saved_and_loaded_by_all_ranks(gathered) -> None:
     assert [rank["found"] for rank in gathered] == [{}, {}]
 
 

@@ -455,8 +455,7 @@ class Committer:
                 path=twice,
             )
         parent = common_parent(urls)
-        if parent in urls:
-            parent = parent_url(parent)
+        parent = parent_url(parent) if parent in urls else parent
         ranks = [rank for group in job.partition.groups for rank in group]
         epoch = self._epoch(step, parent, ranks, timeout, urls)
         return {
@@ -469,10 +468,14 @@ class Committer:
         key = hash(job.partition.groups)
         if key not in self._step:
             step = self._step[key] = self.membership.step_session(job.partition, timeout)
-            if step.member == 0 and step.channel is not None:
-                # Others may wait for a word on saves that failed before this rank knew of them.
-                for number in range(job.handle.number):
-                    step.channel.set(f"ticket/{number}/decision", self._given_up(number))
+            # Others may wait for a word on saves that failed before this rank knew of them.
+            for number in range(job.handle.number):
+                channel, over = step.channel, self._given_up(number)
+                assert channel is not None  # there are several groups
+                if step.member == 0:
+                    channel.set(f"ticket/{number}/decision", over)
+                else:
+                    channel.arrive(f"ticket/{number}", step.member, over)
         return self._step[key]
 
 

@@ -149,35 +149,38 @@ def told_by_parallel_state(folder: str) -> Any:
     save(state)
     found = smckpt.latest_checkpoint(folder)
     assert found is not None
-    return found.groups, told_by_sharding(f"{folder}/other/part{rank}", groups[rank])
+    return found.groups, [
+        told_by_sharding(f"{folder}/other{without}/part{rank}", groups[rank], without)
+        for without in (0, 1)
+    ]
 
 
-def told_by_sharding(where: str, group: Any) -> tuple[str, float]:
-    """The lead of two groups has no state in the first save; in the second it knows the other."""
+def told_by_sharding(where: str, group: Any, without: int) -> tuple[str, float]:
+    """One of two groups has no state in the first save; in the second it knows the other."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     state = taken(*model_on(mesh), smckpt.LOCAL)
-    more: dict[str, Any] = {"process_group": group, "checkpoint_id": where, "queue": "other"}
+    more: dict[str, Any] = {"process_group": group, "checkpoint_id": where, "queue": f"{without}"}
     more["options"] = smckpt.SaveOptions(timeout=30)
     began, said = time.monotonic(), ""
     for first in (True, False):
         try:
-            smckpt.async_save(state if dist.get_rank() or not first else None, **more)
+            smckpt.async_save(None if first and dist.get_rank() == without else state, **more)
         except errors.CheckpointError as error:
             said += str(error)
     smckpt.maybe_finalize_async_calls()
     return said, time.monotonic() - began
 
 
-def test_parallel_state_tells_which_groups_make_a_step_also_to_a_lead_without_state(
+def test_parallel_state_tells_which_groups_make_a_step_also_to_a_rank_without_state(
     tmp_path: Path,
 ) -> None:
-    for rank, (told, (said, took)) in enumerate(
-        run_ranks(told_by_parallel_state, 2, str(tmp_path))
-    ):
+    for rank, (told, others) in enumerate(run_ranks(told_by_parallel_state, 2, str(tmp_path))):
         assert told == ("part0", "part1")
-        assert ("rank 0 had given up save 0" if rank else "nothing to save") in said
-        assert took < 25
-    for run in ("run", "other"):
+        for without, (said, took) in enumerate(others):
+            given_up = f"rank {without} had given up save 0"
+            assert ("nothing to save" if rank == without else given_up) in said
+            assert took < 25
+    for run in ("run", "other0", "other1"):
         assert len(list((tmp_path / run).glob("record-*"))) == 1
 
 

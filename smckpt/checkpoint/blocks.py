@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
@@ -46,9 +47,11 @@ class SavedFile:
     def path(self) -> str:
         return file_url(self.directory, self.record.name)
 
+    def __hash__(self) -> int:
+        return hash((self.directory, self.record.name))
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+
+class Segment(NamedTuple):
     """Where the bytes from `offset` of a file belong."""
 
     offset: int

@@ -51,6 +51,14 @@ class Row:
     def key(self) -> str:
         return dotted(self.path)
 
+    def local_shape(self, rank: int) -> Shape:
+        """Of the array that rank `rank` saved."""
+        return self.shape if self.geometry is None else self.geometry.local_shape(rank)
+
+    def coordinate(self, rank: int) -> Shape:
+        """Equal for two of the ranks exactly when they hold the same array."""
+        return (rank,) if self.geometry is None else self.geometry.coordinate(rank)
+
     def entry(self, rank: int) -> Entry:
         """The entry as rank `rank` saved it."""
         geometry: Geometry = self.geometry or KeptGeometry(self.fqns, self.shape, rank)

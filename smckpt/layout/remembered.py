@@ -10,7 +10,7 @@ __all__ = ["remembered"]
 T = TypeVar("T")
 
 
-class remembered(Generic[T]):  # noqa: N801 - a decorator, as `property` is
+class remembered(Generic[T]):
     """`functools.cached_property` without the lock that it has before Python 3.12: a load asks for
     thousands, each of its own object. Threads that ask at once compute the same value twice; so it
     is for values that have no identity of their own.

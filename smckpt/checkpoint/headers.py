@@ -39,7 +39,7 @@ class Header:
     entries: dict[str, HeaderEntry]
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, path: str) -> Header:
+def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: str) -> Header:
     """Read and check the header of a file of `size` bytes.
 
     Args:
@@ -57,7 +57,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, path: str) -> Head
         _bad(path, f"bytes 0 to 8 say the header has {length} bytes, the file has {size}")
     start = 8 + length
     if start > len(head):
-        head += read(len(head), start)
+        head = head + read(len(head), start)
     try:
         table = json.loads(head[8:start].decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

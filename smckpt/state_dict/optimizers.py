@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import Path
 from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
@@ -25,6 +25,7 @@ __all__ = [
     "bind",
     "fill_groups",
     "fill_optimizer",
+    "has_no_elements",
     "is_optimizer_dict",
     "optimizer_dicts",
     "prepare_optimizers",
@@ -318,7 +319,7 @@ def prepare_optimizers(
             for name in binding.names(parameter, index):
                 wanted.update(slots.get(name, {}))
             wanted = wanted or slots.get(str(index), {})  # saved by somebody who knew no names
-            if _local_numel(parameter) == 0 and not _has_state_where_empty(
+            if has_no_elements(parameter) and not _has_state_where_empty(
                 binding, parameter, [name for *_, name in wanted.values()], held_empty
             ):
                 wanted = {}
@@ -400,12 +401,16 @@ def _forget(binding: Binding, key: Any) -> None:
 def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wanted]]:
     """Parameter name → {slot: (dtype, shape)} of the optimizer at `path`."""
     prefix = tuple(map(str, (*path, "state")))
+    deep, first = len(prefix) + 2, prefix[0]
     out: dict[str, dict[str, Wanted]] = {}
-    for tensor in saved.values():
-        its = tuple(map(str, tensor.path))
-        if len(its) == len(prefix) + 2 and its[: len(prefix)] == prefix:
-            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), dotted(tensor.path))
-            out.setdefault(its[-2], {})[its[-1]] = wanted
+    for name, tensor in saved.items():
+        its = tensor.path
+        if len(its) != deep or str(its[0]) != first:
+            continue
+        *above, owner, slot = map(str, its)
+        if tuple(above) == prefix:
+            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), name)
+            out.setdefault(owner, {})[slot] = wanted
     return out
 
 
@@ -421,6 +426,8 @@ def _align(
             del optimizer.state[parameter]
             return True
         return False
+    if all(_has(live, slot, dtype) for slot, (dtype, _, _) in wanted.items()):
+        return False  # the rule: an optimizer that has stepped, or that init_optim_state filled
     shapes = {slot: (dtype, shape) for slot, (dtype, shape, _) in wanted.items()}
     changed = make_slots(optimizer, parameter, shapes, flat=binding.flat(parameter))
     live = optimizer.state[parameter]
@@ -451,6 +458,11 @@ def _align_full(
     return changed
 
 
+def _has(slots: Mapping[str, Any], slot: str, dtype: torch.dtype) -> bool:
+    value = slots.get(slot)
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
 def _has_state_where_empty(
     binding: Binding,
     parameter: torch.Tensor,
@@ -465,5 +477,6 @@ def _has_state_where_empty(
     return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))
 
 
-def _local_numel(parameter: torch.Tensor) -> int:
-    return dtensor_parts(parameter)[0].numel() if is_dtensor(parameter) else parameter.numel()
+def has_no_elements(parameter: torch.Tensor) -> bool:
+    """Of a parameter, on this rank."""
+    return (dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter).numel() == 0

@@ -37,6 +37,7 @@ from smckpt.errors import (
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
 from smckpt.state_dict.select import Selection, Selector, put_back
+from smckpt.state_dict.values import make_values, named_as_target
 
 if TYPE_CHECKING:
     import torch
@@ -154,15 +155,17 @@ class Loader:
         commit, early = self._choose(guard, request, failure)
         with guard.stage("plan", _common_spare) as told, _swept(request, commit):
             catalogue = early or open_catalogue(request.directory, **commit)
-            if prepare_optimizers(
+            saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
+            objects = catalogue.objects(saved)
+            objects = named_as_target(state_dict, objects, catalogue.optimizers)
+            renewed = prepare_optimizers(
                 state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
-            ):
+            )
+            if make_values(state_dict, objects) or renewed:
                 selection = selector.select(state_dict)
             plan = self._plan(catalogue, selection, request)
             if request.strict and plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
-            saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
-            objects = catalogue.objects(saved)
             self._check_objects(selection, objects, request)
             memory = _memory_of(selection)
         self._refuse_spare(told.decision.get("spare", ""), catalogue)

@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import smckpt
 from smckpt import errors
+from tests.support.truth import differences, snapshot
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,45 @@ def test_where_two_optimizers_could_be_meant_the_log_says_that_none_was_written(
     with caplog.at_level(logging.WARNING, "smckpt"):
         smckpt.load(state, checkpoint_id=tmp_path)
     assert "call its load_state_dict" in caplog.text
+
+
+def sparse(seed: int, rate: float) -> tuple[Any, Any]:
+    """An optimizer that counts its steps in a plain number, and makes its state in its step."""
+    torch.manual_seed(seed)
+    model = nn.Embedding(7, 3, sparse=True)
+    return model, torch.optim.SparseAdam(model.parameters(), lr=rate)
+
+
+def step_of_sparse(model: Any, optimizer: Any) -> None:
+    model(torch.tensor([1, 2, 5])).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_fresh_optimizer_gets_plain_numbers_of_its_state_too_whatever_the_kinds(
+    tmp_path: Path,
+) -> None:
+    kinds = {"local": smckpt.LOCAL, "sharded": smckpt.SHARDED}
+
+    def taken(kind: Any, model: Any, optimizer: Any) -> dict[str, Any]:
+        with smckpt.sm_state_dict_type(model, kind):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = sparse(0, 0.1)
+    for _ in range(3):
+        step_of_sparse(model, optimizer)
+    for name, kind in kinds.items():
+        smckpt.save(taken(kind, model, optimizer), checkpoint_id=tmp_path / name)
+    expected = snapshot(model, optimizer)
+    for name in kinds:
+        for kind in kinds.values():
+            other, fresh = sparse(1, 9.0)
+            smckpt.load(taken(kind, other, fresh), checkpoint_id=tmp_path / name)
+            assert differences(snapshot(other, fresh), expected) == []
+            assert fresh.state[other.weight]["step"] == 3
+    step_of_sparse(model, optimizer)
+    step_of_sparse(other, fresh)
+    assert differences(snapshot(other, fresh), snapshot(model, optimizer)) == []
 
 
 class Cast(torch.Tensor):

@@ -270,11 +270,27 @@ def copy_exactly(live: Any, given: Any, name: str) -> None:
         target.detach().copy_(source)
 
 
+class _Replacement:
+    """A module's method, replaced. In a copy of the module, pickled or deep, it is the class's own
+    again: the copy is no model of the block, and outlives it."""
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module = module
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)
+
+
 @contextmanager
 def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """The module's method replaced, on this object only, and put back."""
     before = module.__dict__.get(name)
-    module.__dict__[name] = function
+    module.__dict__[name] = _Replacement(module, name, function)
     try:
         yield
     finally:

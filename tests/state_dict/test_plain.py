@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,21 @@ def test_what_is_no_tensor_comes_back_whether_or_not_load_state_dict_is_called(
         fresh.load_state_dict(target["optimizer"])
     assert (target["step"], target["scale"], target["names"]) == (7, 0.5, ["a", None])
     assert differences(snapshot(other, fresh), before) == []
+
+
+def test_a_copy_of_the_model_made_inside_the_context_is_an_ordinary_model() -> None:
+    model, file = Net(), io.BytesIO()
+    with smckpt.sm_state_dict_type(model, smckpt.FULL):
+        torch.save(model, file)
+        copies = [copy.deepcopy(model)]
+    file.seek(0)
+    copies.append(torch.load(file, weights_only=False))
+    for twin in copies:
+        with torch.no_grad():
+            twin.head.weight.add_(1)
+        mine = twin.state_dict(prefix="of.")  # which the block's own refuses
+        assert torch.equal(mine["of.head.weight"], model.head.weight + 1)
+        assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
 def ddp(seed: int, optimizer: str) -> tuple[Any, Any]:

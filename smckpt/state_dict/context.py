@@ -282,6 +282,11 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
+    def end(self, before: Any) -> None:
+        """Of its block: blocks of generators and stacks can end in another order than they began,
+        and then a later one puts this back."""
+        self._function = before or getattr(type(self._module), self._name).__get__(self._module)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, self._name)
 
@@ -290,14 +295,15 @@ class _Replacement:
 def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """The module's method replaced, on this object only, and put back."""
     before = module.__dict__.get(name)
-    module.__dict__[name] = _Replacement(module, name, function)
+    module.__dict__[name] = ours = _Replacement(module, name, function)
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__[name]
-        else:
+        ours.end(before)
+        if module.__dict__.get(name) is ours:
             module.__dict__[name] = before
+            if before is None:
+                del module.__dict__[name]
 
 
 @contextmanager
@@ -306,19 +312,24 @@ def _patched_optimizers(scope: _Scope) -> Iterator[None]:
     kind = torch.optim.Optimizer
     take, fill = kind.state_dict, kind.load_state_dict
 
+    ended = False  # see `_Replacement.end`
+
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-        return scope.optimizer_state_dict(self)
+        return take(self) if ended else scope.optimizer_state_dict(self)
 
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        scope.load_optimizer(self, state_dict)
+        return fill(self, state_dict) if ended else scope.load_optimizer(self, state_dict)
 
     kind.state_dict = state_dict  # type: ignore[method-assign]
     kind.load_state_dict = load_state_dict  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind.state_dict = take  # type: ignore[method-assign]
-        kind.load_state_dict = fill  # type: ignore[method-assign]
+        ended = True
+        if kind.state_dict is state_dict:
+            kind.state_dict = take  # type: ignore[method-assign]
+        if kind.load_state_dict is load_state_dict:
+            kind.load_state_dict = fill  # type: ignore[method-assign]
 
 
 def remember_optimizer(optimizer: torch.optim.Optimizer) -> None:

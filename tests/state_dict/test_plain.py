@@ -95,6 +95,21 @@ def test_a_copy_of_the_model_made_inside_the_context_is_an_ordinary_model() -> N
         assert twin.load_state_dict(model.state_dict()).missing_keys == []
 
 
+def test_blocks_that_end_in_another_order_than_they_began_leave_nothing_behind() -> None:
+    model, optimizer = build("Adam")
+    step(model, optimizer)
+    first, second = (smckpt.sm_state_dict_type(model, k) for k in (smckpt.LOCAL, smckpt.SHARDED))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert "embedding.weight" in optimizer.state_dict()["state"]  # the second's
+    second.__exit__(None, None, None)
+    assert 0 in optimizer.state_dict()["state"]
+    assert "of.head.weight" in model.state_dict(prefix="of.")
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def ddp(seed: int, optimizer: str) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = DistributedDataParallel(Net())

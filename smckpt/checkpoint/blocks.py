@@ -7,11 +7,13 @@ cache.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
@@ -46,9 +48,11 @@ class SavedFile:
     def path(self) -> str:
         return file_url(self.directory, self.record.name)
 
+    def __hash__(self) -> int:
+        return hash((self.directory, self.record.name))
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+
+class Segment(NamedTuple):
     """Where the bytes from `offset` of a file belong."""
 
     offset: int
@@ -100,7 +104,7 @@ class BlockReader:
         self.scratch = scratch
         self._verify = verify
         self._lock = threading.Lock()
-        self._sums: bytes | None = None
+        self._sums: tuple[bytes, Sequence[int]] | None = None
 
     def fill(self, low: int, high: int, segments: Sequence[Segment]) -> None:
         """Read bytes [low, high), block-aligned but at the file's end, into disjoint segments in
@@ -161,11 +165,11 @@ class BlockReader:
         sums.end()
         return found
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> bytearray:
         """The bytes [start, stop), their blocks checked."""
         data = bytearray(stop - start)
         self.read_range(start, memoryview(data))
-        return bytes(data)
+        return data
 
     def read_range(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `offset`, all their blocks checked."""
@@ -178,7 +182,7 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: the file of checksums is damaged or missing.
         """
-        return int.from_bytes(self.stored_sums()[8 * block : 8 * block + 8], "little")
+        return self._stored()[1][block]
 
     def stored_sums(self) -> bytes:
         """The file of checksums, held against the manifest's checksum of the whole file.
@@ -186,10 +190,14 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: it is damaged or missing.
         """
-        with self._lock:
-            if self._sums is None:
-                self._sums = self._load_sums()
-            return self._sums
+        return self._stored()[0]
+
+    def _stored(self) -> tuple[bytes, Sequence[int]]:
+        known = self._sums  # no lock, once it is there: asked for each block
+        if known is None:
+            with self._lock:
+                known = self._sums = self._sums or self._load_sums()
+        return known
 
     def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
         wanted = sum(len(segment.buffer) for segment in segments)
@@ -217,21 +225,22 @@ class BlockReader:
             path=self.file.path,
         )
 
-    def _load_sums(self) -> bytes:
-        """The sidecar, held against the file's own checksum in the manifest."""
+    def _load_sums(self) -> tuple[bytes, Sequence[int]]:
+        """The sidecar, held against the file's own checksum in the manifest, and what it says of
+        each block."""
         name = self.file.record.crc_name
         path = file_url(self.file.directory, name)
         with not_missing(path):
             data = self.storage.read(name)
         blocks = -(-self.size // BLOCK)
-        sums = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+        sums = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
         if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != self.file.record.crc64:
             raise CorruptCheckpointError(
                 f"the checksums in {name} are not those of {self.file.record.name}",
                 remedy=DISK,
                 path=path,
             )
-        return data
+        return data, sums
 
 
 class Readers:

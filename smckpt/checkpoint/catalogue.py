@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.choose import READERS, Commit, choose_commit
@@ -18,7 +19,7 @@ from smckpt.checkpoint.rows import Row, decode_rows
 from smckpt.checkpoint.sources import Source, Sources, row_shape
 from smckpt.checkpoint.spread import found_spread
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.geometry import Shape
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
@@ -38,8 +39,7 @@ class LogicalTensor:
     shape: Shape
 
 
-@dataclass(frozen=True)
-class StoredSlot:
+class StoredSlot(NamedTuple):
     """Elements [start, stop) of a stored array, at byte `offset` of `file`."""
 
     start: int
@@ -64,6 +64,7 @@ class _Memory:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.readers = Readers(verify=True)
+        self.files: dict[int, list[SavedFile]] = {}
         self.headers: dict[SavedFile, Header] = {}
         self.slots: dict[tuple[int, ...], dict[str, list[tuple[SavedFile, HeaderEntry]]]] = {}
 
@@ -162,9 +163,9 @@ class Catalogue:
     def logical(self) -> dict[str, LogicalTensor]:
         """All tensors by logical name."""
         out = {}
-        for name, [(row, fqn), *_] in self.pieces.by_name.items():
-            path = row.logical_path(fqn)
-            out[name] = LogicalTensor(name, path, row.dtype, row_shape(row, fqn))
+        for name, rows in self.pieces.by_name.items():
+            row, fqn = rows[0]
+            out[name] = LogicalTensor(name, row.logical_path(fqn), row.dtype, row_shape(row, fqn))
         return out
 
     @cached_property
@@ -208,7 +209,7 @@ class Catalogue:
     def held_empty(self, name: str) -> bool:
         """Whether one of the ranks that hold a tensor has none of its elements."""
         rows = [row for row, _ in self.pieces.by_name[name]]
-        return any(0 in row.entry(rank).shape for row in rows for rank in row.ranks)
+        return any(0 in row.local_shape(rank) for row in rows for rank in row.ranks)
 
     def holders(self, row: Row) -> list[tuple[int, ...]]:
         """The ranks that share an array of this row, for each distinct array."""
@@ -247,43 +248,39 @@ class Catalogue:
             self._memory.headers[file] = header
         return header
 
-    def slots(
-        self, row: Row, holders: Sequence[int], entry: Entry | None = None
-    ) -> list[StoredSlot]:
+    def slots(self, row: Row, holders: Sequence[int]) -> list[StoredSlot]:
         """Where the array of `row` that `holders` share is stored, in order of elements.
-
-        Args:
-            entry: of one of the holders, where the caller has made it.
 
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
-        entry = entry or row.entry(holders[0])
+        shape = row.local_shape(holders[0])
+        numel, dtype = math.prod(shape), DTYPES[row.dtype]
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
-            start, stop = stored.elements or (0, entry.numel)
-            dtype = DTYPES[entry.dtype]
+            start, stop = stored.elements or (0, numel)
             if (
                 stored.code != (dtype.code or "U8")
                 or stored.nbytes != (stop - start) * dtype.itemsize
-                or stop > entry.numel
+                or stop > numel
             ):
                 raise CorruptCheckpointError(
                     f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
-                    f"element {start}, the manifest that it is {entry.dtype} {list(entry.shape)}",
+                    f"element {start}, the manifest that it is {row.dtype} {list(shape)}",
                     remedy="use an older checkpoint",
                     path=file.path,
                 )
             found.append(StoredSlot(start, stop, file, stored.offset))
-        found.sort(key=lambda slot: (slot.start, slot.stop))
+        if len(found) > 1:
+            found.sort(key=lambda slot: (slot.start, slot.stop))
         at = 0
         for slot in found:
             if slot.start > at:
                 break
             at = max(at, slot.stop)
-        if at < entry.numel or not found:
+        if at < numel or not found:
             raise CorruptCheckpointError(
-                f"{row.key!r}: elements {at} to {entry.numel} of the array of ranks "
+                f"{row.key!r}: elements {at} to {numel} of the array of ranks "
                 f"{list(holders)} are in none of their files",
                 remedy="use an older checkpoint",
                 path=self.url,
@@ -291,8 +288,10 @@ class Catalogue:
         return found
 
     def _files_of(self, rank: int) -> list[SavedFile]:
-        directory, part = self.parts[rank]
-        return [SavedFile(directory, record, rank) for record in part.files]
+        if rank not in self._memory.files:
+            directory, part = self.parts[rank]
+            self._memory.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
+        return self._memory.files[rank]
 
     def _stored(self, holders: tuple[int, ...]) -> dict[str, list[tuple[SavedFile, HeaderEntry]]]:
         """What the files of these ranks hold, by key."""

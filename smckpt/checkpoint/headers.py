@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.crc import BLOCK
 from smckpt.errors import CorruptCheckpointError
@@ -20,8 +20,7 @@ _SIZES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One array in the file: bytes [offset, offset + nbytes) of the file; elements
     `elements` = [start, stop) of the entry, or None for all of it."""
 
@@ -40,7 +39,7 @@ class Header:
     entries: dict[str, HeaderEntry]
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, path: str) -> Header:
+def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: str) -> Header:
     """Read and check the header of a file of `size` bytes.
 
     Args:
@@ -58,7 +57,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, path: str) -> Head
         _bad(path, f"bytes 0 to 8 say the header has {length} bytes, the file has {size}")
     start = 8 + length
     if start > len(head):
-        head += read(len(head), start)
+        head = head + read(len(head), start)
     try:
         table = json.loads(head[8:start].decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -77,8 +76,9 @@ def _entries(
 ) -> dict[str, HeaderEntry]:
     entries: dict[str, HeaderEntry] = {}
     at = start
-    for key, data in sorted(table.items(), key=lambda item: _offsets(item[1], path)):
-        entry = _entry(key, data, start, slices.get(key), path)
+    placed = sorted((*_offsets(data, path), key) for key, data in table.items())
+    for low, high, key in placed:
+        entry = _entry(key, table[key], low, high, start, slices.get(key), path)
         if entry.offset != at:
             _bad(path, f"{key!r} begins at byte {entry.offset} of the file, expected {at}")
         at += entry.nbytes
@@ -89,9 +89,14 @@ def _entries(
 
 
 def _entry(
-    key: str, data: Any, start: int, slice_: tuple[int, int] | None, path: str
+    key: str,
+    data: dict[str, Any],
+    low: int,
+    high: int,
+    start: int,
+    slice_: tuple[int, int] | None,
+    path: str,
 ) -> HeaderEntry:
-    low, high = _offsets(data, path)
     code, shape = data.get("dtype"), data.get("shape")
     if not isinstance(code, str) or code not in _SIZES:
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
@@ -109,7 +114,7 @@ def _offsets(data: Any, path: str) -> tuple[int, int]:
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
-        or any(type(n) is not int for n in offsets)
+        or not type(offsets[0]) is type(offsets[1]) is int
         or not 0 <= offsets[0] <= offsets[1]
     ):
         _bad(path, f"data_offsets {offsets!r}")

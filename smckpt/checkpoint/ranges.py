@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from smckpt.checkpoint.blocks import SavedFile
 from smckpt.checkpoint.catalogue import StoredSlot
@@ -20,8 +21,7 @@ RUN_BYTES = 64 << 10  # shorter contiguous runs go through scratch: a read each 
 SCRATCH_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(NamedTuple):
     """Bytes [offset, offset + nbytes) of `file` → target number `target` at byte `at`."""
 
     file: SavedFile
@@ -141,13 +141,14 @@ def _reads(
 ) -> Iterator[Direct]:
     """Elements [low, high) of a stored array, from the slots that have them."""
     done = low
-    for slot in slots:
-        start, stop = max(done, slot.start), min(high, slot.stop)
+    for first, last, file, offset in slots:
+        start = first if first > done else done
+        stop = last if last < high else high
         if stop <= start:
             continue
-        offset = slot.offset + (start - slot.start) * itemsize
+        place = offset + (start - first) * itemsize
         nbytes = (stop - start) * itemsize
-        yield Direct(slot.file, offset, nbytes, target, at + (start - low) * itemsize)
+        yield Direct(file, place, nbytes, target, at + (start - low) * itemsize)
         done = stop
 
 

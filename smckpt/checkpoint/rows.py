@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from smckpt.errors import CorruptCheckpointError
@@ -29,6 +28,7 @@ from smckpt.layout.geometry import (
     Segment,
     Shape,
 )
+from smckpt.layout.remembered import remembered
 
 __all__ = ["Row", "RowMerger", "decode_rows", "encode_rows", "merge_rows"]
 
@@ -47,9 +47,17 @@ class Row:
     shape: Shape
     ranks: tuple[int, ...]
 
-    @cached_property
+    @remembered
     def key(self) -> str:
         return dotted(self.path)
+
+    def local_shape(self, rank: int) -> Shape:
+        """Of the array that rank `rank` saved."""
+        return self.shape if self.geometry is None else self.geometry.local_shape(rank)
+
+    def coordinate(self, rank: int) -> Shape:
+        """Equal for two of the ranks exactly when they hold the same array."""
+        return (rank,) if self.geometry is None else self.geometry.coordinate(rank)
 
     def entry(self, rank: int) -> Entry:
         """The entry as rank `rank` saved it."""
@@ -249,6 +257,7 @@ class _Decoder:
         self._ranks = ranks
         self._members = frozenset(ranks)
         self._subsets: dict[str, tuple[int, ...]] = {}
+        self._rules: dict[Any, MeshGeometry] = {}  # a parameter's state has the parameter's
         self._meshes = [
             Mesh(tuple(m["names"]), tuple(m["shape"]), _expanded(m["ranks"]))
             for m in table["meshes"]
@@ -282,9 +291,13 @@ class _Decoder:
 
     def _rule(self, data: Mapping[str, Any]) -> MeshGeometry | FlatGeometry | BoxGeometry:
         if "placements" in data:
-            placements = tuple(map(Placement.parse, data["placements"]))
-            mesh = self._meshes[data["mesh"]]
-            return MeshGeometry(data["fqn"], tuple(data["shape"]), mesh, placements)
+            key = data["fqn"], data["mesh"], *data["shape"], *data["placements"]
+            if key not in self._rules:
+                placements = tuple(map(Placement.parse, data["placements"]))
+                mesh = self._meshes[data["mesh"]]
+                rule = MeshGeometry(data["fqn"], tuple(data["shape"]), mesh, placements)
+                self._rules[key] = rule
+            return self._rules[key]
         if "unit" in data:
             return FlatGeometry(
                 self._units[data["unit"]], self._meshes[data["mesh"]], data["member"]

@@ -5,6 +5,8 @@ The array itself is the union of what all saved ranks with that shard wrote of i
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from smckpt.checkpoint.catalogue import Catalogue
@@ -74,16 +76,18 @@ def plan_local(
     )
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
-    theirs = {entry.key: saved[entry.key].entry(twin) for entry in entries if entry.key in saved}
-    for entry in entries:
-        if entry.key in theirs:
-            places.refuse_guess(saved[entry.key], rank, catalogue.url)
-            _check_shape(catalogue, entry, saved[entry.key], theirs[entry.key], rank)
-    for number, entry in enumerate(entries):
-        if entry.key in theirs and entry.numel:
-            row, stored = saved[entry.key], theirs[entry.key]
-            holders = catalogue.pieces.holders(row)[stored.geometry.coordinate(twin)]
-            slots = catalogue.slots(row, holders, stored)
+    both = [
+        (number, entry, saved[entry.key])
+        for number, entry in enumerate(entries)
+        if entry.key in saved
+    ]
+    for _, entry, row in both:
+        places.refuse_guess(row, rank, catalogue.url)
+        _check_shape(catalogue, entry, row, twin, rank)
+    for number, entry, row in both:
+        if entry.numel:
+            holders = catalogue.pieces.holders(row)[row.coordinate(twin)]
+            slots = catalogue.slots(row, holders)
             plan.add_range(slots, 0, entry.numel, entry.itemsize, number, 0)
     return plan
 
@@ -94,11 +98,20 @@ def _twins(
     """The saved ranks whose shards this rank's are; all saved ranks when nothing is sharded."""
     candidates = set(catalogue.parts)
     ruled = False
+    taken: set[int] = set()  # ids of tuples, which most tensors share and the catalogue keeps alive
     for entry in entries:
-        rows = [r for r in catalogue.rows_by_key.get(entry.key, []) if r.geometry is not None]
-        if rows and not isinstance(entry.geometry, KeptGeometry):
-            candidates &= _same_shard(catalogue, entry, rows, rank)
-            ruled = True
+        if isinstance(entry.geometry, KeptGeometry):
+            continue
+        rows = [r for r in catalogue.rows_by_key.get(entry.key, ()) if r.geometry is not None]
+        if not rows:
+            continue
+        ruled = True
+        same = _same_shard(catalogue, entry, rows, rank)
+        if len(same) == 1:
+            if id(same[0]) in taken:
+                continue
+            taken.add(id(same[0]))
+        candidates.intersection_update(itertools.chain.from_iterable(same))
     if not candidates:
         raise TopologyError(
             "no saved rank held all the shards that this rank holds",
@@ -111,8 +124,10 @@ def _twins(
     return sorted(candidates)
 
 
-def _same_shard(catalogue: Catalogue, entry: Entry, rows: list[Row], rank: int) -> set[int]:
-    """The saved ranks that held exactly this rank's shard of the entry.
+def _same_shard(
+    catalogue: Catalogue, entry: Entry, rows: list[Row], rank: int
+) -> list[tuple[int, ...]]:
+    """The saved ranks that held exactly this rank's shard of the entry, by the array they share.
 
     Raises:
         TopologyError: it is sharded otherwise, or no saved rank here did.
@@ -142,7 +157,7 @@ def _same_shard(catalogue: Catalogue, entry: Entry, rows: list[Row], rank: int) 
     for row, _ in found[1:]:
         if not pieces.one_tensor(row, found[0][0]):
             raise ambiguous(entry.key, found[0][0], row, catalogue.url, rank)
-    return {r for _, same in found for holders in same for r in holders}
+    return [holders for _, same in found for holders in same]
 
 
 def _same_rule(saved: Geometry, live: Geometry) -> bool:
@@ -217,7 +232,7 @@ def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -
         for row in catalogue.rows_by_key.get(entry.key, ()):
             if row.geometry is None or row.geometry.shard_degree() == 1:
                 continue
-            if row.entry(row.ranks[0]).numel != entry.numel:
+            if math.prod(row.local_shape(row.ranks[0])) != entry.numel:
                 raise other_degree(catalogue, rank, row.geometry.shard_degree(), 1)
             raise TopologyError(
                 f"{entry.key} was saved in shards, the target does not say which it holds, and "
@@ -240,18 +255,17 @@ def _replica_index(entries: Sequence[Entry], rank: int, group_ranks: Sequence[in
     return sorted(alike).index(rank)
 
 
-def _check_shape(catalogue: Catalogue, entry: Entry, row: Row, saved: Entry, rank: int) -> None:
-    if saved.dtype == entry.dtype and saved.shape == entry.shape:
+def _check_shape(catalogue: Catalogue, entry: Entry, row: Row, twin: int, rank: int) -> None:
+    shape = row.local_shape(twin)
+    if row.dtype == entry.dtype and shape == entry.shape:
         return
-    kept_here, kept_there = isinstance(entry.geometry, KeptGeometry), row.geometry is None
-    if kept_here != kept_there and saved.dtype == entry.dtype:
-        if saved.numel == entry.numel:
+    kept_here, saved = isinstance(entry.geometry, KeptGeometry), row.geometry
+    if kept_here != (saved is None) and row.dtype == entry.dtype:
+        if math.prod(shape) == entry.numel:
             return  # the same bytes, seen flat by one side
-        degrees = [
-            1 if kept else geometry.shard_degree()
-            for kept, geometry in ((kept_there, saved.geometry), (kept_here, entry.geometry))
-        ]
-        if degrees[0] != degrees[1]:
-            raise other_degree(catalogue, rank, degrees[0], degrees[1])
-    raise other_tensor(entry.key, (saved.dtype, saved.shape), (entry.dtype, entry.shape),
+        there = 1 if saved is None else saved.shard_degree()
+        here = 1 if kept_here else entry.geometry.shard_degree()
+        if there != here:
+            raise other_degree(catalogue, rank, there, here)
+    raise other_tensor(entry.key, (row.dtype, shape), (entry.dtype, entry.shape),
                        catalogue.url, rank)  # fmt: skip

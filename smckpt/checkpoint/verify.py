@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -213,7 +214,7 @@ def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
             except CheckpointError as error:
                 yield _problem(error, catalogue.url)
                 continue
-            numel = row.entry(holders[0]).numel
+            numel = math.prod(row.local_shape(holders[0]))
             written = sum(slot.stop - slot.start for slot in slots)
             if written != numel:
                 yield Problem(

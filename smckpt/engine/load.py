@@ -83,6 +83,7 @@ class Loader:
         self._numbers = 0
         self._loads = 0
         self._lock = threading.Lock()
+        self._selectors: list[Selector] = []
 
     def load(self, state_dict: MutableMapping[str, Any], request: LoadRequest) -> None:
         """Fill `state_dict` (and the live objects behind it) in place. See `smckpt.load`."""
@@ -124,7 +125,21 @@ class Loader:
         guard: Guard,
         step_point: str,
     ) -> None:
-        selector = Selector(self.group.rank)
+        # Loads at once have one each. That of an earlier load knows most of this state.
+        selector = self._selectors.pop() if self._selectors else Selector(self.group.rank)
+        try:
+            self._attempt_with(selector, state_dict, request, guard, step_point)
+        finally:
+            self._selectors.append(selector)
+
+    def _attempt_with(
+        self,
+        selector: Selector,
+        state_dict: MutableMapping[str, Any],
+        request: LoadRequest,
+        guard: Guard,
+        step_point: str,
+    ) -> None:
         entries: Sequence[Entry] | None = None
         failure: Exception | None = None
         try:

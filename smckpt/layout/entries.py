@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from smckpt.layout.geometry import Geometry, Shape
+from smckpt.layout.remembered import remembered
 
 __all__ = ["DTYPES", "DType", "Entry", "ObjectLeaf", "Path", "dotted"]
 
@@ -91,7 +91,7 @@ class Entry:
         if self.dtype not in DTYPES:
             raise ValueError(f"{self.key}: dtype {self.dtype} is not supported")
 
-    @cached_property
+    @remembered
     def key(self) -> str:
         return dotted(self.path)
 
@@ -99,11 +99,11 @@ class Entry:
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
-    @cached_property
+    @remembered
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @remembered
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 

@@ -8,12 +8,15 @@ evaluate them offline, without torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from smckpt.layout.remembered import remembered
 
 __all__ = [
     "Box",
@@ -104,6 +107,7 @@ class Placement:
         return f"S{self.dim}" if self.kind == "shard" else f"SS{self.dim}/{self.split}"
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def parse(cls, text: str) -> Placement:
         """The inverse of `str`: "R", "S0", "SS0/2"."""
         if text == "R":
@@ -114,6 +118,13 @@ class Placement:
         if text.startswith("S"):
             return cls("shard", int(text[1:]))
         raise ValueError(f"not a placement: {text!r}")
+
+
+class Held(NamedTuple):
+    """What one rank holds of a tensor: index ranges per dimension, and the local shape."""
+
+    intervals: tuple[tuple[Interval, ...], ...]
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -153,8 +164,12 @@ class Mesh:
         return {}
 
     @cached_property
-    def _cut(self) -> dict[object, tuple[tuple[Interval, ...], ...]]:
+    def _cut(self) -> dict[object, dict[int, Held]]:
         # likewise: the tensors of a model have few shapes
+        return {}
+
+    @cached_property
+    def _coordinates(self) -> dict[Shape, dict[int, Shape]]:
         return {}
 
     def groups_on(self, dims: Sequence[int]) -> dict[Shape, tuple[int, ...]]:
@@ -194,7 +209,7 @@ class MeshGeometry:
     def fqns(self) -> tuple[str, ...]:
         return (self.fqn,)
 
-    @cached_property
+    @remembered
     def shard_dims(self) -> tuple[int, ...]:
         """Mesh dimensions that tell ranks' contents apart."""
         return tuple(
@@ -209,7 +224,15 @@ class MeshGeometry:
 
     def coordinate(self, rank: int) -> Shape:
         """The shard coordinate: equal for two ranks exactly when they hold the same array."""
-        return tuple(map(self.mesh.coordinate(rank).__getitem__, self.shard_dims))
+        found = self._coordinates.get(rank)
+        if found is None:
+            whole = self.mesh.coordinate(rank)
+            found = self._coordinates[rank] = tuple(map(whole.__getitem__, self.shard_dims))
+        return found
+
+    @remembered
+    def _coordinates(self) -> dict[int, Shape]:
+        return self.mesh._coordinates.setdefault(self.shard_dims, {})
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         return self.mesh.same_on(rank, self.shard_dims)
@@ -217,7 +240,7 @@ class MeshGeometry:
     def shard_degree(self) -> int:
         return math.prod(self.mesh.shape[d] for d in self.shard_dims)
 
-    @cached_property
+    @remembered
     def _cuts(self) -> tuple[tuple[int, Placement], ...]:
         """Mesh dimensions that cut the tensor, and how, in their order: from left to right, but a
         strided one that stands for "those to my right cut first" (FSDP over TP) comes after them,
@@ -237,11 +260,22 @@ class MeshGeometry:
 
     def intervals(self, rank: int) -> tuple[tuple[Interval, ...], ...]:
         """Per tensor dimension, the index ranges held, in the order of the local array."""
-        known = self.mesh._cut
-        key = (rank, self.shape, self.placements)
-        if key not in known:
-            known[key] = tuple(map(tuple, self._intervals(rank)))
-        return known[key]
+        return self._of(rank).intervals
+
+    def local_shape(self, rank: int) -> Shape:
+        return self._of(rank).shape
+
+    def _of(self, rank: int) -> Held:
+        found = self._held.get(rank)
+        if found is None:
+            intervals = tuple(map(tuple, self._intervals(rank)))
+            shape = tuple(sum(b - a for a, b in dim) for dim in intervals)
+            found = self._held[rank] = Held(intervals, shape)
+        return found
+
+    @remembered
+    def _held(self) -> dict[int, Held]:
+        return self.mesh._cut.setdefault((self.shape, self.placements), {})
 
     def _intervals(self, rank: int) -> list[list[Interval]]:
         held: list[list[Interval]] = [[(0, n)] if n else [] for n in self.shape]
@@ -258,13 +292,9 @@ class MeshGeometry:
                 held[placement.dim] = _merge(itertools.chain.from_iterable(parts))
         return held
 
-    def local_shape(self, rank: int) -> Shape:
-        return tuple(sum(b - a for a, b in dim) for dim in self.intervals(rank))
-
     def pieces(self, rank: int) -> list[Piece]:
         held = self.intervals(rank)
-        local = tuple(sum(b - a for a, b in dim) for dim in held)
-        strides = row_major_strides(local)
+        strides = row_major_strides(self.local_shape(rank))
         placed = []  # per dimension: (global offset, size, local offset)
         for dim in held:
             at = itertools.accumulate((b - a for a, b in dim), initial=0)
@@ -323,7 +353,7 @@ class FlatGeometry:
         if len(self.mesh.shape) != 2:
             raise ValueError("a flat shard's mesh has the two dimensions (replicate, shard)")
 
-    @cached_property
+    @remembered
     def fqns(self) -> tuple[str, ...]:
         chosen = self.unit.segments if self.member is None else (self.unit.segments[self.member],)
         return tuple(s.fqn for s in chosen if s.fqn is not None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import Path
 from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
@@ -384,12 +384,16 @@ def _forget(binding: Binding, key: Any) -> None:
 def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wanted]]:
     """Parameter name → {slot: (dtype, shape)} of the optimizer at `path`."""
     prefix = tuple(map(str, (*path, "state")))
+    deep, first = len(prefix) + 2, prefix[0]
     out: dict[str, dict[str, Wanted]] = {}
-    for tensor in saved.values():
-        its = tuple(map(str, tensor.path))
-        if len(its) == len(prefix) + 2 and its[: len(prefix)] == prefix:
-            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), dotted(tensor.path))
-            out.setdefault(its[-2], {})[its[-1]] = wanted
+    for name, tensor in saved.items():
+        its = tensor.path
+        if len(its) != deep or str(its[0]) != first:
+            continue
+        *above, owner, slot = map(str, its)
+        if tuple(above) == prefix:
+            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), name)
+            out.setdefault(owner, {})[slot] = wanted
     return out
 
 
@@ -405,6 +409,8 @@ def _align(
             del optimizer.state[parameter]
             return True
         return False
+    if all(_has(live, slot, dtype) for slot, (dtype, _, _) in wanted.items()):
+        return False  # the rule: an optimizer that has stepped, or that init_optim_state filled
     shapes = {slot: (dtype, shape) for slot, (dtype, shape, _) in wanted.items()}
     changed = make_slots(optimizer, parameter, shapes, flat=binding.flat(parameter))
     live = optimizer.state[parameter]
@@ -414,6 +420,11 @@ def _align(
             live[slot] = value.to(dtype)
             changed = True
     return changed
+
+
+def _has(slots: Mapping[str, Any], slot: str, dtype: torch.dtype) -> bool:
+    value = slots.get(slot)
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
 
 
 def _has_state_where_empty(

@@ -113,6 +113,9 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_REPLICATE = Placement("replicate")
+
+
 def placement_of(placement: Any, fqn: str) -> Placement:
     """Our word for torch's placement.
 
@@ -121,15 +124,20 @@ def placement_of(placement: Any, fqn: str) -> Placement:
     """
     kind = type(placement).__name__
     if kind == "Replicate":
-        return Placement("replicate")
+        return _REPLICATE
     if kind == "Shard":
-        return Placement("shard", placement.dim)
+        return _shard(placement.dim)
     if kind == "_StridedShard":
         return Placement("strided", placement.dim, placement.split_factor)
     raise StateError(
         f"{fqn} has the placement {placement}, which cannot be saved",
         remedy="redistribute it to Shard or Replicate before taking the state",
     )
+
+
+@functools.cache
+def _shard(dim: int) -> Placement:
+    return Placement("shard", dim)
 
 
 def is_fsdp2(model: nn.Module) -> bool:

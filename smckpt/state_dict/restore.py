@@ -178,6 +178,8 @@ def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) 
     elif isinstance(tree, list):
         items = list(enumerate(tree))
     for key, value in items:
+        if isinstance(value, torch.Tensor):
+            continue  # most of all; and a subclass may have a state dict for reasons of its own
         if isinstance(value, torch.optim.Optimizer):
             tree[key] = Binding(value, "LOCAL", {}, {}).adopt(value.state_dict())
             found.append((tree, key, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class Selector:
         self._rank = rank
         self._known: dict[Path, tuple[Any, Entry]] = {}
         self._meshes: dict[Any, Mesh] = {}
+        self._rules: dict[Any, MeshGeometry] = {}
         self._last: tuple[Entry, ...] = ()
-        self._told: set[str] = set()
 
     def select(self, state_dict: Mapping[str, Any] | None) -> Selection:
         """Walk the state.
@@ -206,8 +207,7 @@ class Selector:
     def _make(
         self, path: Path, tensor: torch.Tensor, local: torch.Tensor, tag: Tag | None
     ) -> Entry:
-        name = dotted(path)
-        _check(tensor, local, name, self._rank)
+        _check(tensor, local, path, self._rank)
         if tag is not None and len(tag.after) < len(path):
             fqns, after = tag.fqns, tag.after
         else:
@@ -217,31 +217,25 @@ class Selector:
         if tag is not None and tag.geometry is not None:
             geometry = tag.geometry
         else:
-            geometry = self._geometry(tensor, local, fqns, name)
-        return Entry(
-            path,
-            str(local.dtype).removeprefix("torch."),
-            tuple(local.shape),
-            geometry,
-            before,
-            after,
-        )
+            geometry = self._geometry(tensor, local, fqns, path)
+        dtype = _dtype_name(local.dtype)
+        return Entry(path, dtype, tuple(local.shape), geometry, before, after)
 
     def _geometry(
-        self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], name: str
+        self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], path: Path
     ) -> Geometry:
         if is_sharded_tensor(tensor):
             return _box_geometry(tensor, fqns[0], self._rank)
         if is_dtensor(tensor):
             _, mesh, placements, shape = dtensor_parts(tensor)
-            if mesh not in self._meshes:
-                self._meshes[mesh] = mesh_of(mesh)
-            return MeshGeometry(
-                fqns[0],
-                tuple(shape),
-                self._meshes[mesh],
-                tuple(placement_of(p, name) for p in placements),
-            )
+            # A parameter's state is placed as the parameter.
+            rule = fqns[0], shape, mesh, placements
+            if rule not in self._rules:
+                if mesh not in self._meshes:
+                    self._meshes[mesh] = mesh_of(mesh)
+                ours = tuple(placement_of(p, dotted(path)) for p in placements)
+                self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
+            return self._rules[rule]
         return KeptGeometry(fqns, tuple(local.shape), self._rank)
 
 
@@ -320,7 +314,7 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-def _check(tensor: torch.Tensor, local: torch.Tensor, name: str, rank: int) -> None:
+def _check(tensor: torch.Tensor, local: torch.Tensor, path: Path, rank: int) -> None:
     what = None
     if is_wrapper(local):
         what = f"is a {type(local).__name__}, which computes its values from other tensors"
@@ -330,10 +324,15 @@ def _check(tensor: torch.Tensor, local: torch.Tensor, name: str, rank: int) -> N
         what = "is quantised"
     elif local.device.type == "meta":
         what = "is on the meta device and has no data"
-    elif str(local.dtype).removeprefix("torch.") not in DTYPES:
+    elif _dtype_name(local.dtype) not in DTYPES:
         what = f"has the dtype {local.dtype}"
     if what is not None:
-        raise _unsupported(name, what, rank)
+        raise _unsupported(dotted(path), what, rank)
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _unsupported(name: str, what: str, rank: int) -> StateError:

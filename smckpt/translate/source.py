@@ -49,7 +49,7 @@ class Source:
         out = [ReadPlan() for _ in batches]
         for direct in plan.directs:
             number, target = homes[direct.target]
-            out[number].directs.append(replace(direct, target=target))
+            out[number].directs.append(direct._replace(target=target))
         for gather in plan.gathers:
             number, target = homes[gather.target]
             out[number].gathers.append(replace(gather, target=target))

@@ -110,6 +110,10 @@ def dcp(root: str) -> float:
     reader = smckpt.DistributedFileSystemReader(where, process_group=dist.group.WORLD)
     with one_rank_lists(root):
         checkpoint.load(together, storage_reader=reader)
+    planned = {"a": torch.zeros(4)}
+    with one_rank_lists(root):
+        smckpt.load(planned, checkpoint_id=where, planner=checkpoint.DefaultLoadPlanner())
+    assert torch.equal(planned["a"], alone["a"])
     with pytest.raises(checkpoint.api.CheckpointException):
         checkpoint.load(together, checkpoint_id=f"{root}/nothing", storage_reader=reader)
     assert type(reader.failure) is smckpt.CheckpointNotFoundError  # on each rank

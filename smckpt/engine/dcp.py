@@ -5,8 +5,11 @@ planners, readers and writers of others.
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
+
+import torch.distributed as dist
 
 from smckpt.engine.dcp_foreign import ForeignQueue, load_with_dcp
 from smckpt.engine.dcp_reader import DistributedFileSystemReader
@@ -63,7 +66,12 @@ def foreign_load(
     """
     group = group_of(process_group)
     assert group is not None
-    reader, checkpoint_id = _storage(reader, checkpoint_id, DistributedFileSystemReader)
+    # DCP's own collectives have all ranks of the group read together.
+    together = process_group
+    if together is None and len(group.ranks) > 1:
+        together = dist.group.WORLD
+    ours = partial(DistributedFileSystemReader, process_group=together)
+    reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     return load_with_dcp(
         state_dict,
         group,
@@ -77,7 +85,7 @@ def foreign_load(
 def _storage(
     given: Any,
     checkpoint_id: str | os.PathLike[str] | None,
-    ours: type[DistributedFileSystemReader] | type[DistributedFileSystemWriter],
+    ours: Callable[[str | os.PathLike[str]], Any],
 ) -> tuple[Any, str | os.PathLike[str] | None]:
     """The reader or writer to use, and the id to reset it with."""
     if given is not None:

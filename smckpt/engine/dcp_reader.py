@@ -10,6 +10,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,12 @@ from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.plan import plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
+from smckpt.engine.groups import Group, group_of
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry
+from smckpt.storage.budget import Share
+from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
 __all__ = ["DistributedFileSystemReader"]
@@ -53,12 +57,32 @@ class DistributedFileSystemReader(StorageReader):
         checkpoint_id: a group's directory that is whole by itself, or the directory above the
             groups' directories.
         threads: that read.
+        process_group: who reads together, such as `dist.group.WORLD`. Its lowest rank then finds
+            the commit and tells the others, which list nothing, and each keeps to its share of an
+            S3 bucket's budget. All ranks of the group must then load together, each with a reader
+            of the group (`read_metadata` is where they meet). None: each rank looks for itself.
+        timeout: seconds that the ranks of `process_group` wait for each other.
+
+    Raises:
+        UsageError: this process is no member of `process_group`, or `timeout` is not positive.
     """
 
-    def __init__(self, checkpoint_id: str | os.PathLike[str], *, threads: int = 4) -> None:
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        threads: int = 4,
+        process_group: Any = None,
+        timeout: float = 1800.0,
+    ) -> None:
         super().__init__()
         self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
         self._threads = threads
+        self._process_group = process_group
+        self._timeout = timeout
+        self._group()  # refused here, where the mistake is
+        if timeout <= 0:
+            raise UsageError(f"timeout={timeout} is not positive", remedy="give seconds > 0")
         self._catalogue: Catalogue | None = None
         self._objects: dict[str, Any] = {}
         self.failure: CheckpointError | None = None  # of read_metadata: DCP keeps its text only
@@ -91,7 +115,7 @@ class DistributedFileSystemReader(StorageReader):
         """
         try:
             catalogue = self._opened()
-            with noticing_replacement(self.checkpoint_id, catalogue.identity):
+            with self._in_share(), noticing_replacement(self.checkpoint_id, catalogue.identity):
                 return self._metadata(catalogue)
         except CheckpointError as error:
             self.failure = error
@@ -129,7 +153,7 @@ class DistributedFileSystemReader(StorageReader):
             CheckpointReplacedError: a newer save swept what was to be read.
         """
         catalogue = self._opened()
-        with noticing_replacement(self.checkpoint_id, catalogue.identity):
+        with self._in_share(), noticing_replacement(self.checkpoint_id, catalogue.identity):
             self._read_all(catalogue, plan, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -149,9 +173,36 @@ class DistributedFileSystemReader(StorageReader):
 
     def _opened(self) -> Catalogue:
         if self._catalogue is None:
-            self._catalogue = open_catalogue(self.checkpoint_id)
+            with self._in_share():
+                self._catalogue = self._found()
             self._objects = {}
         return self._catalogue
+
+    def _found(self) -> Catalogue:
+        group = self._group()
+        if group is None:
+            return open_catalogue(self.checkpoint_id)
+        from smckpt.engine.api import _RUNTIME  # this process's loaders: `smckpt.load` has them too
+
+        return _RUNTIME.loader(group).open(self.checkpoint_id, self._timeout)
+
+    def _group(self) -> Group | None:
+        """As it stands now: the job may have destroyed it meanwhile."""
+        if self._process_group is None:
+            return None
+        group = group_of(self._process_group)
+        if group is None:
+            raise UsageError(
+                "this process is no member of the reader's process_group",
+                remedy="make the reader on the ranks of the group only",
+                path=self.checkpoint_id,
+            )
+        return group
+
+    def _in_share(self) -> AbstractContextManager[None]:
+        """Stores that are opened inside keep to this rank's share of the bucket's budget."""
+        group = self._group()
+        return sharing(None if group is None else Share.of_rank(group.rank, group.world_size))
 
     def _metadata(self, catalogue: Catalogue) -> Metadata:
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

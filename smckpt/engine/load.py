@@ -193,18 +193,38 @@ class Loader:
 
     def find(self, root: str, look: Callable[[str], Found | None], timeout: float) -> Found | None:
         """What one rank finds under `root`, told to all."""
+
+        def found() -> dict[str, Any]:
+            newest = look(root)
+            return {"found": None if newest is None else newest.to_json()}
+
+        told = self._told("find", found, timeout)
+        return None if told["found"] is None else Found.from_json(told["found"])
+
+    def open(self, url: str, timeout: float) -> Catalogue:
+        """The newest commit at `url`: one rank finds it and tells the others, who list nothing.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: on all of them.
+            PeerError: somebody did not come within `timeout` seconds; names them.
+        """
+        opened: list[Catalogue] = []
+
+        def commit() -> dict[str, Any]:
+            opened.append(open_catalogue(url))
+            return {"choose": opened[0].identity, "name": opened[0].commit.name}
+
+        told = self._told("open", commit, timeout)
+        return opened[0] if opened else open_catalogue(url, **told)
+
+    def _told(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
-
-        def decide(_: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            found = look(root)
-            return {"found": None if found is None else found.to_json()}
-
         session = self.membership.session(timeout)
-        told = session.meet(
-            f"find/{number}", {}, decide, timeout=timeout, name=self.membership.rank_name
-        )
-        return None if told["found"] is None else Found.from_json(told["found"])
+        return session.meet(
+            f"{point}/{number}", {}, lambda _: look(), timeout=timeout,
+            name=self.membership.rank_name,
+        )  # fmt: skip
 
     # -- which commit ------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+from smckpt.storage.s3_deadlines import deadlines
 from smckpt.storage.s3_faults import BadBody
 
 __all__ = ["Filling", "fill", "reads_below", "split"]
@@ -88,23 +88,16 @@ class Filling:
     def _in_time(self, raw: Any) -> Iterator[None]:
         """Cut the connection when the time is over; where it is not at hand, `_take` looks at the
         clock between stretches."""
-        began, sock = time.monotonic(), _socket_of(raw)
+        began = time.monotonic()
         self._ends = began + self._seconds - self._spent
-        cut: threading.Timer | None = None
-        if sock is not None:
-            left = min(max(self._ends - began, 0), threading.TIMEOUT_MAX)
-            cut = threading.Timer(left, _shut, (sock,))
-            cut.daemon = True  # a process that ends does not wait for it
-            cut.start()
         try:
-            yield
+            with deadlines().cut(_socket_of(raw), self._ends):
+                yield
         except BadBody:
             self._refuse_late()
             raise
         finally:
             self._spent += time.monotonic() - began
-            if cut is not None:
-                cut.cancel()
 
     def _refuse_late(self) -> None:
         if time.monotonic() >= self._ends:
@@ -179,13 +172,6 @@ def _socket_of(raw: Any) -> socket.socket | None:
     below = getattr(getattr(raw, "_fp", None), "fp", None)
     sock = getattr(getattr(below, "raw", None), "_sock", None)
     return sock if isinstance(sock, socket.socket) else None
-
-
-def _shut(sock: socket.socket) -> None:
-    """End what waits for its bytes. Not by the method of TLS sockets, which forgets the session
-    that another thread is reading from."""
-    with suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _plain(body: Any) -> Any:

@@ -96,6 +96,24 @@ def test_a_mesh_stands_once_for_all_tensors_that_share_it():
     assert len(both["meshes"]) == 1
 
 
+def test_tensors_of_one_name_may_differ_in_shape_placement_and_mesh():
+    """Two models in one state dict: what is shared between rows of a name must be theirs both."""
+    other = Mesh(("replicate", "shard"), (4, 2), tuple(range(8)))
+    both = (Placement("shard", 1), Placement("shard", 0))
+    rules = [
+        sharded("w"),
+        sharded("w", shape=(40, 9)),
+        MeshGeometry("w", (30, 7), HSDP, both),
+        sharded("w", other),
+        sharded("v"),
+        sharded("w"),
+    ]
+    entries = [entry(f"k{i}", rule) for i, rule in enumerate(rules)]
+    rows = decode_rows(through_json(encode_rows(entries)), range(8))
+    assert [row.geometry for row in rows] == rules
+    assert rows[0].geometry is rows[5].geometry
+
+
 def test_the_rows_of_64_ranks_of_one_mesh_stand_once():
     mesh = Mesh(("replicate", "shard"), (4, 16), tuple(range(64)))
 

@@ -176,6 +176,20 @@ def test_groups_in_nested_directories_are_read_together(tmp_path):
     check(catalogue, [on_mesh(f, s, mesh_of(3), "S0") for f, s in named.items()], arrays, range(3))
 
 
+def test_a_local_load_by_other_ranks_follows_who_held_all_of_their_shards(tmp_path):
+    """Two tensors cut along different dimensions of one mesh: half of the ranks share this rank's
+    shard of the one, half of the other, and one rank has both."""
+
+    def rules(first: int) -> list[Rule]:
+        mesh = Mesh(("a", "b"), (2, 2), tuple(range(first, first + 4)))
+        return [on_mesh("along_b", (6, 2), mesh, "R S0"), on_mesh("along_a", (6, 4), mesh, "S0 R"),
+                on_mesh("again_b", (4, 2), mesh, "R S0")]  # fmt: skip
+
+    arrays = whole({"along_b": (6, 2), "along_a": (6, 4), "again_b": (4, 2)})
+    save(tmp_path, range(4), state(rules(0), arrays))
+    check(open_catalogue(str(tmp_path)), rules(4), arrays, range(4, 8), local=True)
+
+
 def test_only_the_headers_of_needed_files_are_read(tmp_path):
     arrays = whole({"a": (8, 4)})
     save(tmp_path, range(4), state([on_mesh("a", (8, 4), mesh_of(4), "S0")], arrays))

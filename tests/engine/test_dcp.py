@@ -252,10 +252,20 @@ def test_ranks_that_found_different_commits_are_refused(tmp_path: Path) -> None:
 
 
 def each_rank_gets_its_own(folder: str) -> list[Any]:
-    smckpt.save({"w": torch.ones(2), "mine": dist.get_rank()}, checkpoint_id=folder)
+    rank = dist.get_rank()
+    smckpt.save({"w": torch.ones(2), "mine": rank}, checkpoint_id=folder)
     target = {"mine": None}
     dcp.load(target, storage_reader=Reader(folder))
-    return [target["mine"]]
+    mine = target["mine"]
+    lone = [dist.new_group([0]), dist.new_group([1])]
+    dcp.load(target, storage_reader=Reader(folder, process_group=lone[rank]), no_dist=True)
+    assert target["mine"] == mine
+    with pytest.raises(errors.UsageError, match="no member of the reader's process_group"):
+        Reader(folder, process_group=lone[1 - rank])
+    if rank == 0:  # its peer does not come: told in time, not waited for without end
+        with pytest.raises(errors.PeerError, match="rank 1"):
+            Reader(folder, process_group=dist.group.WORLD, timeout=0.5).read_metadata()
+    return [mine]
 
 
 def test_each_rank_gets_its_own_values_back(tmp_path: Path) -> None:

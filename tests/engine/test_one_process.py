@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -494,6 +495,26 @@ def test_two_saves_in_a_row_wait_for_each_other_and_both_commit(tmp_path: Path) 
         target = {"a": torch.zeros(1 << 20)}
         smckpt.load(target, checkpoint_id=tmp_path / str(i))
         assert target["a"][0] == i
+
+
+def test_loads_in_several_threads_at_once_each_get_their_own(tmp_path: Path) -> None:
+    def state(value: int) -> dict[str, Any]:
+        # Under one path, tensors of other shapes, so that nothing known of one fits the other.
+        return {f"t{i}": torch.full((value + i,), float(value)) for i in range(40)}
+
+    for value in (3, 4, 5):
+        smckpt.save(state(value), checkpoint_id=tmp_path / str(value))
+    together = threading.Barrier(3, timeout=60)
+
+    def loaded(value: int) -> list[float]:
+        target = {key: torch.zeros_like(t) for key, t in state(value).items()}
+        together.wait()
+        smckpt.load(target, checkpoint_id=tmp_path / str(value))
+        return sorted({x for tensor in target.values() for x in tensor.tolist()})
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(5):
+            assert list(pool.map(loaded, (3, 4, 5))) == [[3.0], [4.0], [5.0]]
 
 
 def test_timings_say_what_took_how_long(tmp_path: Path) -> None:

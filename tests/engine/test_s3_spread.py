@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +25,19 @@ OPTIONS = {"prefixes": 4}
 
 def state(value: float) -> dict[str, object]:
     return {"a": torch.full((1000,), value), "rank": dist.get_rank()}
+
+
+@contextmanager
+def one_rank_lists(root: str) -> Iterator[None]:
+    """Inside, rank 0 looks and tells the others."""
+    listings: list[str] = []
+    events = open_storage(root).run("look", root, lambda client: client.meta.events)  # type: ignore[attr-defined]
+    events.register("before-call.s3.ListObjectsV2", lambda **_: listings.append("one"), "count")
+    try:
+        yield
+    finally:
+        events.unregister("before-call.s3.ListObjectsV2", unique_id="count")
+    assert bool(listings) == (dist.get_rank() == 0)
 
 
 class Listening(Worker):
@@ -53,13 +68,9 @@ def a_run(root: str) -> tuple[list[float], str, dict[str, Share]]:
         smckpt.load(target, checkpoint_id=f"{root}/run/step-{step}")
         assert target["rank"] == dist.get_rank()
         values.append(target["a"][0].item())  # type: ignore[index]
-    with_s3 = open_storage(root)
-    listings: list[str] = []
-    events = with_s3.run("look", root, lambda client: client.meta.events)  # type: ignore[attr-defined]
-    events.register("before-call.s3.ListObjectsV2", lambda **_: listings.append("one"))
-    found = smckpt.latest_checkpoint(root)
+    with one_rank_lists(root):
+        found = smckpt.latest_checkpoint(root)
     assert found is not None
-    assert bool(listings) == (dist.get_rank() == 0), "one rank looks and tells the others"
     return values, found.path, Listening.heard
 
 
@@ -92,9 +103,22 @@ def dcp(root: str) -> float:
     writer = smckpt.DistributedFileSystemWriter(f"{root}/dcp/step-1")
     with using_s3(S3Config.from_mapping(OPTIONS, S3Config.from_environment())):
         checkpoint.save({"a": torch.full((4,), 7.0)}, storage_writer=writer)
-    target = {"a": torch.zeros(4)}
-    checkpoint.load(target, storage_reader=smckpt.DistributedFileSystemReader(f"{root}/dcp/step-1"))
-    return target["a"][0].item()
+    where = f"{root}/dcp/step-1"
+    alone = {"a": torch.zeros(4)}
+    checkpoint.load(alone, storage_reader=smckpt.DistributedFileSystemReader(where))
+    together = {"a": torch.zeros(4)}
+    reader = smckpt.DistributedFileSystemReader(where, process_group=dist.group.WORLD)
+    with one_rank_lists(root):
+        checkpoint.load(together, storage_reader=reader)
+    planned = {"a": torch.zeros(4)}
+    with one_rank_lists(root):
+        smckpt.load(planned, checkpoint_id=where, planner=checkpoint.DefaultLoadPlanner())
+    assert torch.equal(planned["a"], alone["a"])
+    with pytest.raises(checkpoint.api.CheckpointException):
+        checkpoint.load(together, checkpoint_id=f"{root}/nothing", storage_reader=reader)
+    assert type(reader.failure) is smckpt.CheckpointNotFoundError  # on each rank
+    assert torch.equal(together["a"], alone["a"])
+    return alone["a"][0].item()
 
 
 def everything(root: str) -> tuple[Any, tuple[float, str, float]]:

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import smckpt
 from smckpt import errors
+from smckpt.state_dict.select import Selector
 from tests.support.truth import differences, snapshot
 
 
@@ -188,3 +192,59 @@ def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_na
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(errors.StateError, match="a.ragged"):
         smckpt.save({"a": {"ragged": ragged}}, checkpoint_id=tmp_path)
+
+
+def test_fresh_optimizers_beside_each_other_get_each_its_own_state(tmp_path: Path) -> None:
+    def state(trained: bool) -> tuple[dict[str, Any], list[torch.optim.Optimizer]]:
+        model = nn.Linear(3, 2)
+        optimizers = [
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(model.parameters()),
+        ]
+        if trained:
+            model(torch.ones(1, 3)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+            first, second = (optimizer.state_dict() for optimizer in optimizers)
+            both = {"model": model.state_dict(), "all": {"first": first, "second": second}}
+            return both, optimizers
+
+    smckpt.save(state(trained=True)[0], checkpoint_id=tmp_path)
+    target, fresh = state(trained=False)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    slots = [{name for held in o.state.values() for name in held} for o in fresh]
+    assert slots == [{"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}]
+
+
+def test_state_of_another_dtype_than_was_saved_is_taken_in_that_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    def state(dtype: torch.dtype) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        smckpt.init_optim_state(optimizer)
+        for slots in optimizer.state.values():
+            slots["exp_avg"] = torch.full_like(slots["exp_avg"], 1 / 3, dtype=dtype)
+        with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, optimizer
+
+    smckpt.save(state(torch.float32)[0], checkpoint_id=tmp_path)
+    target, optimizer = state(torch.bfloat16)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    for slots in optimizer.state.values():
+        assert slots["exp_avg"].equal(torch.full_like(slots["exp_avg"], 1 / 3, dtype=torch.float32))
+
+
+def test_tensors_of_one_name_and_shape_may_be_placed_otherwise() -> None:
+    """Two models in one state dict: one is sharded, the other copied."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        placed = [Shard(0), Replicate(), Shard(1), Shard(0)]
+        state = {str(i): {"w": DTensor.from_local(torch.ones(2, 2), mesh, [place])}
+                 for i, place in enumerate(placed)}  # fmt: skip
+        rules = [entry.geometry for entry in Selector(0).select(state).entries]
+    finally:
+        dist.destroy_process_group()
+    assert [str(p) for rule in rules for p in rule.placements] == ["S0", "R", "S1", "S0"]

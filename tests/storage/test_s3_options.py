@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.utils import parse_timestamp
 
+import smckpt
 from smckpt.errors import UsageError
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_factory import parse_time
 from tests.support.launch import ROOT
 
 MIB = 1 << 20
@@ -78,12 +81,25 @@ def test_who_pays_how_it_is_encrypted_and_kept_and_marked_stands_in_each_request
             assert named == expected, operation
 
 
-def test_what_is_not_asked_for_is_in_no_request(s3_root: str) -> None:
-    fields = {"chunk_size_MB": 5}
+def test_the_stores_logs_show_who_asked_and_nothing_that_is_not_asked_for(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SDK_UA_APP_ID", "team-7")
+    fields = {"chunk_size_MB": 5, "retries": 7}  # a client of its own
     config = S3Config.from_mapping(fields, S3Config.from_environment())
     for requests in everything(s3_root, config).values():
         for headers in requests:
-            assert not {*WHOSE, *NEW} & headers.keys()
+            agent = headers["user-agent"]
+            assert agent.startswith("Boto3/") and agent.count("Botocore/") == 1
+            assert f"smckpt/{smckpt.__version__} app/team-7 " in agent
+            assert not {*WHOSE, *NEW} & headers.keys()  # what is not asked for
+
+
+def test_dates_are_read_as_botocore_reads_them() -> None:
+    for written in ("Wed, 01 Jan 2025 00:00:09 GMT", "2025-01-01T00:00:09Z", 1735689609):
+        assert parse_time(written) == parse_timestamp(written)
+    with pytest.raises(ValueError, match="no day"):
+        parse_time("no day at all GMT")
 
 
 # -- a client of the user's own ----------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""Bodies that take too long: their connections are cut, by one thread, and no others are."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from smckpt.storage.s3_deadlines import NAME, Deadlines
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made = [socket.socketpair() for _ in range(4)]
+    for end in (end for pair in made for end in pair):
+        end.settimeout(30)
+    yield made
+    for end in (end for pair in made for end in pair):
+        end.close()
+
+
+def is_cut(pair: Pair) -> bool:
+    """Whether the first end was; else a byte comes through."""
+    pair[1].send(b"x")
+    return pair[0].recv(1) == b""
+
+
+def test_each_connection_is_cut_at_its_own_time_by_the_same_thread(pairs: list[Pair]) -> None:
+    deadlines, before = Deadlines(), threading.active_count()
+    now = time.monotonic()
+    with ExitStack() as bodies:
+        for (sock, _), late in zip(pairs, (math.inf, 600, 0.4, 0.1), strict=True):
+            bodies.enter_context(deadlines.cut(sock, now + late))
+        assert pairs[3][0].recv(1) == b""  # the last to come is the first to be cut
+        assert 0.1 <= time.monotonic() - now < 0.4
+        assert pairs[2][0].recv(1) == b""
+        assert time.monotonic() - now >= 0.4
+        assert not is_cut(pairs[0]) and not is_cut(pairs[1])
+        assert threading.active_count() == before + 1
+        assert NAME in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_connection_whose_body_has_come_is_left_to_who_has_it_next(pairs: list[Pair]) -> None:
+    deadlines = Deadlines()
+    early, late = pairs[0][0], pairs[1][0]
+    soon = time.monotonic() + 0.2
+    with deadlines.cut(early, soon):
+        pass
+    with deadlines.cut(late, soon + 0.1):
+        assert late.recv(1) == b""
+    assert not is_cut(pairs[0])
+
+
+def test_without_a_connection_at_hand_nothing_is_watched() -> None:
+    deadlines, before = Deadlines(), threading.active_count()
+    with deadlines.cut(None, 0):
+        assert threading.active_count() == before

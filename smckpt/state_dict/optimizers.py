@@ -17,8 +17,8 @@ from smckpt.layout.entries import Path
 from smckpt.layout.geometry import FlatGeometry
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.model import Fsdp1View, Held, ModelView
-from smckpt.state_dict.private import detached, dtensor_parts, is_dtensor
-from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, set_tag
+from smckpt.state_dict.private import dtensor_parts, is_dtensor
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
 
 __all__ = [
     "Binding",
@@ -104,8 +104,7 @@ def take(
         what = held.get(id(parameter))
         if binding.by_id:
             state[index] = {
-                slot: _tagged(value, parameter, what, kind, (slot,))
-                for slot, value in slots.items()
+                slot: _tagged(value, parameter, what, (slot,)) for slot, value in slots.items()
             }
             continue
         if what is None:
@@ -113,8 +112,7 @@ def take(
         members = slices.get(id(parameter))
         if members is None:
             state[what.fqns[0]] = {
-                slot: _tagged(value, parameter, what, kind, (slot,))
-                for slot, value in slots.items()
+                slot: _tagged(value, parameter, what, (slot,)) for slot, value in slots.items()
             }
             continue
         for fqn, segment, offset, numel in members:
@@ -147,19 +145,19 @@ def _unknown(index: int) -> StateError:
     )
 
 
-def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, kind: str, after: Path) -> Any:
-    """The value as it is; a tensor as an object of its own over the same memory, with a tag that
-    says whose state it is. A tag on the live tensor would ride on whatever others take later."""
+def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, after: Path) -> Any:
+    """The value as it is; a tensor gets a tag that says whose state it is. It is the live tensor,
+    and the tag rides on whatever others take later: so it says nothing of the kind of this take,
+    which the dict knows."""
     if isinstance(value, dict):
-        return {k: _tagged(v, parameter, held, kind, (*after, k)) for k, v in value.items()}
+        return {k: _tagged(v, parameter, held, (*after, k)) for k, v in value.items()}
     if not isinstance(value, torch.Tensor) or held is None:
         return value
     geometry = held.geometry
     if geometry is not None and not _same_extent(value, parameter):
         geometry = None
-    out = detached(value)
-    set_tag(out, Tag(kind, held.fqns, geometry, after))
-    return out
+    renew_tag(value, held.fqns, geometry, after)
+    return value
 
 
 def _same_extent(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -225,38 +223,27 @@ def _binding_of(tree: dict[str, Any]) -> Binding | None:
 
 
 def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
-    """The live optimizer whose state tensors are those of a state dict, whoever made it.
+    """The live optimizer whose state tensors are those of a stock state dict.
 
-    `Optimizer.state_dict()` hands out the live tensors, ours hands out their memory.
+    `Optimizer.state_dict()` hands out the live tensors, so identity tells, whoever made the dict.
     """
     wanted = {
-        mark
+        id(value)
         for slots in tree["state"].values()
         if isinstance(slots, dict)
         for value in slots.values()
-        for mark in _marks(value)
+        if isinstance(value, torch.Tensor)
     }
     if not wanted:
         alike = [o for o in _live_optimizers() if _made_its_groups(o, tree["param_groups"])]
         return Binding(alike[0], "LOCAL", {}, {}) if len(alike) == 1 else None
     for candidate in _live_optimizers():
         for slots in candidate.state.values():
-            if any(mark in wanted for value in slots.values() for mark in _marks(value)):
+            if any(id(value) in wanted for value in slots.values()):
                 keys = list(tree["state"])
                 kind = "LOCAL" if keys and isinstance(keys[0], int) else "SHARDED"
                 return Binding(candidate, kind, {}, {}) if kind == "LOCAL" else None
     return None
-
-
-def _marks(value: Any) -> Iterator[tuple[str, int]]:
-    """What tells a tensor of state while it lives: the object, and where its memory begins."""
-    if not isinstance(value, torch.Tensor):
-        return
-    yield "id", id(value)
-    local = dtensor_parts(value)[0] if is_dtensor(value) else value
-    dense = type(local) is torch.Tensor and local.layout is torch.strided
-    if dense and (at := local.data_ptr()):
-        yield "at", at
 
 
 def _live_optimizers() -> Iterator[torch.optim.Optimizer]:

@@ -95,7 +95,7 @@ class Selector:
         entries, tensors = [], []
         for path, tensor in walk.tensors:
             tag = tag_of(tensor)
-            if tag is not None:
+            if tag is not None and tag.kind is not None:
                 kinds.add(tag.kind)
             try:
                 entry, local = self._entry(path, tensor, tag)

@@ -23,6 +23,7 @@ __all__ = [
     "ParamGroups",
     "Tag",
     "plain_tag",
+    "renew_tag",
     "set_tag",
     "tag_of",
 ]
@@ -32,11 +33,12 @@ _ATTRIBUTE = "_smckpt_tag"
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """kind: LOCAL, SHARDED or FULL. geometry: None where the tensor itself tells (DTensor) or has
-    none (kept). fqns: the parameters it stands for. after: what follows the fqn in the path;
-    the last 1 + len(after) components of the tensor's own path are replaced by (fqn, *after)."""
+    """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None where the tensor itself
+    tells (DTensor) or has none (kept). fqns: the parameters it stands for. after: what follows the
+    fqn in the path; the last 1 + len(after) components of the tensor's own path are replaced by
+    (fqn, *after)."""
 
-    kind: str
+    kind: str | None
     fqns: tuple[str, ...]
     geometry: Geometry | None = None
     after: Path = ()
@@ -58,6 +60,22 @@ def plain_tag(kind: str, fqn: str) -> Tag:
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
+
+
+def renew_tag(
+    tensor: torch.Tensor, fqns: tuple[str, ...], geometry: Geometry | None, after: Path
+) -> None:
+    """Tag a live tensor, which mostly has that very tag from an earlier take: the same object then,
+    so that a selector sees at once that nothing changed."""
+    tag = tag_of(tensor)
+    if (
+        tag is None
+        or tag.kind is not None
+        or tag.geometry is not geometry
+        or tag.fqns != fqns
+        or tag.after != after
+    ):
+        set_tag(tensor, Tag(None, fqns, geometry, after))
 
 
 def tag_of(tensor: torch.Tensor) -> Tag | None:

@@ -20,7 +20,7 @@ from smckpt.checkpoint.sources import Source, Sources, row_shape
 from smckpt.checkpoint.spread import found_spread
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Path
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.pool import pool_here
 from smckpt.storage.s3_pace import current_share, sharing

@@ -15,7 +15,8 @@ from smckpt.errors import (
     TopologyError,
 )
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import Box, MeshGeometry, Piece, Shape
+from smckpt.layout.geometry import Box, MeshGeometry, Piece
+from smckpt.layout.mesh import Shape
 
 __all__ = [
     "ambiguous",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from smckpt.checkpoint.blocks import SavedFile
 from smckpt.checkpoint.catalogue import StoredSlot
-from smckpt.layout.geometry import Box, Piece, Shape
+from smckpt.layout.geometry import Box, Piece
+from smckpt.layout.mesh import Shape
 
 __all__ = ["Direct", "Gather", "ReadPlan"]
 

@@ -22,12 +22,10 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
-    Shape,
 )
+from smckpt.layout.mesh import Mesh, Placement, Shape
 from smckpt.layout.remembered import remembered
 
 __all__ = ["Row", "RowMerger", "decode_rows", "encode_rows", "merge_rows"]

@@ -14,15 +14,8 @@ from typing import Any
 
 from smckpt.checkpoint.rows import Row
 from smckpt.layout.entries import dotted
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    Geometry,
-    MeshGeometry,
-    Piece,
-    Shape,
-)
+from smckpt.layout.geometry import Box, BoxGeometry, FlatGeometry, Geometry, MeshGeometry, Piece
+from smckpt.layout.mesh import Shape
 
 __all__ = ["Source", "Sources", "remaining_after", "row_shape"]
 

@@ -23,14 +23,8 @@ from smckpt.checkpoint.ranges import ReadPlan
 from smckpt.checkpoint.rows import Row
 from smckpt.errors import TensorMismatchError, TopologyError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import (
-    BoxGeometry,
-    FlatGeometry,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Shape,
-)
+from smckpt.layout.geometry import BoxGeometry, FlatGeometry, Geometry, KeptGeometry, MeshGeometry
+from smckpt.layout.mesh import Shape
 
 __all__ = ["plan_local"]
 

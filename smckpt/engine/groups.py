@@ -10,7 +10,8 @@ from typing import Any
 
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import FlatGeometry, Mesh, MeshGeometry
+from smckpt.layout.geometry import FlatGeometry, MeshGeometry
+from smckpt.layout.mesh import Mesh
 
 __all__ = ["Group", "Partition", "get_global_ranks", "group_of", "partition_of", "ranks_digest"]
 

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.layout.geometry import Geometry, Shape
+from smckpt.layout.geometry import Geometry
+from smckpt.layout.mesh import Shape
 from smckpt.layout.remembered import remembered
 
 __all__ = ["DTYPES", "DType", "Entry", "ObjectLeaf", "Path", "dotted"]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, Mesh, MeshGeometry
+from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, MeshGeometry
+from smckpt.layout.mesh import Mesh
 
 __all__ = [
     "ALIGNMENT",

@@ -19,7 +19,8 @@ from torch import nn
 
 from smckpt.errors import CheckpointError, PeerError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.geometry import FlatGeometry, Geometry, MeshGeometry, Piece, Shape
+from smckpt.layout.geometry import FlatGeometry, Geometry, MeshGeometry, Piece
+from smckpt.layout.mesh import Shape
 from smckpt.state_dict.model import view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.private import fsdp1_units

@@ -12,15 +12,8 @@ import torch
 from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.geometry import (
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    Mesh,
-    MeshGeometry,
-    Placement,
-    Segment,
-)
+from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, MeshGeometry, Segment
+from smckpt.layout.mesh import Mesh, Placement
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.private import detached, fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag

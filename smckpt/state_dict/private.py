@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.geometry import Placement
+from smckpt.layout.mesh import Placement
 
 __all__ = [
     "detached",

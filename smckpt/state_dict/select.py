@@ -18,9 +18,9 @@ from smckpt.layout.geometry import (
     FlatGeometry,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
 )
+from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.optimizers import is_optimizer_dict, optimizer_dicts
 from smckpt.state_dict.private import (
     dtensor_parts,

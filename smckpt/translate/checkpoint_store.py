@@ -18,7 +18,8 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.geometry import Box, BoxGeometry, Piece, Shape, row_major_strides
+from smckpt.layout.geometry import Box, BoxGeometry, Piece, row_major_strides
+from smckpt.layout.mesh import Shape
 from smckpt.topology import ParallelState
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.pieces import Axis, Key, Piece, Side
 
 __all__ = ["Block", "Span", "compile_blocks"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.errors import UsageError
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.runs import Heads
 
 __all__ = ["ROLES", "Dims", "read_dims"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.state_dict.gather import (
     Array,
     Told,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.layout.geometry import Piece, Shape
+from smckpt.layout.geometry import Piece
+from smckpt.layout.mesh import Shape
 from smckpt.state_dict.gather import Array, Attempt, Told, Wire, assembled, own_rank
 from smckpt.translate.cast import cast
 from smckpt.translate.compile import Block

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from smckpt.errors import TensorMismatchError, TopologyError
-from smckpt.layout.geometry import Box, Piece, Shape
+from smckpt.layout.geometry import Box, Piece
+from smckpt.layout.mesh import Shape
 from smckpt.state_dict.gather import Told
 from smckpt.topology import ParallelState
 from smckpt.topology.mesh import role_of

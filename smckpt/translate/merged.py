@@ -16,7 +16,7 @@ import numpy as np
 from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.errors import KeysMismatchError, TensorMismatchError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.files import aligned
 from smckpt.translate.lora import LoraConfig, Parts

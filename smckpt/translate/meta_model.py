@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import KeysMismatchError
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.config import CONFIG
 
 __all__ = ["Comparison", "compare"]

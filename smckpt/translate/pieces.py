@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.dims import Dims
 from smckpt.translate.runs import Run, runs_of_rank

@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.geometry import Shape
+from smckpt.layout.mesh import Shape
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import Held, Key
 

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import BoxGeometry, Shape, boxes_of_range
+from smckpt.layout.geometry import BoxGeometry, boxes_of_range
+from smckpt.layout.mesh import Shape
 
 __all__ = ["ALIGNMENT", "Chunk", "OutputFile", "Range", "Same", "Target", "arrange"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import Box, Shape, boxes_of_range, row_major_strides
+from smckpt.layout.geometry import Box, boxes_of_range, row_major_strides
+from smckpt.layout.mesh import Shape
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.compile import Block, Span
 from smckpt.translate.files import aligned

@@ -23,7 +23,8 @@ from smckpt.checkpoint.rows import decode_rows
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.mesh import Mesh, Placement
 from smckpt.storage import open_storage
 from tests.support import make_fixture
 from tests.support.copies import contents

@@ -18,11 +18,10 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
 )
+from smckpt.layout.mesh import Mesh, Placement
 
 HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
 

@@ -18,7 +18,8 @@ from smckpt.errors import (
     TopologyError,
 )
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import Box, KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.layout.geometry import Box, KeptGeometry, MeshGeometry
+from smckpt.layout.mesh import Mesh, Placement
 from tests.support.synthetic import (
     Arrays,
     Rule,

@@ -13,8 +13,9 @@ from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
-from smckpt.layout.geometry import Box, Mesh
+from smckpt.layout.geometry import Box
 from smckpt.layout.image import compile_layout
+from smckpt.layout.mesh import Mesh
 from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support import saves, synthetic
 from tests.support.proxy import faulty_proxy

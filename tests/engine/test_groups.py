@@ -9,7 +9,8 @@ import pytest
 from smckpt.engine.groups import Group, partition_of
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.mesh import Mesh, Placement
 
 
 def sharded(mesh: Mesh, *placements: str) -> Entry:

@@ -17,11 +17,11 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     Segment,
     boxes_of_range,
     row_major_strides,
 )
+from smckpt.layout.mesh import Mesh
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 Element = "tuple[str, int] | None"  # (fqn, index in its row-major order), or padding

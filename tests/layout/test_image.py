@@ -19,12 +19,11 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
 )
 from smckpt.layout.image import ALIGNMENT, SLICES_KEY, Layout, compile_layout, digest, writers_of
+from smckpt.layout.mesh import Mesh, Placement
 from tests.support.saves import image_of, pattern
 
 WORLD = 8

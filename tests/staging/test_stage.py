@@ -13,8 +13,9 @@ from safetensors.torch import load
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.layout.geometry import KeptGeometry, MeshGeometry
 from smckpt.layout.image import SLICES_KEY, Layout, compile_layout
+from smckpt.layout.mesh import Mesh, Placement
 from smckpt.staging.arena import Arena, stage
 from tests.support import child
 

@@ -28,11 +28,10 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
 )
+from smckpt.layout.mesh import Mesh, Placement
 from tests.support.saves import Group, pattern
 
 ROOT = Path(__file__).resolve().parents[1] / "fixtures"

@@ -14,8 +14,9 @@ from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.spread import Spread
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry, Placement
+from smckpt.layout.geometry import KeptGeometry, MeshGeometry
 from smckpt.layout.image import Layout, compile_layout
+from smckpt.layout.mesh import Mesh, Placement
 
 # What a rank holds: its entries, and each one's bytes by key.
 State = Callable[[int], "tuple[list[Entry], dict[str, bytes]]"]

@@ -26,12 +26,11 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
 )
 from smckpt.layout.image import compile_layout
+from smckpt.layout.mesh import Mesh, Placement
 from smckpt.staging.arena import Arena, stage
 
 Tensors = Mapping[str, torch.Tensor]

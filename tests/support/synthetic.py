@@ -27,11 +27,10 @@ from smckpt.layout.geometry import (
     FlatUnit,
     Geometry,
     KeptGeometry,
-    Mesh,
     MeshGeometry,
-    Placement,
     Segment,
 )
+from smckpt.layout.mesh import Mesh, Placement
 from tests.support.saves import Group, State
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]  # whole tensors by fqn, of bytes: (*shape, itemsize)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from smckpt import errors, export_hf, import_hf
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import FlatGeometry, FlatUnit, KeptGeometry, Mesh, MeshGeometry, Segment
-from smckpt.layout.geometry import Placement as P
+from smckpt.layout.geometry import FlatGeometry, FlatUnit, KeptGeometry, MeshGeometry, Segment
+from smckpt.layout.mesh import Mesh
+from smckpt.layout.mesh import Placement as P
 from smckpt.topology import ParallelState
 from tests.support import references as ref
 from tests.support import shards

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors, export_hf
-from smckpt.layout.geometry import KeptGeometry, Mesh, MeshGeometry
-from smckpt.layout.geometry import Placement as P
+from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.mesh import Mesh
+from smckpt.layout.mesh import Placement as P
 from smckpt.topology import ParallelState
 from smckpt.translate import Layout, Row, get_layout, import_hf
 from tests.support import references as ref

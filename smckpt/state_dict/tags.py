@@ -83,14 +83,12 @@ def tag_of(tensor: torch.Tensor) -> Tag | None:
     return tag if isinstance(tag, Tag) else None  # of what was pickled little is left
 
 
-class FullStateDict(dict):  # type: ignore[type-arg]
-    """A model's full state, or the slots of an optimizer's; on the ranks that hold nothing of it an
-    empty one, which is no value to save. Pickles and copies as a plain dict."""
-
-    holds = True  # on this rank
+class _RememberingDict(dict):  # type: ignore[type-arg]
+    """Copies as a plain dict; pickles as an `OrderedDict`, which `torch.load` takes for weights,
+    where it refuses every other class that is not torch's, `dict` by its name included."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),))
+        return (OrderedDict, (), None, None, iter(self.items()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
         import copy
@@ -98,22 +96,25 @@ class FullStateDict(dict):  # type: ignore[type-arg]
         return copy.deepcopy(dict(self), memo)
 
 
-class OptimizerStateDict(dict):  # type: ignore[type-arg]
-    """What a bound optimizer's `state_dict()` gives; pickles and copies as a plain dict."""
+class FullStateDict(_RememberingDict):
+    """A model's full state, or the slots of an optimizer's; on the ranks that hold nothing of it an
+    empty one, which is no value to save."""
+
+    holds = True  # on this rank
+
+
+class OptimizerStateDict(_RememberingDict):
+    """What a bound optimizer's `state_dict()` gives."""
 
     binding: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        import copy
-
-        return copy.deepcopy(dict(self), memo)
+        plain = {k: list(v) if isinstance(v, ParamGroups) else v for k, v in self.items()}
+        return (OrderedDict, (), None, None, iter(plain.items()))
 
 
 class ParamGroups(list):  # type: ignore[type-arg]
-    """The "param_groups" of a bound optimizer; pickles and copies as a plain list."""
+    """The "param_groups" of a bound optimizer; copies as a plain list, and pickles as one."""
 
     binding: Any = None
 

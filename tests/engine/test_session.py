@@ -143,39 +143,39 @@ def test_a_thread_keeps_its_connection_and_waits_on_nobody_elses(server: Any) ->
 
     def meet(rank: int, point: str) -> None:
         for turn in range(3):
-            session = members[rank].session(20)
-            session.meet(f"{point}/{turn}", {}, lambda _: {}, timeout=20, name=name)
+            session = members[rank].session(90)
+            session.meet(f"{point}/{turn}", {}, lambda _: {}, timeout=90, name=name)
 
     def all_meetings(rank: int) -> None:
         meet(rank, "group")
-        step = members[rank].step_session(Partition(((0,), (1,)), rank), 20)
-        step.meet("step", {}, lambda _: {}, timeout=20, name=name)
+        step = members[rank].step_session(Partition(((0,), (1,)), rank), 90)
+        step.meet("step", {}, lambda _: {}, timeout=90, name=name)
 
     first = [threading.Thread(target=all_meetings, args=(rank,)) for rank in (0, 1)]
     for thread in first:
         thread.start()
     for thread in first:
-        thread.join(30)
+        thread.join(60)
     assert [store.clones for store in stores] == [2, 2]  # the thread's, and one to take leave
 
-    channel = members[0].session(20).channel
-    waiting = threading.Thread(target=channel.get, args=("released", 20))
+    channel = members[0].session(90).channel
+    waiting = threading.Thread(target=channel.get, args=("released", 90))
     waiting.start()
     others = [threading.Thread(target=meet, args=(rank, "others")) for rank in (0, 1)]
     for thread in others:
         thread.start()
     for thread in others:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in others)
     assert waiting.is_alive()
-    members[1].session(20).channel.set("released", {})
-    waiting.join(10)
+    members[1].session(90).channel.set("released", {})
+    waiting.join(60)
     assert [store.clones for store in stores] == [4, 4]
-    left = [threading.Thread(target=member.leave, args=(20,)) for member in members]
+    left = [threading.Thread(target=member.leave, args=(90,)) for member in members]
     for thread in left:
         thread.start()
     for thread in left:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in left)
 
 

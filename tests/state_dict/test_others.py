@@ -65,8 +65,7 @@ def pickled(states: dict[str, Any]) -> list[str]:
         try:
             torch.load(file)
         except pickle.UnpicklingError as error:
-            if "smckpt" in str(error):  # not of torch's own
-                refused.append(name)
+            refused.append(f"{name}: {error}")
     return refused
 
 
@@ -83,7 +82,9 @@ def others(folder: str) -> dict[str, Any]:
         smckpt.save(torchs_own(kind, model, optimizer), checkpoint_id=place)
         if (form := open_catalogue(place).kind) is not None:
             out[f"{kind} after a LOCAL take"] = form
-        out[f"{kind} pickled"] = pickled({"taken": ours, "stock": optimizer.state_dict()})
+        gathered = taken(model, optimizer, smckpt.FULL)
+        stock = optimizer.state_dict()
+        out[f"{kind} pickled"] = pickled({"taken": ours, "full": gathered, "stock": stock})
         other, fresh = build(kind, 3)
         target = taken(other, fresh, smckpt.SHARDED)
         smckpt.load(target, checkpoint_id=f"{folder}/{kind}", check_keys_matched=False)

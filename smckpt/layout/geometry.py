@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from smckpt.layout.mesh import Held, Interval, Mesh, Placement, Shape
+from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape
 from smckpt.layout.remembered import remembered
 
 __all__ = [
@@ -117,7 +117,7 @@ class MeshGeometry:
 
     @remembered
     def _coordinates(self) -> dict[int, Shape]:
-        return self.mesh._coordinates.setdefault(self.shard_dims, {})
+        return self.mesh.coordinates_on(self.shard_dims)
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         return self.mesh.same_on(rank, self.shard_dims)
@@ -150,17 +150,17 @@ class MeshGeometry:
     def local_shape(self, rank: int) -> Shape:
         return self._of(rank).shape
 
-    def _of(self, rank: int) -> Held:
+    def _of(self, rank: int) -> Holding:
         found = self._held.get(rank)
         if found is None:
             intervals = tuple(map(tuple, self._intervals(rank)))
             shape = tuple(sum(b - a for a, b in dim) for dim in intervals)
-            found = self._held[rank] = Held(intervals, shape)
+            found = self._held[rank] = Holding(intervals, shape)
         return found
 
     @remembered
-    def _held(self) -> dict[int, Held]:
-        return self.mesh._cut.setdefault((self.shape, self.placements), {})
+    def _held(self) -> dict[int, Holding]:
+        return self.mesh.holdings((self.shape, self.placements))
 
     def _intervals(self, rank: int) -> list[list[Interval]]:
         held: list[list[Interval]] = [[(0, n)] if n else [] for n in self.shape]

@@ -1,4 +1,4 @@
-"""Meshes of ranks, and how one treats a tensor: DTensor's vocabulary, without torch."""
+"""Meshes of ranks, and how one treats a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Held", "Interval", "Mesh", "Placement", "Shape"]
+__all__ = ["Holding", "Interval", "Mesh", "Placement", "Shape"]
 
 Shape: TypeAlias = tuple[int, ...]
 Interval: TypeAlias = tuple[int, int]  # [start, stop)
@@ -55,7 +55,7 @@ class Placement:
         raise ValueError(f"not a placement: {text!r}")
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """What one rank holds of a tensor: index ranges per dimension, and the local shape."""
 
     intervals: tuple[tuple[Interval, ...], ...]
@@ -99,13 +99,21 @@ class Mesh:
         return {}
 
     @cached_property
-    def _cut(self) -> dict[object, dict[int, Held]]:
+    def _holdings(self) -> dict[object, dict[int, Holding]]:
         # likewise: the tensors of a model have few shapes
         return {}
 
     @cached_property
     def _coordinates(self) -> dict[Shape, dict[int, Shape]]:
         return {}
+
+    def holdings(self, alike: object) -> dict[int, Holding]:
+        """A memo, by rank, for all tensors that the mesh cuts alike."""
+        return self._holdings.setdefault(alike, {})
+
+    def coordinates_on(self, dims: Shape) -> dict[int, Shape]:
+        """A memo, by rank, for all tensors that the mesh dimensions `dims` cut."""
+        return self._coordinates.setdefault(dims, {})
 
     def groups_on(self, dims: Sequence[int]) -> dict[Shape, tuple[int, ...]]:
         """Coordinate on the mesh dimensions `dims` → the ranks there, ascending."""

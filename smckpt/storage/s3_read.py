@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from smckpt.storage.s3_deadlines import deadlines
@@ -76,8 +77,10 @@ class Filling:
             with self._in_time(raw):
                 self._take(reader)
             if raw is None:
-                with _breaking_off():
+                try:
                     body.read()  # meets the end, where botocore looks at checksums
+                except _breaks() as error:
+                    raise _broke_off(error) from error
         except BaseException:
             body.close()
             raise
@@ -104,22 +107,27 @@ class Filling:
             raise BadBody(f"the answer's body had not come after {self._seconds:g} s")
 
     def _take(self, reader: Any) -> None:
-        while self._ahead:
-            self._refuse_late()
-            self._fill_first(reader)
-            stretch, self._inside = self._ahead.popleft(), 0
-            if self._seen is not None:
-                self._seen(stretch)
-
-    def _fill_first(self, reader: Any) -> None:
-        stretch = self._ahead[0]
-        with _breaking_off():
-            while self._inside < len(stretch):
-                count = reader.readinto(stretch[self._inside :])
-                if not count:
-                    raise BadBody("the answer's body ended early")
-                self._inside += count
-                self.done += count
+        # Between two stretches as little is done as can be: the caches are full of data, so that
+        # what is done there costs several times what it costs elsewhere.
+        readinto, seen, ahead, broken = reader.readinto, self._seen, self._ahead, _breaks()
+        while ahead:
+            if time.monotonic() >= self._ends:
+                self._refuse_late()
+            stretch = ahead[0]
+            try:
+                count = readinto(stretch[self._inside :] if self._inside else stretch)
+            except broken as error:
+                raise _broke_off(error) from error
+            if not count:
+                raise BadBody("the answer's body ended early")
+            self.done += count
+            self._inside += count
+            if self._inside < len(stretch):
+                continue
+            ahead.popleft()
+            self._inside = 0
+            if seen is not None:
+                seen(stretch)
 
 
 class _Copying:
@@ -134,15 +142,17 @@ class _Copying:
         return len(data)
 
 
-@contextmanager
-def _breaking_off() -> Iterator[None]:
+@lru_cache(maxsize=1)
+def _breaks() -> tuple[type[Exception], ...]:
+    """What reading a body raises where the answer or the connection breaks off."""
     from botocore.exceptions import BotoCoreError
     from urllib3.exceptions import HTTPError
 
-    try:
-        yield
-    except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
-        raise BadBody(f"the answer's body broke off: {error}") from error
+    return BotoCoreError, HTTPError, OSError, ValueError, AttributeError
+
+
+def _broke_off(error: Exception) -> BadBody:
+    return BadBody(f"the answer's body broke off: {error}")
 
 
 def fill(

@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -123,34 +123,43 @@ class _Pipe:
     def send(self, data: memoryview, sock: Any) -> None:
         """All of `data`; each MiB within the socket's timeout, as `sendall` has it."""
         import numpy
-        from urllib3.util import wait_for_write
 
         address = numpy.frombuffer(data, numpy.uint8).__array_interface__["data"][0]
-        call = _vmsplice()
-        at = 0
-        while at < data.nbytes:
-            pages = _Pages(address + at, min(_PIPE, data.nbytes - at))
-            taken = call(self._in, ctypes.byref(pages), 1, 0)
-            if taken < 0:
+        give, move, out, to = _vmsplice(), os.splice, self._out, sock.fileno()
+        pages = _Pages()
+        given = ctypes.byref(pages)
+        ends = address + data.nbytes
+        while address < ends:
+            pages.base, pages.length = address, min(_PIPE, ends - address)
+            left = give(self._in, given, 1, 0)
+            if left < 0:
                 code = ctypes.get_errno()
                 raise OSError(code, os.strerror(code))
-            at += taken
-            self._empty(taken, sock, wait_for_write)
+            address += left
+            since = None
+            while left:
+                try:
+                    left -= move(out, to, left)
+                except BlockingIOError:
+                    since = _wait_for_room(sock, since)
 
     def close(self) -> None:
         os.close(self._out)
         os.close(self._in)
 
-    def _empty(self, left: int, sock: Any, wait_for_write: Callable[..., bool]) -> None:
-        timeout = sock.gettimeout()
-        ends = None if timeout is None else time.monotonic() + timeout
-        while left:
-            try:
-                left -= os.splice(self._out, sock.fileno(), left)
-            except BlockingIOError:
-                rest = None if ends is None else ends - time.monotonic()
-                if (rest is not None and rest <= 0) or not wait_for_write(sock, rest):
-                    raise TimeoutError("timed out") from None
+
+def _wait_for_room(sock: Any, since: float | None) -> float:
+    """Wait until the socket takes more. Its timeout counts from `since`, or from now on; gives
+    back which."""
+    from urllib3.util import wait_for_write
+
+    now = time.monotonic()
+    since = now if since is None else since
+    timeout = sock.gettimeout()
+    rest = None if timeout is None else since + timeout - now
+    if (rest is not None and rest <= 0) or not wait_for_write(sock, rest):
+        raise TimeoutError("timed out")
+    return since
 
 
 class _Pages(ctypes.Structure):

@@ -52,7 +52,7 @@ class RateLimits:
 PREFIX_LIMITS = RateLimits()
 
 _EPISODE = 1.0  # seconds within which several 503 count as one
-_GROWTH = 1.25  # of the rate, each second without one
+_GROWTH = math.log(1.25)  # the rate grows by a quarter each second without one
 _FEW = 16.0  # requests a second: what is below says little about what the store stands
 
 
@@ -206,7 +206,7 @@ class TokenBucket:
             self._tokens -= 1
             self._sent += 1
             self.taken += 1
-            wait = max(0.0, -self._tokens / self._rate)
+            wait = self._seconds_for(-self._tokens) if self._tokens < 0 else 0.0
         if wait:
             self._wait(wait)
         return wait
@@ -227,13 +227,34 @@ class TokenBucket:
 
     def _refill(self) -> None:
         now = self._clock()
-        passed = max(0.0, now - self._at)
-        self._tokens = min(self._full, self._tokens + passed * self._rate)
-        calm = now - max(self._at, self._slowed + _EPISODE)
-        if calm > 0 and self._rate < self.most:
-            # The exponent is bounded, for an hour of calm would overflow.
-            self._rate = min(self.most, self._rate * _GROWTH ** min(calm, 1000.0))
+        tokens, self._rate = self._in_seconds(max(0.0, now - self._at))
+        self._tokens = min(self._full, self._tokens + tokens)
         if now - self._window >= 1.0:
             self._lately = self._sent / (now - self._window)
             self._window, self._sent = now, 0
         self._at = now
+
+    def _ahead(self) -> tuple[float, float]:
+        """Seconds until the rate begins to grow, and those that it then grows."""
+        pause = max(0.0, self._slowed + _EPISODE - self._at)
+        return pause, math.log(self.most / self._rate) / _GROWTH
+
+    def _in_seconds(self, passed: float) -> tuple[float, float]:
+        """The tokens that come until then, and the rate at that time, if no 503 does."""
+        pause, growing = self._ahead()
+        steady = min(passed, pause)
+        grown = min(passed - steady, growing)
+        rate = self.most if grown == growing else self._rate * math.exp(grown * _GROWTH)
+        tokens = self._rate * steady + (rate - self._rate) / _GROWTH
+        return tokens + self.most * (passed - steady - grown), rate
+
+    def _seconds_for(self, tokens: float) -> float:
+        """Until so many have come: a turn that waited as long as the rate of now would have it
+        would still be waiting when the store has long recovered."""
+        pause, growing = self._ahead()
+        slow, grown = self._rate * pause, (self.most - self._rate) / _GROWTH
+        if tokens <= slow:
+            return tokens / self._rate
+        if tokens <= slow + grown:
+            return pause + math.log1p((tokens - slow) * _GROWTH / self._rate) / _GROWTH
+        return pause + growing + (tokens - slow - grown) / self.most

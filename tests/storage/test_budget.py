@@ -88,6 +88,20 @@ def test_a_503_halves_the_rate_once_a_second_and_it_comes_back_smoothly():
     assert held.rate == pytest.approx(1)  # never stuck
 
 
+def test_turns_given_out_under_503_are_not_waited_for_when_the_store_has_recovered():
+    clock, waits = Clock(), list[float]()
+    held = TokenBucket(0.2, clock=clock, wait=waits.append)  # a rank of 16,384
+    for _ in range(10):  # its neighbours on the host tell it
+        held.slow_down()
+        clock.now += 1
+    for _ in range(8):  # its threads, whose turns are 40 s at its full rate
+        held.take()
+    assert 40 < waits[-1] < 40 + 25  # and at a sixty-fourth of it 43 minutes
+    clock.now += waits[-1]
+    held.take()
+    assert waits[-1] == pytest.approx(5)  # what was waited for is what came
+
+
 def test_a_503_slows_a_process_that_is_far_below_its_share():
     held, clock = bucket(3000)
     for _ in range(100):  # twenty a second

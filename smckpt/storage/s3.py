@@ -16,7 +16,7 @@ from smckpt.storage.budget import Share, part_size
 from smckpt.storage.s3_checksums import Checksum
 from smckpt.storage.s3_client import Requests
 from smckpt.storage.s3_config import S3Config
-from smckpt.storage.s3_faults import BadBody, code_of, status_of
+from smckpt.storage.s3_faults import BadBody, code_of, length_of, status_of
 from smckpt.storage.s3_pace import current_share
 from smckpt.storage.s3_preflight import try_out
 from smckpt.storage.s3_read import Filling, fill, split
@@ -126,7 +126,7 @@ class S3Storage:
             raise _too_short(name, have, len(target), path)
 
     def size(self, name: str) -> int:
-        return int(self._look_up(name)["ContentLength"])
+        return length_of(self._look_up(name))
 
     def stored_crc64(self, name: str) -> int | None:
         return Checksum("crc64nvme").stored_value(self._look_up(name))
@@ -153,11 +153,12 @@ class S3Storage:
 
     def list_dirs(self) -> list[str]:
         found = {
-            each["Prefix"][len(self._prefix) : -1]
+            each["Prefix"][len(self._prefix) : -1] or "/"  # of "a//": the way there from "a/"
             for page in self._pages("")
             for each in page.get("CommonPrefixes", ())
+            if each["Prefix"].startswith(self._prefix)  # a store may take "a//" for "a/"
         }
-        return sorted(found)
+        return sorted(found - {".."})  # others made that one: no way leads there
 
     def list(self, prefix: str = "") -> list[FileInfo]:
         infos = [
@@ -312,7 +313,7 @@ class S3Storage:
 
     def _holds_these(self, client: Any, key: str, data: memoryview) -> bool:
         head = self.head(client, key)
-        if head is None or head["ContentLength"] != len(data):
+        if head is None or length_of(head) != len(data):
             return False
         checksum = Checksum(self.config.checksum)
         if checksum and (kept := checksum.stored(head)) is not None:
@@ -327,7 +328,7 @@ class S3Storage:
 
         def request(client: Any) -> bytes:
             answer = client.get_object(**self.common, Key=key, ChecksumMode="ENABLED")
-            data = bytearray(answer["ContentLength"])
+            data = bytearray(length_of(answer))
             seconds = self.config.timeout_s
             fill(answer["Body"], [memoryview(data)], seconds, directly=self._requests.direct)
             self._refuse_changed(answer, data)
@@ -370,9 +371,9 @@ class S3Storage:
             if not answer.get("ContentRange", "bytes 0-").startswith(wanted):
                 answer["Body"].close()
                 raise BadBody("the answer is not the range that was asked for")
-            if answer["ContentLength"] != length - done:
+            if length_of(answer) != length - done:
                 answer["Body"].close()
-                return done + int(answer["ContentLength"])
+                return done + length_of(answer)
             filling.take(answer["Body"], directly=self._requests.direct)
             return length
 
@@ -402,7 +403,13 @@ class S3Storage:
             yield page
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            before, more = more, {"ContinuationToken": page.get("NextContinuationToken", "")}
+            if more in (before, {"ContinuationToken": ""}):
+                raise StorageError(
+                    "cannot list: the store says that there is more, and not where",
+                    remedy="look at the store, and at proxies between here and there",
+                    path=self.url,
+                )
 
     def _uploads(self) -> Iterator[tuple[str, str]]:
         """(key, id) of the unfinished uploads of keys directly here."""

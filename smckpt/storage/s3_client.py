@@ -135,7 +135,9 @@ def _settings(config: S3Config, signs: bool = False) -> Any:
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"payload_signing_enabled": signs, "addressing_style": _style(config)},
+        # Nothing else of its s3 section, so that the user's AWS settings hold: some stores need
+        # addressing_style = virtual. Left alone, boto3 names the bucket in the path of an endpoint.
+        s3={"payload_signing_enabled": signs},
     )
 
 
@@ -166,7 +168,3 @@ def _needs_signing(endpoint: str) -> bool:
     HTTP to another host. TLS does; a loopback needs none; the CRC is checked in any case."""
     where = urlsplit(endpoint)
     return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
-
-
-def _style(config: S3Config) -> str:
-    return "path" if config.endpoint and "amazonaws.com" not in config.endpoint else "auto"

@@ -55,7 +55,7 @@ class S3Config:
     requester_pays: accept that reading is charged to us.
     sse_kms_key: id of the KMS key that encrypts new objects.
     storage_class: of new objects, such as "INTELLIGENT_TIERING".
-    tags: of new objects, as pairs.
+    tags: of new objects, as pairs or a mapping.
     """
 
     region: str | None = None
@@ -81,6 +81,8 @@ class S3Config:
     tags: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", _pairs(self.tags))  # it is hashed
+        self._refuse_kinds()
         if not MIN_PART_MB <= self.chunk_size_MB <= MAX_PART_MB:
             raise UsageError(
                 f"chunk_size_MB={self.chunk_size_MB} is no size of a part",
@@ -129,6 +131,21 @@ class S3Config:
                 f"the endpoint {self.endpoint!r} is no URL", remedy="write https://host[:port]"
             )
 
+    def _refuse_kinds(self) -> None:
+        """A value of another type, such as "64" from a file of settings, would be met in the midst
+        of a save."""
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.name == "tags":
+                continue
+            if default is None or isinstance(default, str):
+                fine = isinstance(value, str) or (value is None and default is None)
+            else:
+                kinds = (int, float) if isinstance(default, float) else (type(default),)
+                fine = type(value) in kinds
+            if not fine:
+                raise UsageError(f"{field.name}={value!r}", remedy=f"give {field.type}")
+
     @property
     def part_bytes(self) -> int:
         return self.chunk_size_MB << 20
@@ -150,12 +167,7 @@ class S3Config:
                 f"s3client_config has {', '.join(unknown)}, which is not honoured",
                 remedy=f"S3Config has {', '.join(sorted(known))}",
             )
-        fields = dict(given)
-        if "tags" in fields:
-            tags = fields["tags"]
-            pairs = tags.items() if isinstance(tags, Mapping) else tags
-            fields["tags"] = tuple((str(k), str(v)) for k, v in pairs)
-        return dataclasses.replace(base or cls(), **fields)
+        return dataclasses.replace(base or cls(), **given)
 
     @classmethod
     def from_environment(cls) -> S3Config:
@@ -167,6 +179,14 @@ class S3Config:
             if text:
                 given[field.name] = _parsed(name, text, field.default)
         return cls(**given)
+
+
+def _pairs(tags: Any) -> tuple[tuple[str, str], ...]:
+    try:
+        pairs = tags.items() if isinstance(tags, Mapping) else tags
+        return tuple((str(key), str(value)) for key, value in pairs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"tags={tags!r}", remedy='give pairs: {"team": "a"}') from error
 
 
 def _parsed(name: str, text: str, default: Any) -> Any:
@@ -236,9 +256,10 @@ def s3_options(
         chosen = S3Config.from_mapping(fields, S3Config.from_environment())
     if region is None:
         return chosen
-    if isinstance(config, S3Config) and config.region not in (None, region):
+    said = config.get("region") if isinstance(config, Mapping) else getattr(config, "region", None)
+    if said not in (None, region):
         raise UsageError(
-            f"s3_region={region!r}, but s3client_config says {config.region!r}",
+            f"s3_region={region!r}, but s3client_config says {said!r}",
             remedy="give one of the two",
             path=url,
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["BadBody", "code_of", "is_transient", "s3_error", "status_of"]
+__all__ = ["BadBody", "code_of", "is_transient", "length_of", "s3_error", "status_of"]
 
 # code → (what happened, what to do)
 _MEANING: dict[str, tuple[str, str]] = {
@@ -85,6 +85,17 @@ def status_of(error: BaseException) -> int:
     if not isinstance(response, dict):
         return 0
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def length_of(answer: Mapping[str, Any]) -> int:
+    """Bytes of an object's answer.
+
+    Raises:
+        BadBody: it does not say, as where a proxy on the way packs it anew.
+    """
+    if "ContentLength" not in answer:
+        raise BadBody("the answer does not say how long it is (Content-Length)")
+    return int(answer["ContentLength"])
 
 
 def is_transient(error: BaseException) -> bool:

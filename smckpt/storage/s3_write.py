@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage.budget import part_size
 from smckpt.storage.s3_checksums import Checksum
-from smckpt.storage.s3_faults import BadBody, code_of, status_of
+from smckpt.storage.s3_faults import BadBody, code_of, length_of, status_of
 from smckpt.storage.s3_transfer import Cursor
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class S3Writer:
             ContentLength=len(data),
             **self._sum.field(value),
         )
+        if "ETag" not in answer:
+            raise BadBody("the answer does not name the part (ETag), as the upload's end has to")
         return str(answer["ETag"])
 
     def _complete(self, client: Any) -> None:
@@ -222,7 +224,7 @@ class S3Writer:
 
     def _is_ours(self, client: Any, whole: int) -> bool:
         head = self._store.head(client, self._key)
-        if head is None or head["ContentLength"] != self._size:
+        if head is None or length_of(head) != self._size:
             return False
         stored = self._sum.stored(head) if self._sum else None
         if stored is None:  # then only this tells it from another's of the same size

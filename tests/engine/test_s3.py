@@ -331,6 +331,8 @@ def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path
         s3_options("s3://b/k", config={"colour": 1})
     with pytest.raises(smckpt.UsageError, match="give one of the two"):
         s3_options("s3://b/k", region="a", config=smckpt.S3Config(region="b"))
+    with pytest.raises(smckpt.UsageError, match="give one of the two"):
+        s3_options("s3://b/k", region="a", config={"region": "b"})
     assert s3_options("s3://b/k", region="a", config={"retries": 1}) == smckpt.S3Config(
         region="a", retries=1
     )

@@ -364,6 +364,12 @@ def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3_root: str)
         {"read_timeout_s": math.inf},
         {"client": "crt"},
         {"colour": 1},
+        {"chunk_size_MB": "64"},  # as a file of settings may have it
+        {"chunk_size_MB": 64.5},
+        {"max_write_concurrency": True},
+        {"preflight": "0"},
+        {"region": 5},
+        {"tags": "team"},
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
@@ -378,6 +384,8 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     config = S3Config.from_environment()
     assert (config.chunk_size_MB, config.requester_pays) == (16, True)
     assert config.tags == (("team", "a"), ("run", "7"))
+    assert S3Config(tags={"team": "a", "run": 7}) == S3Config(tags=config.tags)  # type: ignore[arg-type]
+    assert hash(S3Config(tags=[("team", "a")])) == hash(S3Config(tags=(("team", "a"),)))  # type: ignore[arg-type]
     monkeypatch.setenv("SMCKPT_S3_RETRIES", "many")
     with pytest.raises(UsageError, match="SMCKPT_S3_RETRIES"):
         S3Config.from_environment()

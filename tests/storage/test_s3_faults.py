@@ -266,6 +266,45 @@ def test_a_small_file_or_a_listing_that_changes_on_the_way_is_read_again(
     assert proxy.left == 0
 
 
+def test_folders_without_a_name_are_led_to_and_those_that_lead_out_are_not_ours(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root)
+    store.join("ok").put("a", b"x")
+    prefix = store.url.split("/", 3)[3]
+    folders = "".join(
+        f"<CommonPrefixes><Prefix>{each}</Prefix></CommonPrefixes>"
+        for each in (f"{prefix}/", f"{prefix}../", f"{prefix}./", "elsewhere/x/")
+    )
+    end = "</ListBucketResult>"
+    proxy.spoil("GET", f"says {end} => {folders}{end}", path="list-type")
+    dirs = store.list_dirs()
+    assert dirs == [".", "/", "ok"]
+    assert [store.join(name).url for name in dirs] == [f"{s3_root}/{n}/" for n in (".", "", "ok")]
+
+
+def test_answers_that_lack_what_is_needed_are_told_and_end_nothing_endlessly(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root, retries=0)
+    store.put("data", bytes(100))
+    more = "says <IsTruncated>false => <IsTruncated>true"
+    proxy.spoil("GET", more, 5, path="list-type")
+    with pytest.raises(StorageError, match="there is more, and not where"):
+        store.list()
+    proxy.spoil("GET", f"{more}</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+                "<IsTruncated>true", 5, path="list-type")  # fmt: skip
+    with pytest.raises(StorageError, match="there is more, and not where"):
+        store.list()
+    for read in (lambda: store.read("data"), lambda: store.read("data", 1, 9)):
+        proxy.spoil("GET", "without Content-Length", path="/data")
+        with pytest.raises(StorageError, match="does not say how long.*tried 1 times"):
+            read()
+    proxy.spoil("PUT", "without ETag", path="partNumber=1")
+    with pytest.raises(StorageError, match="does not name the part"):
+        write(store, "parts", bytes(6 * MIB))
+
+
 # -- who and where --------------------------------------------------------------------------------
 
 

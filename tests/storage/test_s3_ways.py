@@ -190,3 +190,23 @@ def test_bodies_are_signed_on_plain_http_to_other_hosts_wherever_the_endpoint_is
     config = S3Config(region="eu-west-1", read_timeout_s=71 + len(str(endpoint)))
     client = S3Storage(s3_root, config).run("look", s3_root, lambda client: client)
     assert client.meta.config.s3["payload_signing_enabled"] is signed
+
+
+@pytest.mark.parametrize(
+    ("style", "place"),
+    [("", f"{AWAY}/bucket"), ("virtual", AWAY.replace("//", "//bucket.")), ("path", "")],
+)
+def test_how_the_bucket_is_named_is_what_the_users_aws_settings_say(
+    s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: str, place: str
+) -> None:
+    (tmp_path / "config").write_text(f"[default]\ns3 =\n  addressing_style = {style or 'auto'}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    if not place:  # of AWS itself
+        monkeypatch.delenv("SMCKPT_S3_ENDPOINT")
+        place = "https://s3.eu-west-1.amazonaws.com/bucket"
+        config = S3Config(region="eu-west-1", read_timeout_s=81)
+    else:
+        config = options(AWAY, read_timeout_s=82 + len(style))
+    client = S3Storage(s3_root, config).run("look", s3_root, lambda client: client)
+    named = {"Bucket": "bucket", "Key": "key"}
+    assert client.generate_presigned_url("get_object", named).startswith(f"{place}/key?")

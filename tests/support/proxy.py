@@ -53,7 +53,9 @@ class FaultyProxy:
         answer's body comes byte by byte, with pauses, for as long as somebody takes it; of a PUT's
         body as little is taken. whole: all of the
         object is answered, not the range that was asked for. unconditional: what stands under the
-        name is deleted first, as if the store ignored If-None-Match.
+        name is deleted first, as if the store ignored If-None-Match. without NAME: the answer lacks
+        that header; without a length its body comes in chunks. says A => B: in its body B stands
+        in the place of A.
         """
         with self._lock:
             self._plan += [(method, path, fault)] * times
@@ -209,6 +211,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._cut()
         if fault == "wrong answer" and self.command == "GET" and status in (200, 206):
             answer = _changed(answer)
+        if fault.startswith("without "):
+            headers = [each for each in headers if each[0].lower() != fault[8:].lower()]
+        if fault == "without Content-Length":
+            headers.append(("Transfer-Encoding", "chunked"))
+            answer = b"%x\r\n%s\r\n0\r\n\r\n" % (len(answer), answer)
+        if fault.startswith("says "):
+            old, _, new = fault[5:].encode().partition(b" => ")
+            headers = [each for each in headers if each[0].lower() != "content-length"]
+            answer = answer.replace(old, new)
         with contextlib.suppress(ConnectionError):  # it may have given up waiting
             self._answer(status, headers, answer, half=fault == "half", slowly=fault == "trickle")
 
@@ -249,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         known = {name.lower() for name, _ in headers}
         for name, value in headers:
             self.send_header(name, value)
-        if "content-length" not in known and status != 204:
+        if not {"content-length", "transfer-encoding"} & known and status != 204:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if slowly:

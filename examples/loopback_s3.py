@@ -21,6 +21,7 @@ from pathlib import Path
 __all__ = ["KEY", "SECRET", "Server", "serve", "server_program"]
 
 KEY, SECRET = "smckpt-test", "smckpt-test-secret"
+_HOST = "127.0.0.1"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 
@@ -34,8 +35,14 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What leads smckpt, in this process or another, to this server and to no other keys."""
+        """What leads smckpt, in this process or another, to this server and to no other keys; not
+        through the proxy that a network may have."""
+        directly = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if _HOST not in directly.split(","):
+            directly = f"{directly},{_HOST}".lstrip(",")
         return {
+            "no_proxy": directly,
+            "NO_PROXY": directly,
             "SMCKPT_S3_ENDPOINT": self.endpoint,
             "SMCKPT_S3_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": KEY,
@@ -67,7 +74,7 @@ def serve(bucket: str, directory: Path | None = None) -> Iterator[Server]:
         folder = str(directory or scratch)
         ports = _free_ports(6)
         names = ("s3", "master", "filer", "volume", "admin", "webdav")
-        command = [program, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        command = [program, "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}"]
         command += [f"-{n}.port={p}" for n, p in zip(names, ports, strict=True)]
         # gRPC listens 10,000 higher unless told otherwise
         command += [f"-{n}.port.grpc={p + 10_000}" for n, p in zip(names[:5], ports, strict=False)]
@@ -87,7 +94,7 @@ def serve(bucket: str, directory: Path | None = None) -> Iterator[Server]:
                 start_new_session=True,  # Ctrl-C ends its users first, and then it
             )
         try:
-            server = Server(f"http://127.0.0.1:{ports[0]}", process.pid)
+            server = Server(f"http://{_HOST}:{ports[0]}", process.pid)
             _wait(server, bucket, process, log)
             yield server
         finally:
@@ -111,7 +118,9 @@ def _wait(server: Server, bucket: str, process: subprocess.Popen[bytes], log: Pa
         region_name="us-east-1",
         aws_access_key_id=KEY,
         aws_secret_access_key=SECRET,
-        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5),
+        config=Config(
+            retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=5, proxies={}
+        ),
     )
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -134,7 +143,7 @@ def _free_ports(count: int) -> list[int]:
             try:
                 for each in (port, port + 10_000):
                     taken = held.enter_context(socket.socket())
-                    taken.bind(("127.0.0.1", each))
+                    taken.bind((_HOST, each))
             except OSError:
                 continue
             found.append(port)

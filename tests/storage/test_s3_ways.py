@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from examples import loopback_s3
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import StorageError
@@ -16,7 +17,7 @@ from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support.copies import contents
 from tests.support.proxy import FaultyProxy, faulty_proxy, secure_proxy
-from tests.support.s3 import Server
+from tests.support.s3 import BUCKET, Server
 from tests.support.saves import Group, hybrid, state_of
 
 MIB = 1 << 20
@@ -138,6 +139,19 @@ def test_a_store_is_reached_through_the_proxy_that_the_environment_names(
     everything(s3_root, config, tmp_path / "copy")
     assert len(proxy.seen) > 20
     assert all(AWAY in line for line in proxy.seen)
+
+
+def test_the_loopback_server_is_reached_whatever_proxy_the_environment_names(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("no_proxy", "corp.example")
+    loopback_s3._wait(s3_server, BUCKET, None, None)  # type: ignore[arg-type]
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    S3Storage(f"s3://{BUCKET}/proxies", S3Config.from_environment()).put("data", b"x")
+    assert os.environ["no_proxy"] == "corp.example,127.0.0.1"
 
 
 def test_a_store_behind_tls_is_reached_through_a_tunnel(

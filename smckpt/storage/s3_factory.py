@@ -19,9 +19,12 @@ def client_from(config: S3Config, settings: Any) -> Any:
     """A client for S3 with these settings (a `botocore.config.Config`).
 
     Raises:
-        UsageError: the function that the options name cannot be found, or gives something else.
+        UsageError: the function that the options name cannot be found, fails, or gives something
+            else.
         BotoCoreError, ValueError: boto3 refuses.
     """
+    from botocore.exceptions import BotoCoreError, ClientError
+
     named = {"region_name": config.region, "endpoint_url": config.endpoint, "config": settings}
     if config.client_factory is None:
         return _own_client(config.profile, named)
@@ -34,7 +37,15 @@ def client_from(config: S3Config, settings: Any) -> Any:
             remedy="name a function of a module that PYTHONPATH leads to: the process that writes "
             "imports it too",
         ) from error
-    client = make(**named)
+    try:
+        client = make(**named)
+    except (BotoCoreError, ClientError, OSError):  # classified with those of requests
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"client_factory={config.client_factory!r} failed: {type(error).__name__}: {error}",
+            remedy="mend that function; it is called with region_name=, endpoint_url= and config=",
+        ) from error
     if getattr(getattr(client, "meta", None), "service_model", None) is None or (
         client.meta.service_model.service_name != "s3"
     ):

@@ -12,7 +12,7 @@ import pytest
 from botocore.utils import parse_timestamp
 
 import smckpt
-from smckpt.errors import UsageError
+from smckpt.errors import StorageError, UsageError
 from smckpt.storage.s3 import S3Storage
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_factory import parse_time
@@ -114,6 +114,15 @@ def make(**settings):
 
 def nothing(**settings):
     return None
+
+def fails(**settings):
+    raise RuntimeError("the vault is closed")
+
+def late(**settings):
+    raise TimeoutError("no token yet")
+
+def takes(nothing):
+    pass
 """
 
 
@@ -129,7 +138,9 @@ def test_a_client_is_made_by_the_function_that_the_options_name(
 
     def store(factory: str) -> S3Storage:
         base = S3Config.from_environment()
-        return S3Storage(s3_root, S3Config.from_mapping({"client_factory": factory}, base))
+        return S3Storage(
+            s3_root, S3Config.from_mapping({"client_factory": factory, "retries": 1}, base)
+        )
 
     made = store("my_clients:make")
     made.put("a", b"x")
@@ -137,9 +148,13 @@ def test_a_client_is_made_by_the_function_that_the_options_name(
     config = made.run("look", s3_root, lambda client: client.meta.config)
     assert config.request_checksum_calculation == "when_required", "our settings reach it"
     for wrong, said in (("my_clients:none", "cannot be had"), ("no_such:make", "cannot be had"),
-                        ("my_clients:nothing", "no S3 client")):  # fmt: skip
+                        ("my_clients:nothing", "no S3 client"),
+                        ("my_clients:fails", "RuntimeError: the vault is closed"),
+                        ("my_clients:takes", "TypeError: .*region_name")):  # fmt: skip
         with pytest.raises(UsageError, match=said):
             store(wrong).list()
+    with pytest.raises(StorageError, match="no token yet.*tried 2 times"):
+        store("my_clients:late").list()
     with pytest.raises(UsageError, match="module:function"):
         store("my_clients")
     with pytest.raises(UsageError, match="profile"):

@@ -13,7 +13,7 @@ from smckpt.engine.load import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
 from smckpt.storage.budget import Share
-from smckpt.storage.s3_config import s3_options, using_s3
+from smckpt.storage.s3_config import given_s3, s3_options, using_s3
 from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
@@ -134,7 +134,8 @@ def async_save(
             on_commit=on_commit,
             allow_objects=tuple(allow_objects),
             options=SaveOptions() if options is None else options,
-            s3=s3_options(directory, s3_region, s3client_config),
+            s3=given_s3(directory, s3_region, s3client_config, storage_writer)
+            or s3_options(directory),
         )
     except Exception as error:  # told to the peers, who count this save too, then raised
         refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
@@ -263,7 +264,9 @@ def load(
     try:
         directory = _directory(checkpoint_id, storage_reader, "storage_reader")
         _coordinator(group, coordinator_rank)
-        s3 = s3_options(directory, s3_region, s3client_config)
+        s3 = given_s3(directory, s3_region, s3client_config, storage_reader) or s3_options(
+            directory
+        )
         request = LoadRequest(
             directory=directory,
             strict=check_keys_matched,

@@ -10,7 +10,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchE
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry
 from smckpt.storage.budget import Share
+from smckpt.storage.s3_config import given_s3, using_s3
 from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
@@ -62,9 +63,12 @@ class DistributedFileSystemReader(StorageReader):
             S3 bucket's budget. All ranks of the group must then load together, each with a reader
             of the group (`read_metadata` is where they meet). None: each rank looks for itself.
         timeout: seconds that the ranks of `process_group` wait for each other.
+        s3_region, s3client_config: options of S3 as `smckpt.save` takes them; left out: those of
+            the environment.
 
     Raises:
-        UsageError: this process is no member of `process_group`, or `timeout` is not positive.
+        UsageError: this process is no member of `process_group`, `timeout` is not positive, or
+            options of S3 are given for a disk, or not honoured.
     """
 
     def __init__(
@@ -74,9 +78,12 @@ class DistributedFileSystemReader(StorageReader):
         threads: int = 4,
         process_group: Any = None,
         timeout: float = 1800.0,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self.s3 = given_s3(self.checkpoint_id, s3_region, s3client_config)
         self._threads = threads
         self._process_group = process_group
         self._timeout = timeout
@@ -199,10 +206,14 @@ class DistributedFileSystemReader(StorageReader):
             )
         return group
 
-    def _in_share(self) -> AbstractContextManager[None]:
-        """Stores that are opened inside keep to this rank's share of the bucket's budget."""
+    @contextmanager
+    def _in_share(self) -> Iterator[None]:
+        """Stores that are opened inside have our options, and keep to this rank's share of the
+        bucket's budget."""
         group = self._group()
-        return sharing(None if group is None else Share.of_rank(group.rank, group.world_size))
+        share = None if group is None else Share.of_rank(group.rank, group.world_size)
+        with using_s3(self.s3), sharing(share):
+            yield
 
     def _metadata(self, catalogue: Catalogue) -> Metadata:
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

@@ -36,7 +36,7 @@ from smckpt.layout.geometry import Box, BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.staging.arena import Arena, check_memory, stage
 from smckpt.storage.budget import Share
-from smckpt.storage.s3_config import current_s3
+from smckpt.storage.s3_config import current_s3, given_s3, using_s3
 from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import is_s3_url, normal_url
 
@@ -78,6 +78,8 @@ class DistributedFileSystemWriter(StorageWriter):
         metadata: JSON-able values to record.
         threads: that write.
         sweep: delete what a new commit in the same directory supersedes.
+        s3_region, s3client_config: options of S3 as `smckpt.save` takes them; left out: those of
+            the environment.
     """
 
     def __init__(
@@ -88,9 +90,12 @@ class DistributedFileSystemWriter(StorageWriter):
         metadata: Mapping[str, Any] | None = None,
         threads: int = 4,
         sweep: bool = True,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = normal_url(os.fspath(path))
+        self.s3 = given_s3(self.checkpoint_id, s3_region, s3client_config)
         self._step = step
         self._metadata = dict(metadata or {})
         self._threads = threads
@@ -150,17 +155,18 @@ class DistributedFileSystemWriter(StorageWriter):
             StorageError: the directory cannot be used.
         """
         self._refuse_cached(plans)
-        spread = spread_for(self.checkpoint_id, current_s3())
-        if self.checkpoint_id not in self._epochs:
-            if not self._epochs and is_s3_url(self.checkpoint_id):
-                probe(self.checkpoint_id, self._session, create=True, leave=False)
-            claim = claim_epoch(
-                self.checkpoint_id,
-                self._session,
-                socket.gethostname(),
-                spread=spread.to_json() if spread else None,
-            )
-            self._epochs[self.checkpoint_id] = int(claim["epoch"])
+        with using_s3(self.s3):
+            spread = spread_for(self.checkpoint_id, current_s3())
+            if self.checkpoint_id not in self._epochs:
+                if not self._epochs and is_s3_url(self.checkpoint_id):
+                    probe(self.checkpoint_id, self._session, create=True, leave=False)
+                claim = claim_epoch(
+                    self.checkpoint_id,
+                    self._session,
+                    socket.gethostname(),
+                    spread=spread.to_json() if spread else None,
+                )
+                self._epochs[self.checkpoint_id] = int(claim["epoch"])
         said = [plan.storage_data for plan in plans]
         known = all(isinstance(rank, int) for rank in said) and len(set(said)) == len(said)
         ranks = tuple(said) if known else tuple(range(len(plans)))
@@ -218,19 +224,20 @@ class DistributedFileSystemWriter(StorageWriter):
             for said in (ranks_results[-1].storage_data for ranks_results in results)
         }
         epoch = self._epochs[self.checkpoint_id]
-        published = publish_manifest(
-            directory=self.checkpoint_id,
-            attempt=ticket.attempt,
-            session=ticket.session,
-            number=ticket.number,
-            epoch=epoch,
-            ranks=list(ticket.ranks),
-            parts=parts,
-            record=None,
-            spread=ticket.spread.to_json() if ticket.spread else None,
-        )
-        if self._sweep:
-            self._delete_superseded(published["manifest"], epoch)
+        with using_s3(self.s3):
+            published = publish_manifest(
+                directory=self.checkpoint_id,
+                attempt=ticket.attempt,
+                session=ticket.session,
+                number=ticket.number,
+                epoch=epoch,
+                ranks=list(ticket.ranks),
+                parts=parts,
+                record=None,
+                spread=ticket.spread.to_json() if ticket.spread else None,
+            )
+            if self._sweep:
+                self._delete_superseded(published["manifest"], epoch)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -314,7 +321,7 @@ class DistributedFileSystemWriter(StorageWriter):
                 home = ticket.spread.home(home, ticket.rank)
                 prefixes, under_one = ticket.spread.prefixes, ticket.spread.fullest(ticket.ranks)
                 share = Share.of_rank(ticket.rank, under_one * prefixes, prefixes)
-            with sharing(share):
+            with using_s3(self.s3), sharing(share):
                 return write_part(
                     cast(Any, arena and arena.view(0, arena.size)),
                     threads=self._threads,

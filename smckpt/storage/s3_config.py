@@ -20,7 +20,7 @@ from smckpt.errors import UsageError
 from smckpt.storage.budget import PREFIX_LIMITS
 from smckpt.storage.urls import is_s3_url
 
-__all__ = ["S3Config", "chosen_s3", "current_s3", "s3_options", "using_s3"]
+__all__ = ["S3Config", "chosen_s3", "current_s3", "given_s3", "s3_options", "using_s3"]
 
 MIN_PART_MB, MAX_PART_MB = 5, 5120  # what S3 takes
 _VARIABLE = "SMCKPT_S3_"
@@ -264,6 +264,26 @@ def s3_options(
             path=url,
         )
     return dataclasses.replace(chosen, region=region)
+
+
+def given_s3(url: str, region: str | None, config: Any, storage: Any = None) -> S3Config | None:
+    """The same where one of the two is given; else those that `storage`, a reader or writer of
+    ours, was given, or None: then those in force hold.
+
+    Raises:
+        UsageError: as above, or both the call and `storage` have options.
+    """
+    own = getattr(storage, "s3", None)
+    own = own if isinstance(own, S3Config) else None
+    if region is None and config is None:
+        return own
+    if own is not None:
+        raise UsageError(
+            f"options of S3 are given to the call and to its {type(storage).__name__}",
+            remedy="give them to one of the two",
+            path=url,
+        )
+    return s3_options(url, region, config)
 
 
 def _of_connector(config: Any) -> dict[str, Any]:

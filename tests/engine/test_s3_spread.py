@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from tests.support.copies import contents
 from tests.support.launch import run_ranks
 
 OPTIONS = {"prefixes": 4}
+NOWHERE = "http://127.0.0.1:9"
 
 
 def state(value: float) -> dict[str, object]:
@@ -98,14 +100,21 @@ def different_options(root: str) -> str:
 def dcp(root: str) -> float:
     from torch.distributed import checkpoint
 
-    from smckpt.storage.s3_config import S3Config, using_s3
-
-    writer = smckpt.DistributedFileSystemWriter(f"{root}/dcp/step-1")
-    with using_s3(S3Config.from_mapping(OPTIONS, S3Config.from_environment())):
-        checkpoint.save({"a": torch.full((4,), 7.0)}, storage_writer=writer)
+    # The endpoint comes with the options alone: nothing listens where the environment leads to.
+    endpoint, os.environ["SMCKPT_S3_ENDPOINT"] = os.environ["SMCKPT_S3_ENDPOINT"], NOWHERE
+    reach = {"endpoint": endpoint, "retries": 0}
     where = f"{root}/dcp/step-1"
-    alone = {"a": torch.zeros(4)}
-    checkpoint.load(alone, storage_reader=smckpt.DistributedFileSystemReader(where))
+    Writer, Reader = smckpt.DistributedFileSystemWriter, smckpt.DistributedFileSystemReader
+    writer = Writer(where, s3client_config={**OPTIONS, **reach})
+    checkpoint.save({"a": torch.full((4,), 7.0)}, storage_writer=writer)
+    alone, plain = {"a": torch.zeros(4)}, {"a": torch.ones(4)}
+    checkpoint.load(alone, storage_reader=Reader(where, s3client_config=reach))
+    # With an engine of ours they say how to get there, too.
+    smckpt.save(plain, storage_writer=Writer(f"{root}/said", s3client_config={**OPTIONS, **reach}))
+    smckpt.load(plain, storage_reader=Reader(f"{root}/said", s3client_config=reach))
+    with pytest.raises(smckpt.UsageError, match="to one of the two"):
+        smckpt.load(plain, storage_reader=Reader(where, s3client_config=reach), s3_region="a")
+    os.environ["SMCKPT_S3_ENDPOINT"] = endpoint
     together = {"a": torch.zeros(4)}
     reader = smckpt.DistributedFileSystemReader(where, process_group=dist.group.WORLD)
     with one_rank_lists(root):

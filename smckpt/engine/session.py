@@ -186,14 +186,15 @@ class Session:
         message = channel.arrive(point, self.member, body)
         if self.member == 0:
             channel.set(f"{point}/decision", after(self._decide(point, decide, deadline, name)))
+        # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
+        patience = 4 * timeout + 5
         try:
-            # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
-            answer = channel.get(f"{point}/decision", 4 * timeout + 5)
+            answer = channel.get(f"{point}/decision", patience)
         except PeerError:
             raise  # the store is gone: a TimeoutError too, as in the places below
         except TimeoutError as error:
             raise PeerError(
-                f"{name(0)} gave no decision on {point} within {timeout:.0f} s",
+                f"{name(0)} gave no decision on {point} within {patience:.0f} s",
                 remedy="look at that rank's log; raise timeout= if it is merely slow",
             ) from error
         channel.part(point, message, self.count, (f"{point}/decision", *spent))

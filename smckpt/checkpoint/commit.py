@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from smckpt.checkpoint.claims import claim_epoch, later_run, mark_epoch, probe
 from smckpt.checkpoint.crc import crc64, hex64
@@ -85,8 +85,10 @@ def publish_manifest(
     """
     storage, over = open_storage(directory), Spread.from_json(spread)
     homes = Homes(storage, over)
-    if record is not None:
+    try:  # also where it was claimed before: the directory may have been removed meanwhile
         mark_epoch(storage, epoch, session, over, ranks)
+    except StorageError as error:
+        _take_back(homes, attempt, error)
     # Before the parts are looked at: a run that gives up this attempt says so before it deletes,
     # so either we see that here or it sees our claim and leaves the files alone.
     _refuse_fenced(homes, epoch, attempt)
@@ -127,8 +129,11 @@ def publish_manifest(
 def _refuse_fenced(homes: Homes, epoch: int, attempt: str) -> None:
     """A later run has the directory: take back what we wrote, which nobody else would find."""
     error = later_run(homes.directory, epoch, [homes.directory.url], attempt)
-    if error is None:
-        return
+    if error is not None:
+        _take_back(homes, attempt, error)
+
+
+def _take_back(homes: Homes, attempt: str, error: StorageError) -> NoReturn:
     try:
         discard_attempt(homes, attempt)
     except CheckpointError as other:

@@ -58,6 +58,7 @@ def async_save(
 
     Runs no collective. All ranks of `process_group` call it, each with its own state; a process
     that is no member returns None at once. A save still in flight in the same queue is waited for.
+    Threads take turns in a queue, in the same order on all ranks; or give each its own `queue=`.
 
     Args:
         state_dict: nested dicts, lists and tuples of tensors and values; what

@@ -74,14 +74,13 @@ class Committer:
         coordinator = self.group.ranks.index(job.request.coordinator)
         if session.channel is None:
             return _opened(self._coordinate(session, job, point, timeout, {0: body}))
-        session.channel.arrive(point, session.member, body)
-        if session.member == coordinator:
-            verdict = self._coordinate(session, job, point, timeout, None)
-            session.channel.set(f"{point}/verdict", verdict)
-            return _opened(verdict)
+        message = session.channel.arrive(point, session.member, body)
         try:
-            # Gathering, the step's two meetings and publishing have `timeout` each.
-            verdict = session.channel.get(f"{point}/verdict", 6 * timeout + 5)
+            if session.member == coordinator:
+                verdict = self._coordinate(session, job, point, timeout, None)
+                session.channel.set(f"{point}/verdict", verdict)
+            else:  # gathering, the step's two meetings and publishing have `timeout` each
+                verdict = session.channel.get(f"{point}/verdict", 6 * timeout + 5)
         except PeerError:
             raise  # the store is gone: a TimeoutError too, as in the places below
         except TimeoutError as error:
@@ -92,6 +91,7 @@ class Committer:
                 path=job.request.directory,
                 rank=self.group.rank,
             ) from error
+        session.channel.part(point, message, session.count, [f"{point}/verdict"])
         return _opened(verdict)
 
     def _agreed(self, job: SaveJob, timeout: float) -> Session:

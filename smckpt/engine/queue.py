@@ -73,6 +73,10 @@ class SaveQueue:
         self._committed: list[int] = []
         self._flying: SaveHandle | None = None
         self._lock = threading.Lock()
+        # Threads take turns in the arena. Reentrant, so that a signal handler is refused instead of
+        # waiting for the code that it interrupted.
+        self._front = threading.RLock()
+        self._submitting = False
         self._inbox: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -95,6 +99,24 @@ class SaveQueue:
                 "a save was begun in on_commit of the same queue, and would wait for itself",
                 remedy="save from the training loop, or with a queue= of its own",
             )
+        with self._front:
+            if self._submitting:
+                raise UsageError(
+                    "a save was begun while this thread was in async_save of the same queue",
+                    remedy="a signal handler should set a flag that the training loop looks at",
+                )
+            self._submitting = True
+            try:
+                return self._submit(state_dict, request, refusal)
+            finally:
+                self._submitting = False
+
+    def _submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        request: SaveRequest,
+        refusal: Exception | None,
+    ) -> SaveHandle:
         began = time.perf_counter()
         handle = SaveHandle(self._numbers, request.directory, request.step)
         self._numbers += 1  # used up before anything can raise: peers count along

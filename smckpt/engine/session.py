@@ -10,17 +10,18 @@ attempt. A session is therefore agreed by fresh nonces before any other key is b
    nonce anew, for it may have read a stale one;
 3. when all have acknowledged, the leader says go.
 
-After that every key of the session stands under its id.
+After that every key of the session stands under its id. Those of a meeting go with its last member.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ from typing import Any, Protocol
 from smckpt.errors import PeerError, as_checkpoint_error, error_from_json
 
 __all__ = ["Arrival", "Channel", "Session", "Store", "agree", "client_of", "lone_session"]
+
+log = logging.getLogger("smckpt")
 
 # How long the leader first waits for a silent member before it reads its nonce anew; doubled each
 # time up to the second figure, since c10d logs a warning on every wait that runs out.
@@ -43,6 +46,7 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def add(self, key: str, amount: int) -> int: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
     def clone(self) -> Store: ...
 
 
@@ -94,10 +98,15 @@ class Channel:
         """Write-once: the value that stands after the call, ours or that of who came first."""
         return self._decode(_asked(self._store.compare_set, self._key(key), "", json.dumps(body)))
 
-    def arrive(self, point: str, member: int, body: dict[str, Any]) -> None:
-        """Say something at a meeting point. Who waits there sees messages as they arrive."""
+    def arrive(self, point: str, member: int, body: dict[str, Any]) -> str:
+        """Say something at a meeting point. Who waits there sees messages as they arrive.
+
+        Returns the key of what was said.
+        """
         turn = _asked(self._store.add, self._key(f"{point}/turn"), 1)
-        self.set(f"{point}/{turn}", {"member": member, "body": body})
+        message = f"{point}/{turn}"
+        self.set(message, {"member": member, "body": body})
+        return message
 
     def arrivals(self, point: str, count: int, deadline: float) -> Iterator[Arrival]:
         """The `count` messages of a meeting point, as they arrive.
@@ -108,6 +117,21 @@ class Channel:
         for turn in range(1, count + 1):
             data = self.get(f"{point}/{turn}", deadline - time.monotonic())
             yield Arrival(data["member"], data["body"])
+
+    def part(self, point: str, message: str, count: int, read_by_all: Sequence[str]) -> None:
+        """Leave a meeting point, when its answer stands and was read here: what was said is taken
+        back and, by the last of `count`, the keys that all had to read. Else the store, in the
+        memory of one process, would keep tens of thousands of keys of each save of a large job.
+
+        A failure is logged only: the answer is known already.
+        """
+        try:
+            self._store.delete_key(self._key(message))
+            if self._store.add(self._key(f"{point}/left"), 1) == count:
+                for key in (*read_by_all, f"{point}/turn", f"{point}/left"):
+                    self._store.delete_key(self._key(key))
+        except RuntimeError as error:  # a store that cannot delete, or that is gone
+            log.debug("keys of %s stay in the store: %s", point, error)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -145,31 +169,35 @@ class Session:
         timeout: float,
         name: Callable[[int], str],
         then: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        spent: Sequence[str] = (),
     ) -> dict[str, Any]:
         """All members say `body`; the leader decides from all of them; all get the decision.
 
         `decide` gets the bodies by member; what it raises, and a member that stays away, becomes
         the error that every member raises. `then` may replace the leader's answer
-        ({"decision": …} or {"error": …}) before it is told, for a meeting beyond this one.
+        ({"decision": …} or {"error": …}) before it is told, for a meeting beyond this one. `spent`:
+        keys that nobody reads after this meeting.
         """
         after = then or (lambda answer: answer)
         if self.channel is None:
             return _answered(after(self._decided(decide, {0: body})))
         channel = self.channel
         deadline = time.monotonic() + timeout
-        channel.arrive(point, self.member, body)
+        message = channel.arrive(point, self.member, body)
         if self.member == 0:
             channel.set(f"{point}/decision", after(self._decide(point, decide, deadline, name)))
+        # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
+        patience = 4 * timeout + 5
         try:
-            # The leader has `timeout` to gather, to decide, and for a meeting beyond this one.
-            answer = channel.get(f"{point}/decision", 4 * timeout + 5)
+            answer = channel.get(f"{point}/decision", patience)
         except PeerError:
             raise  # the store is gone: a TimeoutError too, as in the places below
         except TimeoutError as error:
             raise PeerError(
-                f"{name(0)} gave no decision on {point} within {timeout:.0f} s",
+                f"{name(0)} gave no decision on {point} within {patience:.0f} s",
                 remedy="look at that rank's log; raise timeout= if it is merely slow",
             ) from error
+        channel.part(point, message, self.count, (f"{point}/decision", *spent))
         return _answered(answer)
 
     def _decide(

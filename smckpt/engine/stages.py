@@ -56,6 +56,7 @@ class Guard:
                 decide,
                 timeout=self.timeout,
                 name=lambda member: f"group {member} of the step",
+                spent=(f"{self.step.point}/choice",) if what == "plan" else (),
             )
         except CheckpointError as error:
             ours = None if "error" not in answer else error_from_json(answer["error"])

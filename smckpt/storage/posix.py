@@ -169,7 +169,7 @@ class PosixStorage:
 
     def list_dirs(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in self._scan() if entry.is_dir())
+            return sorted(entry.name for entry in self._scan() if _may_be_directory(entry))
         except OSError as error:
             raise storage_error(error, self.url, "list the directory") from error
 
@@ -183,6 +183,8 @@ class PosixStorage:
                 except FileNotFoundError:
                     continue  # deleted between the listing and the look: it is not there
                 except OSError as error:
+                    if error.errno == errno.ELOOP:
+                        continue  # links that lead to nothing, and none of ours
                     raise storage_error(error, entry.path, "look up") from error
         return sorted(found, key=lambda info: info.name)
 
@@ -390,6 +392,14 @@ class _Reading:
                 self._left.pop()
             else:
                 self._left[-1] = self._left[-1][taken:]
+
+
+def _may_be_directory(entry: os.DirEntry[str]) -> bool:
+    """One that cannot be looked at may be: who opens it hears why, and its neighbours are found."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno != errno.ELOOP
 
 
 def _make_directory(path: str) -> None:

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# What pathlib, os.path.normpath and os.path.abspath make of a URL.
+_SLASH_LOST = re.compile(r"(?:^|/)((?:s3a?|gs|gcs|az|abfss?|hdfs|msc|https?|file):)/(?!/)")
 
 
 def scheme_of(url: str) -> str:
@@ -79,7 +81,7 @@ def local_path(url: str) -> str:
     """The absolute path of a path or a file:// URL, without `.`, `..` and doubled slashes.
 
     Raises:
-        UsageError: it is empty, names another host, or is no file URL.
+        UsageError: it is empty, names another host, is no file URL, or is one that lost a slash.
     """
     if not url:
         raise UsageError("an empty path", remedy="pass the checkpoint's directory")
@@ -93,6 +95,12 @@ def local_path(url: str) -> str:
                 "a file URL needs three slashes", remedy="write file:///directory", path=url
             )
         url = slash + unquote(rest)
+    elif not scheme and (lost := _SLASH_LOST.search(url)):
+        raise UsageError(
+            f"the path holds {lost[1]}/, a URL that lost a slash, as in pathlib and os.path",
+            remedy=f"pass the URL as text, with {lost[1]}//",
+            path=url,
+        )
     elif scheme:
         raise UsageError(f"{scheme}:// is no file system", remedy="pass a directory", path=url)
     return os.path.abspath(url)

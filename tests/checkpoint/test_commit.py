@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -310,6 +311,26 @@ def test_a_later_run_fences_a_zombie_which_takes_its_files_back(tmp_path):
     with pytest.raises(StorageError, match=r"epoch 2 was claimed.*\(1\).*not committed"):
         publish_manifest(**payload)
     assert names(tmp_path) == before | {epoch_name(2)}
+
+
+def test_a_zombie_under_which_the_directory_was_made_anew_takes_its_files_back(tmp_path):
+    zombie = Group(tmp_path, range(2), session=A)
+    zombie.save()
+    shutil.rmtree(tmp_path)
+    later = Group(tmp_path, range(2), session=B)
+    later.save()
+    before = names(tmp_path)
+    with pytest.raises(StorageError, match=rf"epoch 1 is claimed here by session {B}"):
+        publish_manifest(**zombie.write(1))
+    assert names(tmp_path) == before
+
+
+def test_a_claim_that_was_removed_is_made_again_and_counts(tmp_path):
+    group = Group(tmp_path, range(2), session=A)
+    group.save()
+    shutil.rmtree(tmp_path)
+    publish_manifest(**group.write(1))
+    assert claim_epoch(str(tmp_path), B, "h") == {"epoch": 2}
 
 
 def test_a_claim_that_lands_while_the_parts_are_read_still_fences(tmp_path, monkeypatch):

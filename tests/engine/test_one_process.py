@@ -517,6 +517,40 @@ def test_loads_in_several_threads_at_once_each_get_their_own(tmp_path: Path) -> 
             assert list(pool.map(loaded, (3, 4, 5))) == [[3.0], [4.0], [5.0]]
 
 
+def test_saves_in_several_threads_at_once_take_turns_and_each_saves_its_own(tmp_path: Path) -> None:
+    def saved(value: int) -> None:
+        for turn in range(5):
+            state = {"a": torch.full((50_000,), float(value)), "b": value}
+            smckpt.async_save(state, checkpoint_id=tmp_path / f"{value}-{turn}")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(saved, (3, 4, 5)))
+    smckpt.maybe_finalize_async_calls()
+    for folder in tmp_path.iterdir():
+        target = {"a": torch.zeros(50_000), "b": 0}
+        smckpt.load(target, checkpoint_id=folder)
+        value = int(folder.name[0])
+        assert (target["b"], set(target["a"].tolist())) == (value, {float(value)})
+
+
+def test_a_save_from_a_signal_handler_in_the_middle_of_a_save_is_refused(tmp_path: Path) -> None:
+    class Interrupting(dict[str, Any]):
+        def items(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)  # its handler runs within this call of async_save
+            return super().items()
+
+    def handler(*_: object) -> None:
+        smckpt.async_save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "b")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(errors.UsageError, match="in async_save of the same queue"):
+            smckpt.save(Interrupting(a=torch.ones(1)), checkpoint_id=tmp_path / "a")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    smckpt.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "a")
+
+
 def test_timings_say_what_took_how_long(tmp_path: Path) -> None:
     handle = smckpt.save({"a": torch.ones(1 << 18)}, checkpoint_id=tmp_path)
     timings = handle.timings

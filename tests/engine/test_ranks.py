@@ -104,7 +104,16 @@ def hsdp_cycle(folder: str) -> dict[str, Any]:
             except errors.CheckpointError as error:
                 refused.append((type(error).__name__, "nowhere" in str(error), target["step"]))
     found = smckpt.latest_checkpoint(folder)
+    keys = []
+    for _ in range(3):
+        dist.barrier()
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+        dist.barrier()
+        smckpt.save(target, checkpoint_id=f"{folder}/keys/{shard}", process_group=group)
+        smckpt.load(target, checkpoint_id=f"{folder}/keys/{shard}", process_group=group)
+        smckpt.latest_checkpoint(folder)
     return {
+        "keys": keys[1:],  # the first of them has made new connections
         "same": same(full(other, fresh), before),
         "step": target["step"],
         "rank": target["rank"],
@@ -127,6 +136,7 @@ def test_replication_groups_commit_one_step_together_and_resume_it(tmp_path: Pat
         assert result["refused"] == [("CheckpointNotFoundError", True, -1)]
         assert bool(result["listings"]) == (rank in (0, 1))  # the others are told what was found
         assert result["commits"] == ([0, 1, 2] if rank in (0, 1) else [])
+        assert result["keys"][0] == result["keys"][1]  # neither saves nor loads fill the store
     assert len(list((tmp_path / "run").glob("record-*"))) >= 1
 
 

@@ -90,6 +90,25 @@ def test_a_meeting_gives_all_members_the_leaders_decision(server: Any) -> None:
     assert together(server, 3, act, {}) == [{"sum": 3}] * 3
 
 
+def test_meetings_leave_no_keys_in_the_store_also_for_who_comes_late_or_fails(server: Any) -> None:
+    def act(member: int, client: Any) -> int:
+        session = join(member, client)
+        session.meet("first", {}, lambda _: {}, timeout=10, name=name)
+        before = server.num_keys()
+        assert session.channel is not None
+        session.channel.put_once("chosen", {"member": member})
+        for turn in range(3):
+            spent = ("chosen",) if turn == 0 else ()
+            session.meet(f"m/{turn}", {}, lambda _: {}, timeout=10, name=name, spent=spent)
+        late = {} if member else {"error": StateError("disk is on fire").to_json()}
+        with pytest.raises(StateError):  # the leader does not wait for the others then
+            session.meet("failed", late, lambda _: {}, timeout=10, name=name)
+        return int(before)
+
+    before = together(server, 3, act, {2: 0.3})
+    assert server.num_keys() <= min(before), server.list_keys()
+
+
 def test_one_members_error_reaches_all_without_waiting_for_a_silent_one(server: Any) -> None:
     def act(member: int, client: Any) -> Any:
         session = join(member, client)

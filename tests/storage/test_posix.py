@@ -290,6 +290,7 @@ def test_files_and_directories_are_listed_apart(tmp_path: Path) -> None:
     store.put("a1", b"1")
     store.join("sub").put("inner", b"")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert store.list() == [FileInfo("a1", 1), FileInfo("b", 2)]
     assert store.list("a") == [FileInfo("a1", 1)]
     assert store.list_dirs() == ["sub"]

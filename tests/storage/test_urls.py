@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from pathlib import Path, PurePosixPath
 
 import pytest
 from hypothesis import given
@@ -117,6 +118,14 @@ def test_file_urls_and_paths_become_absolute_paths() -> None:
     for url in ("", "file://host/a", "file:a\0", "s3://b/a", "file://"):
         with pytest.raises(UsageError):
             local_path(url)
+
+
+def test_a_url_that_lost_a_slash_is_refused_and_no_other_path_with_a_colon() -> None:
+    for lost in (str(PurePosixPath("s3://b/a")), os.path.abspath("s3://b/a"), "file:/a", "gs:/b"):
+        with pytest.raises(UsageError, match="lost a slash"):
+            normal_url(lost)
+    for path in ("/a:/b", "/runs:3/s3", "/logs3:/a", "/a/s3:b", "s3:"):
+        assert local_path(path) == os.path.abspath(path)
 
 
 @given(st.sampled_from(["b", "my-bucket"]), keys)

@@ -12,6 +12,7 @@ from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
 from smckpt.state_dict.select import is_stateful
+from smckpt.state_dict.tags import StatefulStateDict
 
 __all__ = ["restore", "rewrap_stateful", "unwrap_stateful"]
 
@@ -163,6 +164,10 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
         items[key] = _with(items[key], path[1:], value)
     else:
         _put(items[key], path[1:], value)
+    return _tuple_like(values, items)
+
+
+def _tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(values)(items) if type(values) is tuple else type(values)(*items)
 
 
@@ -171,7 +176,10 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
 
 def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) -> list[Any]:
     """Put the state dicts of Stateful objects (schedulers, loaders, models, optimizers) in their
-    places, so that they can be filled. `rewrap_stateful` undoes it."""
+    places, so that they can be filled. `rewrap_stateful` undoes it.
+
+    What stands inside an object's state dict comes before the object itself.
+    """
     found = [] if found is None else found
     items: Any = ()
     if isinstance(tree, MutableMapping):
@@ -185,17 +193,33 @@ def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) 
             tree[key] = Binding(value, "LOCAL", {}, {}).adopt(value.state_dict())
             found.append((tree, key, value))
         elif is_stateful(value):
-            tree[key] = value.state_dict()
+            taken = value.state_dict()
+            tree[key] = StatefulStateDict(taken) if isinstance(taken, dict) else taken
+            unwrap_stateful(tree[key], found)
             found.append((tree, key, value))
+        elif isinstance(value, tuple):
+            _unwrap_tuple(tree, key, value, found)
         else:
             unwrap_stateful(value, found)
     return found
+
+
+def _unwrap_tuple(tree: Any, key: Any, values: tuple[Any, ...], found: list[Any]) -> None:
+    """As a list for the time of the load, where it holds such objects; it is what it was after."""
+    items, before = list(values), len(found)
+    unwrap_stateful(items, found)
+    if len(found) > before:
+        tree[key] = items
+        found.append((tree, key, values))
 
 
 def rewrap_stateful(found: list[tuple[Any, Any, Any]], *, loaded: bool) -> None:
     """Put the objects back; when the load went well they take what was read."""
     for tree, key, value in found:
         filled, tree[key] = tree[key], value
+        if isinstance(value, tuple):
+            tree[key] = _tuple_like(value, filled) if loaded else value
         # An optimizer was written through already; its load_state_dict would cast the state.
-        if loaded and not isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(filled)
+        elif loaded and not isinstance(value, torch.optim.Optimizer):
+            mine = filled.returned() if isinstance(filled, StatefulStateDict) else filled
+            value.load_state_dict(mine)

@@ -29,7 +29,7 @@ from smckpt.state_dict.private import (
     placement_of,
     unwrapped,
 )
-from smckpt.state_dict.tags import FullStateDict, Tag, tag_of
+from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, tag_of
 
 __all__ = ["Selection", "Selector", "geometry_of", "put_back"]
 
@@ -118,8 +118,8 @@ class Selector:
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether it must stay apart: it has a tensor, or is an optimizer's
-        state dict, whose groups are given back to the live optimizer."""
+        """Collect what is below; whether it must stay apart: it has a tensor, is a Stateful, which
+        is no plain value, or an optimizer's state dict, whose groups the live optimizer gets."""
         if type(value) is dict:  # what nearly all is: answered without asking abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
@@ -129,7 +129,8 @@ class Selector:
             walk.kinds.add("FULL")
             return not value or self._children(value, value.items(), path, walk)
         if isinstance(value, Mapping):
-            return self._children(value, value.items(), path, walk)
+            found = self._children(value, value.items(), path, walk)
+            return found or isinstance(value, StatefulStateDict)
         if isinstance(value, (list, tuple)):
             return self._children(value, enumerate(value), path, walk)
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
@@ -139,7 +140,8 @@ class Selector:
             walk.tensors.append((path, value))
             return True
         if is_stateful(value):
-            return self._visit(value.state_dict(), path, walk)
+            self._visit(value.state_dict(), path, walk)
+            return True
         walk.objects.append(ObjectLeaf(path, value))
         return False
 

@@ -21,6 +21,7 @@ __all__ = [
     "FullStateDict",
     "OptimizerStateDict",
     "ParamGroups",
+    "StatefulStateDict",
     "Tag",
     "plain_tag",
     "renew_tag",
@@ -101,6 +102,21 @@ class FullStateDict(_RememberingDict):
     empty one, which is no value to save."""
 
     holds = True  # on this rank
+
+
+class StatefulStateDict(_RememberingDict):
+    """What an object gave in its place, for the time of a load: stored by itself, as the object
+    was, and no value of what stands around it."""
+
+    def __init__(self, given: dict[Any, Any]) -> None:
+        super().__init__(given)
+        self._given = given
+
+    def returned(self) -> dict[Any, Any]:
+        """What the object gave, with what is here now."""
+        self._given.clear()
+        self._given.update(self)
+        return self._given
 
 
 class OptimizerStateDict(_RememberingDict):

@@ -248,3 +248,40 @@ def test_tensors_of_one_name_and_shape_may_be_placed_otherwise() -> None:
     finally:
         dist.destroy_process_group()
     assert [str(p) for rule in rules for p in rule.placements] == ["S0", "R", "S1", "S0"]
+
+
+class Counting:
+    """Has a state dict, without a tensor in it, and in that another object of its kind."""
+
+    def __init__(self, count: int, inner: Counting | None = None) -> None:
+        self.count = count
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "below": {"inner": self.inner} if self.inner else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        assert type(state) is dict
+        assert not self.inner or state["below"]["inner"] is self.inner
+
+
+def counting(first: int) -> tuple[list[Counting], dict[str, Any]]:
+    inner = Counting(first)
+    objects = [inner, *(Counting(first + i, inner if i == 1 else None) for i in range(1, 5))]
+    _, outer, of_a_dict, of_a_tuple, of_a_list = objects
+    state = {
+        "outer": outer,
+        "training": {"scheduler": of_a_dict, "step": first},
+        "pair": (of_a_tuple, first, [of_a_list]),
+    }
+    return objects, state
+
+
+def test_objects_with_a_state_dict_get_it_back_wherever_they_stand(tmp_path: Path) -> None:
+    smckpt.save(counting(10)[1], checkpoint_id=tmp_path)
+    objects, state = counting(50)
+    smckpt.load(state, checkpoint_id=tmp_path)
+    assert [each.count for each in objects] == [10, 11, 12, 13, 14]
+    assert state["training"] == {"scheduler": objects[2], "step": 10}
+    assert state["pair"] == (objects[3], 10, [objects[4]])

@@ -14,7 +14,7 @@ from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
 from smckpt.state_dict.select import is_stateful
 from smckpt.state_dict.tags import StatefulStateDict
 
-__all__ = ["restore", "rewrap_stateful", "unwrap_stateful"]
+__all__ = ["put", "restore", "rewrap_stateful", "unwrap_stateful"]
 
 log = logging.getLogger("smckpt")
 
@@ -47,7 +47,7 @@ def restore(
             continue
         if last == "params" and _is_in_groups(path, live.values()):
             continue  # the target's own names: the checkpoint's may be of the other form
-        if not _put(state_dict, path, value) and strict:
+        if not put(state_dict, path, value) and strict:
             raise StateError(
                 f"the saved value {key} has no place in the target",
                 remedy="give the target the structure that was saved, or pass "
@@ -126,7 +126,7 @@ def _refill(target: list[Any], groups: list[dict[str, Any]]) -> None:
     target[:] = groups
 
 
-def _put(tree: Any, path: Path, value: Any) -> bool:
+def put(tree: Any, path: Path, value: Any) -> bool:
     """Assign at `path`; False where the structure lacks the place. Tuples are made anew."""
     if not path:
         return False
@@ -141,7 +141,7 @@ def _put(tree: Any, path: Path, value: Any) -> bool:
             remade = _with(tree[key], path[1:], value)
             tree[key] = remade
             return True
-        return _put(tree[key], path[1:], value)
+        return put(tree[key], path[1:], value)
     if isinstance(tree, list) and isinstance(key, int) and key < len(tree):
         if len(path) == 1:
             tree[key] = value
@@ -149,7 +149,7 @@ def _put(tree: Any, path: Path, value: Any) -> bool:
         if isinstance(tree[key], tuple):
             tree[key] = _with(tree[key], path[1:], value)
             return True
-        return _put(tree[key], path[1:], value)
+        return put(tree[key], path[1:], value)
     return False
 
 
@@ -163,7 +163,7 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
     elif isinstance(items[key], tuple):
         items[key] = _with(items[key], path[1:], value)
     else:
-        _put(items[key], path[1:], value)
+        put(items[key], path[1:], value)
     return _tuple_like(values, items)
 
 

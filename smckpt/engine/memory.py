@@ -12,8 +12,8 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
 from smckpt.state_dict.restore import put
-from smckpt.state_dict.select import Selection, put_back
-from smckpt.state_dict.tags import tag_of
+from smckpt.state_dict.select import Selection
+from smckpt.state_dict.tags import put_back, tag_of
 
 __all__ = ["Memory", "memory_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,11 @@ from smckpt.state_dict.private import (
     placement_of,
     unwrapped,
 )
-from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, tag_of
+from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, set_parts, tag_of
 
-__all__ = ["Selection", "Selector", "geometry_of", "put_back"]
+__all__ = ["Selection", "Selector", "geometry_of"]
 
 log = logging.getLogger("smckpt")
-
-_PARTS = "_smckpt_parts"  # what a local array was put together from
 
 
 @dataclass(frozen=True)
@@ -272,18 +270,9 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         parts = [s.tensor.detach() for s in shards]
         empty = torch.empty(0, dtype=tensor.dtype)
         local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
-        setattr(local, _PARTS, parts)
+        set_parts(local, parts)
         return local, boxes
     return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None
-
-
-def put_back(tensors: Iterable[torch.Tensor]) -> None:
-    """After local arrays were filled: those that were put together for it, into their parts."""
-    for tensor in tensors:
-        at = 0
-        for part in getattr(tensor, _PARTS, ()):
-            part.copy_(tensor[at : at + part.numel()].view(part.shape))
-            at += part.numel()
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,16 @@ __all__ = [
     "StatefulStateDict",
     "Tag",
     "plain_tag",
+    "put_back",
     "renew_tag",
+    "set_parts",
     "set_tag",
+    "stand_in",
     "tag_of",
 ]
 
 _ATTRIBUTE = "_smckpt_tag"
+_PARTS = "_smckpt_parts"  # what an array was put together from
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,27 @@ def plain_tag(kind: str, fqn: str) -> Tag:
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
+
+
+def stand_in(live: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of `live` in another dtype, which goes back to it when it was filled (`put_back`)."""
+    made = live.to(dtype)
+    setattr(made, _PARTS, [live])
+    return made
+
+
+def set_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Say what the tensor was put together from."""
+    setattr(tensor, _PARTS, parts)
+
+
+def put_back(tensors: Iterable[torch.Tensor]) -> None:
+    """After arrays were filled: those that were put together for it, into their parts."""
+    for tensor in tensors:
+        at = 0
+        for part in getattr(tensor, _PARTS, ()):
+            part.copy_(tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
+            at += part.numel()
 
 
 def renew_tag(

@@ -7,7 +7,6 @@ every rank's bytes were good.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import threading
@@ -25,12 +24,12 @@ from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.groups import Group, partition_of
 from smckpt.engine.membership import Membership
+from smckpt.engine.memory import Memory, memory_of
 from smckpt.engine.stages import Guard, Step
 from smckpt.errors import (
     CheckpointError,
     CheckpointReplacedError,
     KeysMismatchError,
-    StateError,
     UsageError,
     as_checkpoint_error,
 )
@@ -42,12 +41,10 @@ from smckpt.state_dict.restore import (
     rewrap_stateful,
     unwrap_stateful,
 )
-from smckpt.state_dict.select import Selection, Selector, put_back
+from smckpt.state_dict.select import Selection, Selector
 from smckpt.state_dict.values import make_values, named_as_target
 
 if TYPE_CHECKING:
-    import torch
-
     from smckpt.layout.entries import Entry
 
 __all__ = ["LoadRequest", "Loader"]
@@ -174,13 +171,14 @@ class Loader:
             if request.strict and plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
             self._check_objects(selection, objects, request)
-            memory = _memory_of(selection)
+            memory = memory_of(selection, partly=not request.strict)
             if selection.gathered:
                 gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
                 told.body["gathered"] = [name for name, _ in gathered]
         self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"), _swept(request, commit):
             self._read(plan, memory, request, catalogue)
+            memory.settle(state_dict)
             restore(
                 state_dict,
                 objects,
@@ -364,7 +362,7 @@ class Loader:
     def _read(
         self,
         plan: ReadPlan,
-        memory: _Memory,
+        memory: Memory,
         request: LoadRequest,
         catalogue: Catalogue,
     ) -> None:
@@ -375,9 +373,6 @@ class Loader:
             preverify=request.preverify,
             readers=catalogue.readers,
         )
-        for tensor, staged in memory.late:
-            tensor.copy_(staged)
-        put_back(memory.tensors)
 
 
 @contextmanager
@@ -417,45 +412,6 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Writable bytes for each tensor: its own memory, or that of a stand-in, copied at the end."""
-
-    tensors: Sequence[torch.Tensor]
-    buffers: list[memoryview]
-    late: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _memory_of(selection: Selection) -> _Memory:
-    """
-    Raises:
-        StateError: elements of a tensor share memory, so it has no room for what was saved.
-    """
-    import torch
-
-    buffers, late = [], []
-    for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
-        live = tensor
-        if not live.is_cpu or not live.is_contiguous() or live.is_conj() or live.is_neg():
-            if any(
-                step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)
-            ):
-                raise StateError(
-                    f"{entry.key!r} is expanded, with strides {live.stride()}: its elements share "
-                    "memory and cannot be filled",
-                    remedy="call .contiguous() or .clone() on it before the load",
-                )
-            staged = torch.empty(live.shape, dtype=live.dtype)
-            late.append((live.detach(), staged))
-            live = staged
-        # The memory itself, not a view that torch makes: tens of microseconds a tensor. The
-        # tensors and stand-ins that are kept beside it keep it alive.
-        size = live.numel() * live.element_size()
-        memory = (ctypes.c_char * size).from_address(live.data_ptr()) if size else b""
-        buffers.append(memoryview(memory).cast("B"))
-    return _Memory(selection.tensors, buffers, late)
 
 
 def _glance(directory: str) -> Catalogue | None:

@@ -24,11 +24,11 @@ from smckpt.state_dict.full import (
     load_full_optimizer,
     translated_or_none,
 )
-from smckpt.state_dict.model import ModelView, view_of
+from smckpt.state_dict.model import ModelView, set_extra_state, view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
-from smckpt.state_dict.tags import FullStateDict
+from smckpt.state_dict.tags import FullStateDict, put_back
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
@@ -233,6 +233,7 @@ class _Scope:
             )
         for fqn in live.keys() & given.keys():
             copy_exactly(live[fqn], given[fqn], fqn)
+        set_extra_state(self.view.model, {fqn: given[fqn] for fqn in live.keys() & given.keys()})
         from torch.nn.modules.module import _IncompatibleKeys
 
         return _IncompatibleKeys(missing, unexpected)
@@ -276,6 +277,7 @@ def copy_exactly(live: Any, given: Any, name: str) -> None:
         return
     with torch.no_grad():
         target.detach().copy_(source)
+        put_back([live])
 
 
 class _Replacement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,10 +15,17 @@ from smckpt.errors import StateError
 from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, MeshGeometry, Segment
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.state_dict.names import canonical
-from smckpt.state_dict.private import detached, fsdp1_units, is_fsdp1, is_fsdp2, reshard_fsdp2
-from smckpt.state_dict.tags import Tag, plain_tag, set_tag
+from smckpt.state_dict.private import (
+    buffer_dtypes,
+    detached,
+    fsdp1_units,
+    is_fsdp1,
+    is_fsdp2,
+    reshard_fsdp2,
+)
+from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 
-__all__ = ["Held", "ModelView", "view_of"]
+__all__ = ["Held", "ModelView", "set_extra_state", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,16 @@ def view_of(model: nn.Module) -> ModelView:
     if is_fsdp1(model):
         return Fsdp1View(model)
     return PlainView(model)
+
+
+def set_extra_state(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Give modules what their `get_extra_state` gave; it is no live tensor that could be filled."""
+    for raw, module in model.named_modules():
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            name = f"{raw}._extra_state" if raw else "_extra_state"
+            fqn = canonical(name, ddp=_is_ddp(model))
+            if fqn in given:
+                module.set_extra_state(given[fqn])
 
 
 def _raw_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -242,6 +259,7 @@ class Fsdp1View(ModelView):
         self, kind: str, managed: set[str], owners: dict[int, str], out: dict[str, Any]
     ) -> None:
         """Buffers, parameters that FSDP ignores, and extra state; none needs a collective."""
+        dtypes = buffer_dtypes(self.model)
         for raw, module in self.model.named_modules(remove_duplicate=False):
             prefix = canonical(raw)
             named = [
@@ -263,6 +281,8 @@ class Fsdp1View(ModelView):
                         remedy="wrap the two modules in one unit",
                     )
                 value = tensor.detach()
+                if dtypes.get(fqn, value.dtype) != value.dtype:
+                    value = stand_in(value, dtypes[fqn])
                 set_tag(value, plain_tag(kind, fqn))
                 out[fqn] = value
             if type(module).get_extra_state is not nn.Module.get_extra_state:

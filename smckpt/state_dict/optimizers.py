@@ -360,12 +360,15 @@ def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
             f"{len(groups)} parameter groups were saved, the optimizer has {len(live)}",
             remedy="build the optimizer with the same groups",
         )
+    given: dict[int, torch.Tensor] = {}  # groups may share one tensor (a rate), or not any more
     for mine, theirs in zip(live, groups, strict=True):
         for key, value in theirs.items():
             if key == "params":
                 continue
             if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                if mine[key] is not value:
+                if not torch.equal(given.setdefault(id(mine[key]), value), value):
+                    mine[key] = value
+                elif mine[key] is not value:
                     mine[key].copy_(value)
             else:
                 mine[key] = value

@@ -15,8 +15,10 @@ from torch import nn
 
 from smckpt.errors import StateError
 from smckpt.layout.mesh import Placement
+from smckpt.state_dict.names import canonical
 
 __all__ = [
+    "buffer_dtypes",
     "detached",
     "dtensor_parts",
     "fsdp1_units",
@@ -177,3 +179,21 @@ def fsdp1_units(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         except AttributeError as error:
             raise _missing("FSDP1", str(error)) from error
         yield name, module, handle
+
+
+def buffer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Name of each buffer that mixed precision casts with the first forward → the dtype in which it
+    was made, in which torch saves it too."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    out: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module.mixed_precision.buffer_dtype:
+            prefix = f"{name}." if name else ""
+            try:
+                known = module._buffer_name_to_orig_dtype
+            except AttributeError as error:
+                raise _missing("FSDP1", str(error)) from error
+            for buffer, dtype in known.items():
+                out[canonical(f"{prefix}{buffer}")] = dtype
+    return out

@@ -12,9 +12,9 @@ from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
 from smckpt.state_dict.select import is_stateful
-from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict
+from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict, StatefulStateDict
 
-__all__ = ["gathered_parts", "restore", "rewrap_stateful", "unwrap_stateful"]
+__all__ = ["gathered_parts", "put", "restore", "rewrap_stateful", "unwrap_stateful"]
 
 log = logging.getLogger("smckpt")
 
@@ -47,7 +47,7 @@ def restore(
             continue
         if last == "params" and _is_in_groups(path, live.values()):
             continue  # the target's own names: the checkpoint's may be of the other form
-        if not _put(state_dict, path, value) and strict:
+        if not put(state_dict, path, value) and strict:
             raise StateError(
                 f"the saved value {key} has no place in the target",
                 remedy="give the target the structure that was saved, or pass "
@@ -141,7 +141,7 @@ def _refill(target: list[Any], groups: list[dict[str, Any]]) -> None:
     target[:] = groups
 
 
-def _put(tree: Any, path: Path, value: Any) -> bool:
+def put(tree: Any, path: Path, value: Any) -> bool:
     """Assign at `path`; False where the structure lacks the place. Tuples are made anew."""
     if not path:
         return False
@@ -156,7 +156,7 @@ def _put(tree: Any, path: Path, value: Any) -> bool:
             remade = _with(tree[key], path[1:], value)
             tree[key] = remade
             return True
-        return _put(tree[key], path[1:], value)
+        return put(tree[key], path[1:], value)
     if isinstance(tree, list) and isinstance(key, int) and key < len(tree):
         if len(path) == 1:
             tree[key] = value
@@ -164,7 +164,7 @@ def _put(tree: Any, path: Path, value: Any) -> bool:
         if isinstance(tree[key], tuple):
             tree[key] = _with(tree[key], path[1:], value)
             return True
-        return _put(tree[key], path[1:], value)
+        return put(tree[key], path[1:], value)
     return False
 
 
@@ -178,7 +178,11 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
     elif isinstance(items[key], tuple):
         items[key] = _with(items[key], path[1:], value)
     else:
-        _put(items[key], path[1:], value)
+        put(items[key], path[1:], value)
+    return _tuple_like(values, items)
+
+
+def _tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(values)(items) if type(values) is tuple else type(values)(*items)
 
 
@@ -187,7 +191,10 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
 
 def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) -> list[Any]:
     """Put the state dicts of Stateful objects (schedulers, loaders, models, optimizers) in their
-    places, so that they can be filled. `rewrap_stateful` undoes it."""
+    places, so that they can be filled. `rewrap_stateful` undoes it.
+
+    What stands inside an object's state dict comes before the object itself.
+    """
     found = [] if found is None else found
     items: Any = ()
     if isinstance(tree, MutableMapping):
@@ -201,17 +208,33 @@ def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) 
             tree[key] = Binding(value, "LOCAL", {}, {}).adopt(value.state_dict())
             found.append((tree, key, value))
         elif is_stateful(value):
-            tree[key] = value.state_dict()
+            taken = value.state_dict()
+            tree[key] = StatefulStateDict(taken) if isinstance(taken, dict) else taken
+            unwrap_stateful(tree[key], found)
             found.append((tree, key, value))
+        elif isinstance(value, tuple):
+            _unwrap_tuple(tree, key, value, found)
         else:
             unwrap_stateful(value, found)
     return found
+
+
+def _unwrap_tuple(tree: Any, key: Any, values: tuple[Any, ...], found: list[Any]) -> None:
+    """As a list for the time of the load, where it holds such objects; it is what it was after."""
+    items, before = list(values), len(found)
+    unwrap_stateful(items, found)
+    if len(found) > before:
+        tree[key] = items
+        found.append((tree, key, values))
 
 
 def rewrap_stateful(found: list[tuple[Any, Any, Any]], *, loaded: bool) -> None:
     """Put the objects back; when the load went well they take what was read."""
     for tree, key, value in found:
         filled, tree[key] = tree[key], value
+        if isinstance(value, tuple):
+            tree[key] = _tuple_like(value, filled) if loaded else value
         # An optimizer was written through already; its load_state_dict would cast the state.
-        if loaded and not isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(filled)
+        elif loaded and not isinstance(value, torch.optim.Optimizer):
+            mine = filled.returned() if isinstance(filled, StatefulStateDict) else filled
+            value.load_state_dict(mine)

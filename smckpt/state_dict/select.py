@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,11 @@ from smckpt.state_dict.private import (
     placement_of,
     unwrapped,
 )
-from smckpt.state_dict.tags import FullStateDict, Tag, tag_of
+from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, set_parts, tag_of
 
-__all__ = ["Selection", "Selector", "geometry_of", "put_back"]
+__all__ = ["Selection", "Selector", "geometry_of"]
 
 log = logging.getLogger("smckpt")
-
-_PARTS = "_smckpt_parts"  # what a local array was put together from
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,8 @@ class Selector:
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether it must stay apart: it has a tensor, or is an optimizer's
-        state dict, whose groups are given back to the live optimizer."""
+        """Collect what is below; whether it must stay apart: it has a tensor, is a Stateful, which
+        is no plain value, or an optimizer's state dict, whose groups the live optimizer gets."""
         if type(value) is dict:  # what nearly all is: answered without asking abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
@@ -133,7 +131,8 @@ class Selector:
             walk.kinds.add("FULL")
             return not value or self._children(value, value.items(), path, walk)
         if isinstance(value, Mapping):
-            return self._children(value, value.items(), path, walk)
+            found = self._children(value, value.items(), path, walk)
+            return found or isinstance(value, StatefulStateDict)
         if isinstance(value, (list, tuple)):
             return self._children(value, enumerate(value), path, walk)
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
@@ -143,7 +142,8 @@ class Selector:
             walk.tensors.append((path, value))
             return True
         if is_stateful(value):
-            return self._visit(value.state_dict(), path, walk)
+            self._visit(value.state_dict(), path, walk)
+            return True
         walk.objects.append(ObjectLeaf(path, value))
         return False
 
@@ -274,18 +274,9 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         parts = [s.tensor.detach() for s in shards]
         empty = torch.empty(0, dtype=tensor.dtype)
         local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
-        setattr(local, _PARTS, parts)
+        set_parts(local, parts)
         return local, boxes
     return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None
-
-
-def put_back(tensors: Iterable[torch.Tensor]) -> None:
-    """After local arrays were filled: those that were put together for it, into their parts."""
-    for tensor in tensors:
-        at = 0
-        for part in getattr(tensor, _PARTS, ()):
-            part.copy_(tensor[at : at + part.numel()].view(part.shape))
-            at += part.numel()
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,19 @@ __all__ = [
     "FullStateDict",
     "OptimizerStateDict",
     "ParamGroups",
+    "StatefulStateDict",
     "Tag",
     "plain_tag",
+    "put_back",
     "renew_tag",
+    "set_parts",
     "set_tag",
+    "stand_in",
     "tag_of",
 ]
 
 _ATTRIBUTE = "_smckpt_tag"
+_PARTS = "_smckpt_parts"  # what an array was put together from
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,27 @@ def plain_tag(kind: str, fqn: str) -> Tag:
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
+
+
+def stand_in(live: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of `live` in another dtype, which goes back to it when it was filled (`put_back`)."""
+    made = live.to(dtype)
+    setattr(made, _PARTS, [live])
+    return made
+
+
+def set_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Say what the tensor was put together from."""
+    setattr(tensor, _PARTS, parts)
+
+
+def put_back(tensors: Iterable[torch.Tensor]) -> None:
+    """After arrays were filled: those that were put together for it, into their parts."""
+    for tensor in tensors:
+        at = 0
+        for part in getattr(tensor, _PARTS, ()):
+            part.copy_(tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
+            at += part.numel()
 
 
 def renew_tag(
@@ -107,6 +133,21 @@ class FullStateDict(_RememberingDict):
 
     holds = True  # on this rank
     put_through: Callable[[Any], object] | None = None
+
+
+class StatefulStateDict(_RememberingDict):
+    """What an object gave in its place, for the time of a load: stored by itself, as the object
+    was, and no value of what stands around it."""
+
+    def __init__(self, given: dict[Any, Any]) -> None:
+        super().__init__(given)
+        self._given = given
+
+    def returned(self) -> dict[Any, Any]:
+        """What the object gave, with what is here now."""
+        self._given.clear()
+        self._given.update(self)
+        return self._given
 
 
 class OptimizerStateDict(_RememberingDict):

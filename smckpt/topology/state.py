@@ -272,7 +272,8 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def _checked_order(order: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(order, str) or sorted(order) != sorted(DEFAULT_ORDER):
+    names = order if isinstance(order, (list, tuple)) else ()
+    if sorted(map(repr, names)) != sorted(map(repr, DEFAULT_ORDER)):
         raise UsageError(
             f"order is {order!r}",
             remedy=f"pass a permutation of {DEFAULT_ORDER}, innermost dimension first",

@@ -56,7 +56,7 @@ def build(strategy: str, original: bool, more: str, seed: int = 0) -> tuple[Any,
     torch.manual_seed(seed)
     arguments: dict[str, Any] = {}
     if more == "mixed":
-        arguments["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+        arguments["mixed_precision"] = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
     if more == "offload":
         arguments["cpu_offload"] = CPUOffload(offload_params=True)
     if more == "groups":

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import lr_scheduler as schedules
 
 import smckpt
 from smckpt import errors
@@ -248,3 +249,88 @@ def test_tensors_of_one_name_and_shape_may_be_placed_otherwise() -> None:
     finally:
         dist.destroy_process_group()
     assert [str(p) for rule in rules for p in rule.placements] == ["S0", "R", "S1", "S0"]
+
+
+class Counting:
+    """Has a state dict, without a tensor in it, and in that another object of its kind."""
+
+    def __init__(self, count: int, inner: Counting | None = None) -> None:
+        self.count = count
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "below": {"inner": self.inner} if self.inner else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        assert type(state) is dict
+        assert not self.inner or state["below"]["inner"] is self.inner
+
+
+def counting(first: int) -> tuple[list[Counting], dict[str, Any]]:
+    inner = Counting(first)
+    objects = [inner, *(Counting(first + i, inner if i == 1 else None) for i in range(1, 5))]
+    _, outer, of_a_dict, of_a_tuple, of_a_list = objects
+    state = {
+        "outer": outer,
+        "training": {"scheduler": of_a_dict, "step": first},
+        "pair": (of_a_tuple, first, [of_a_list]),
+    }
+    return objects, state
+
+
+def test_objects_with_a_state_dict_get_it_back_wherever_they_stand(tmp_path: Path) -> None:
+    smckpt.save(counting(10)[1], checkpoint_id=tmp_path)
+    objects, state = counting(50)
+    smckpt.load(state, checkpoint_id=tmp_path)
+    assert [each.count for each in objects] == [10, 11, 12, 13, 14]
+    assert state["training"] == {"scheduler": objects[2], "step": 10}
+    assert state["pair"] == (objects[3], 10, [objects[4]])
+
+
+def test_tensors_that_are_one_in_the_target_and_were_two_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    for count in (2, 200_000):  # read at once, and in different blocks
+        smckpt.save({"a": torch.ones(count), "b": torch.zeros(count)}, checkpoint_id=tmp_path)
+        one = torch.ones(count)
+        with pytest.raises(errors.StateError, match="'b' and 'a' share their memory"):
+            smckpt.load({"a": one, "b": one}, checkpoint_id=tmp_path)
+
+
+def test_rates_in_tensors_are_one_or_several_as_they_were_when_saved(tmp_path: Path) -> None:
+    """SequentialLR's list of the last rates is that of the schedule it has come to."""
+
+    def trained(steps: int, shared: bool) -> tuple[dict[str, Any], Any, Any]:
+        model, rate = nn.Linear(3, 2), torch.tensor(0.1)
+        rates = (rate, rate if shared else torch.tensor(0.3))
+        groups = [{"params": [p], "lr": r} for p, r in zip(model.parameters(), rates, strict=True)]
+        optimizer = torch.optim.AdamW(groups)
+        parts = [schedules.ConstantLR(optimizer, 0.1, 2), schedules.ExponentialLR(optimizer, 0.9)]
+        schedule = schedules.SequentialLR(optimizer, parts, [2])
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        state = {"optimizer": optimizer.state_dict(), "schedule": schedule}
+        return state, optimizer, schedule
+
+    state, optimizer, schedule = trained(3, shared=False)
+    smckpt.save(state, checkpoint_id=tmp_path)
+    target, fresh, other = trained(0, shared=True)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    for _ in range(2):
+        assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
+        assert other.state_dict() == schedule.state_dict()
+        schedule.step()
+        other.step()
+
+
+def test_what_the_checkpoint_lacks_keeps_its_values_also_where_it_is_not_contiguous(
+    tmp_path: Path,
+) -> None:
+    smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    target = {"a": torch.zeros(3), "b": torch.full((70, 50), 7.0).t()}
+    smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False)
+    assert target["a"].tolist() == [1, 1, 1]
+    assert bool((target["b"] == 7).all())

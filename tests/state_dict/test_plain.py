@@ -110,6 +110,31 @@ def test_blocks_that_end_in_another_order_than_they_began_leave_nothing_behind()
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+class Tallying(torch.nn.Linear):
+    """A layer that keeps what is no tensor, as Transformer Engine's do."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "also": torch.tensor([self.calls])}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"] if state["calls"] == state["also"].item() else -1
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED], ids=lambda k: k.value)
+def test_modules_get_their_extra_state_back(tmp_path: Path, kind: Any) -> None:
+    model, other = (torch.nn.Sequential(Tallying(2, 2), Tallying(2, 2)) for _ in range(2))
+    model[0].calls, model[1].calls = 3, 5
+    with smckpt.sm_state_dict_type(model, kind):
+        smckpt.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    with smckpt.sm_state_dict_type(other, kind):
+        target = {"model": other.state_dict()}
+        smckpt.load(target, checkpoint_id=tmp_path)
+        other.load_state_dict(target["model"])
+    assert [layer.calls for layer in other] == [3, 5]
+
+
 def ddp(seed: int, optimizer: str) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = DistributedDataParallel(Net())

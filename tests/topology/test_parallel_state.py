@@ -165,6 +165,7 @@ def test_impossible_degrees_are_refused_with_the_arithmetic(degrees, arithmetic)
         {"world_size": 8, "hybrid_shard_degree": -1},
         {"world_size": 8, "tensor_parallel_degree": 2.0},
         {"world_size": 8, "expert_parallel_degree": True},
+        {"world_size": 8, "order": 5},
         {"world_size": 8, "order": ("tp", "fsdp")},
         {"world_size": 8, "order": "tp-cp-ep-fsdp-rep-pp"},
     ],

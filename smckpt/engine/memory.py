@@ -1,0 +1,122 @@
+"""The memory that a load reads into: the targets' own, or that of stand-ins."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smckpt.errors import StateError
+from smckpt.layout.entries import Path
+from smckpt.state_dict.restore import put
+from smckpt.state_dict.select import Selection
+from smckpt.state_dict.tags import put_back, tag_of
+
+__all__ = ["Memory", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Writable bytes for each tensor.
+
+    late: (live tensor, stand-in) that are copied at the end.
+    shared: (entry, an earlier one, stand-in) of the same memory. Read into that memory itself,
+        what was saved with two values would look like a bad block, or the last would win.
+    """
+
+    selection: Selection
+    buffers: list[memoryview]
+    late: list[tuple[torch.Tensor, torch.Tensor]]
+    shared: list[tuple[int, int, torch.Tensor]]
+
+    def settle(self, state_dict: MutableMapping[str, Any]) -> None:
+        """After the read: what stands elsewhere goes where it belongs.
+
+        Raises:
+            StateError: tensors that are one here were saved with different values.
+        """
+        for tensor, staged in self.late:
+            tensor.copy_(staged)
+        put_back(self.selection.tensors)
+        for number, first, staged in self.shared:
+            live, entry = self.selection.tensors[number], self.selection.entries[number]
+            if _same_bits(live.detach(), staged):
+                continue
+            # A schedule's rates are one tensor or several, by the step that it has reached.
+            number_alone = live.numel() == 1 and tag_of(live) is None and not live.requires_grad
+            if number_alone and _put_apart(state_dict, entry.path, staged.to(live.device)):
+                continue
+            raise StateError(
+                f"{entry.key!r} and {self.selection.entries[first].key!r} share their memory here, "
+                "but were saved with different values; the targets are undefined now",
+                remedy="tie the target's tensors as they were when the state was saved, or give "
+                "each memory of its own (.clone())",
+            )
+
+
+def memory_of(selection: Selection, *, partly: bool) -> Memory:
+    """
+    Args:
+        partly: some may not be read, and then keep their values.
+
+    Raises:
+        StateError: elements of a tensor share memory, so it has no room for what was saved.
+    """
+    buffers: list[memoryview] = []
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    shared: list[tuple[int, int, torch.Tensor]] = []
+    seen: dict[tuple[int, int], int] = {}
+    for number, tensor in enumerate(selection.tensors):
+        live, address, count = tensor, tensor.data_ptr(), tensor.numel()
+        first = seen.setdefault((address, count), number) if count else number
+        if first != number:
+            live = _stand_in(tensor, partly)
+            shared.append((number, first, live))
+        elif not live.is_cpu or not live.is_contiguous() or live.is_conj() or live.is_neg():
+            _refuse_expanded(selection, number)
+            live = _stand_in(tensor, partly)
+            late.append((tensor.detach(), live))
+        # The memory itself, not a view that torch makes: tens of microseconds a tensor. The
+        # tensors and stand-ins that are kept beside it keep it alive.
+        size = count * live.element_size()
+        at = address if live is tensor else live.data_ptr()
+        memory = (ctypes.c_char * size).from_address(at) if size else b""
+        buffers.append(memoryview(memory).cast("B"))
+    return Memory(selection, buffers, late, shared)
+
+
+def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) -> bool:
+    """Also where the list around it is one with that around the other."""
+    *above, key = path
+    around: Any = tree
+    for step in above:
+        around = around[step]
+    if not isinstance(around, list):
+        return put(tree, path, value)
+    assert isinstance(key, int)
+    return put(tree, tuple(above), [*around[:key], value, *around[key + 1 :]])
+
+
+def _stand_in(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return made.copy_(tensor.detach()) if filled else made
+
+
+def _refuse_expanded(selection: Selection, number: int) -> None:
+    live, entry = selection.tensors[number], selection.entries[number]
+    if any(step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)):
+        raise StateError(
+            f"{entry.key!r} is expanded, with strides {live.stride()}: its elements share "
+            "memory and cannot be filled",
+            remedy="call .contiguous() or .clone() on it before the load",
+        )
+
+
+def _same_bits(live: torch.Tensor, staged: torch.Tensor) -> bool:
+    if live.shape != staged.shape or live.dtype != staged.dtype:
+        return False
+    mine, its = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (live, staged))
+    return torch.equal(mine, its)

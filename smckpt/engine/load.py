@@ -35,7 +35,12 @@ from smckpt.errors import (
     as_checkpoint_error,
 )
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
-from smckpt.state_dict.restore import restore, rewrap_stateful, unwrap_stateful
+from smckpt.state_dict.restore import (
+    empty_states,
+    restore,
+    rewrap_stateful,
+    unwrap_stateful,
+)
 from smckpt.state_dict.select import Selection, Selector, put_back
 from smckpt.state_dict.values import make_values, named_as_target
 
@@ -166,7 +171,7 @@ class Loader:
             plan = self._plan(catalogue, selection, request)
             if request.strict and plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
-            self._check_objects(selection, objects, request)
+            self._check_objects(selection, objects, request, empty_states(state_dict, objects))
             memory = _memory_of(selection)
         self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"), _swept(request, commit):
@@ -318,13 +323,17 @@ class Loader:
         refuse_names((), names, catalogue.url, self.group.rank)
 
     def _check_objects(
-        self, selection: Selection, objects: dict[str, Any], request: LoadRequest
+        self,
+        selection: Selection,
+        objects: dict[str, Any],
+        request: LoadRequest,
+        empty: frozenset[str],
     ) -> None:
         if not request.strict:
             return
-        missing = sorted(leaf.key for leaf in selection.objects if leaf.key not in objects)
         here = {leaf.key for leaf in selection.objects}
-        extra = sorted(key for key in objects if key not in here)
+        missing = sorted(here - objects.keys() - empty)
+        extra = sorted(objects.keys() - here - empty)
         if missing or extra:
             raise KeysMismatchError(
                 f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "

@@ -169,7 +169,7 @@ class PosixStorage:
 
     def list_dirs(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in self._scan() if entry.is_dir())
+            return sorted(entry.name for entry in self._scan() if _is_directory(entry))
         except OSError as error:
             raise storage_error(error, self.url, "list the directory") from error
 
@@ -390,6 +390,16 @@ class _Reading:
                 self._left.pop()
             else:
                 self._left[-1] = self._left[-1][taken:]
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """A link that leads nowhere, in a circle or to where this user may not look is none."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EACCES) and entry.is_symlink():
+            return False
+        raise
 
 
 def _make_directory(path: str) -> None:

@@ -34,9 +34,11 @@ from smckpt.errors import (
     UsageError,
     as_checkpoint_error,
 )
+from smckpt.layout.entries import dotted
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import (
     empty_states,
+    gathered_parts,
     restore,
     rewrap_stateful,
     unwrap_stateful,
@@ -158,7 +160,8 @@ class Loader:
         except Exception as error:
             failure = failure or error
         commit, early = self._choose(guard, request, failure)
-        with guard.stage("plan", _common_spare) as told, _swept(request, commit):
+        gathered: list[tuple[str, Any]] = []
+        with guard.stage("plan", _in_common) as told, _swept(request, commit):
             catalogue = early or open_catalogue(request.directory, **commit)
             saved = followed_rank(catalogue.object_ranks, self.group.rank, self.group.ranks)
             objects = catalogue.objects(saved)
@@ -171,8 +174,13 @@ class Loader:
             plan = self._plan(catalogue, selection, request)
             if request.strict and plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
-            self._check_objects(selection, objects, request, empty_states(state_dict, objects))
+            if request.strict:
+                empty = empty_states(state_dict, objects)
+                self._check_objects(selection, objects, empty, request.directory)
             memory = _memory_of(selection)
+            if selection.gathered:
+                gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
+                told.body["gathered"] = [name for name, _ in gathered]
         self._refuse_spare(told.decision.get("spare", ""), catalogue)
         with guard.stage("read"), _swept(request, commit):
             self._read(plan, memory, request, catalogue)
@@ -182,6 +190,8 @@ class Loader:
                 saved_optimizers=catalogue.optimizers,
                 strict=request.strict,
             )
+        if selection.gathered:
+            self._put_through(gathered, told.decision.get("gathered"))
         log.info("loaded %s from %s", catalogue.identity, request.directory)
 
     def _select(
@@ -323,14 +333,8 @@ class Loader:
         refuse_names((), names, catalogue.url, self.group.rank)
 
     def _check_objects(
-        self,
-        selection: Selection,
-        objects: dict[str, Any],
-        request: LoadRequest,
-        empty: frozenset[str],
+        self, selection: Selection, objects: dict[str, Any], empty: frozenset[str], directory: str
     ) -> None:
-        if not request.strict:
-            return
         here = {leaf.key for leaf in selection.objects}
         missing = sorted(here - objects.keys() - empty)
         extra = sorted(objects.keys() - here - empty)
@@ -339,9 +343,22 @@ class Loader:
                 f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "
                 f"not in the target {extra[:8]}",
                 remedy="give the target the same structure, or pass check_keys_matched=False",
-                path=request.directory,
+                path=directory,
                 rank=self.group.rank,
             )
+
+    def _put_through(self, gathered: list[tuple[str, Any]], common: list[str] | None) -> None:
+        """FULL state is a copy that one rank holds: into the live objects, by all ranks together
+        (collectives run), as what is loaded under other kinds is in them too."""
+        if common and len(self.group.ranks) == self.group.world_size:
+            for _, tree in gathered:
+                tree.put_through(tree)
+            return
+        log.warning(
+            "what was loaded is in the gathered (FULL) state only, on rank 0, as %s: call "
+            "load_state_dict on all ranks, in the context",
+            "not all ranks loaded the same of it" if gathered else "it is not as FULL gave it",
+        )
 
     # -- the bytes ---------------------------------------------------------------------------
 
@@ -469,9 +486,13 @@ def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")
 
 
-def _common_spare(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """What no member has a use for."""
+def _in_common(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """What no member has a use for, and the gathered state that all have."""
     common = -1
     for body in bodies.values():
         common &= int(body.get("spare") or "0", 16)
-    return {"spare": f"{common:x}"} if common > 0 else {}
+    found: dict[str, Any] = {"spare": f"{common:x}"} if common > 0 else {}
+    first, *others = (body.get("gathered") for body in bodies.values())
+    if first and all(other == first for other in others):
+        found["gathered"] = first
+    return found

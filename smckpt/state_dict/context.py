@@ -6,6 +6,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from smckpt.state_dict.full import (
     check_optimizer,
     full_model,
     full_optimizer,
+    gathers,
     load_full_model,
     load_full_optimizer,
     translated_or_none,
@@ -198,7 +200,9 @@ class _Scope:
         model, config = self.view.model, self.model_config
         found = translated_or_none(model, config, self._translation)
         if found is None:
-            return self._kept(full_model(model, config))
+            out = FullStateDict(self._kept(full_model(model, config)))
+            out.put_through = self.load_model if gathers() else None
+            return out
         if self._only is not None:
             raise UsageError(
                 "only= is not honoured for the full state of a tensor-parallel model",
@@ -236,7 +240,11 @@ class _Scope:
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self.kind is FULL:
             check_optimizer(self.view.model, self._translation)
-            return full_optimizer(self.view, optimizer, self.optimizer_config or self.model_config)
+            config = self.optimizer_config or self.model_config
+            tree = full_optimizer(self.view, optimizer, config)
+            if gathers():
+                tree.put_through = partial(load_full_optimizer, self.view, optimizer)
+            return tree
         return bind(optimizer, self.kind.value, self.view).take()
 
     def load_optimizer(

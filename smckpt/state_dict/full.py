@@ -28,6 +28,7 @@ __all__ = [
     "check_optimizer",
     "full_model",
     "full_optimizer",
+    "gathers",
     "load_full_model",
     "load_full_optimizer",
     "translated_or_none",
@@ -187,7 +188,7 @@ def _fsdp1_full(model: Any, rank0_only: bool, to_cpu: bool) -> dict[str, Any]:
 
 def full_optimizer(
     view: ModelView, optimizer: torch.optim.Optimizer, config: Any
-) -> dict[str, Any]:
+) -> OptimizerStateDict:
     """The whole optimizer state by name, gathered tensor by tensor; its groups on every rank."""
     rank0_only, to_cpu = _wishes(config)
     state: dict[str, Any] = {}
@@ -205,7 +206,7 @@ def full_optimizer(
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each is to get its rates back
     whole_state = FullStateDict(state)
     whole_state.holds = not (rank0_only and _rank())
-    if _initialised():  # else it is live, as SHARDED state is
+    if gathers():  # else it is live, as SHARDED state is
         groups.binding = replace(groups.binding, kind="FULL")
     return OptimizerStateDict(state=whole_state, param_groups=groups)
 
@@ -286,9 +287,7 @@ def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     """Put a full state, held by rank 0, into the model; rank 0 broadcasts."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=_initialised(), strict=strict
-    )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
     with _own_methods(model):
         return set_model_state_dict(model, dict(state_dict), options=options)
 
@@ -307,7 +306,8 @@ class _own_methods:
         self._model.__dict__.update(self._kept)
 
 
-def _initialised() -> bool:
+def gathers() -> bool:
+    """Whether FULL state is gathered; without a process group its tensors are the live ones."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -321,7 +321,7 @@ def load_full_optimizer(
 
     whole: dict[str, Any] = dict(given)
     boxed: list[Any] = [_outline(whole)]
-    if _initialised():
+    if gathers():
         dist.broadcast_object_list(boxed, src=0)
     outline = boxed[0]
     attempt = Attempt()
@@ -401,7 +401,7 @@ def _from_rank0(whole: Mapping[str, Any], fqn: str, slot: str, described: Any) -
     shape, dtype = described
     held = _rank() == 0
     tensor = whole["state"][fqn][slot].contiguous() if held else torch.empty(shape, dtype=dtype)
-    if _initialised():
+    if gathers():
         if dist.get_backend() == "nccl":
             tensor = tensor.cuda()
         dist.broadcast(tensor, src=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
 from smckpt.state_dict.select import is_stateful
+from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict
 
-__all__ = ["restore", "rewrap_stateful", "unwrap_stateful"]
+__all__ = ["gathered_parts", "restore", "rewrap_stateful", "unwrap_stateful"]
 
 log = logging.getLogger("smckpt")
 
@@ -65,7 +66,7 @@ def restore(
         # A tensor in the groups (a rate) makes each of their values an entry of its own.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):
             fill_groups(binding, tree["param_groups"])
-        if binding.kind != "FULL":  # held by rank 0, which tells the others: load_state_dict
+        if binding.kind != "FULL":  # held by rank 0, which tells the others: `put_through`
             _write_through(binding, tree)
 
 
@@ -80,6 +81,21 @@ def empty_states(
     return frozenset(
         key for key, here in keys.items() if not here or (key in objects and objects[key][1] == {})
     )
+
+
+def gathered_parts(
+    tree: Any, path: Path = ()
+) -> Iterator[tuple[Path, FullStateDict | OptimizerStateDict]]:
+    """The state dicts below that were gathered, in the user's order, each with its place: a load
+    fills the copies, and `put_through` the objects that they are copies of."""
+    if getattr(tree, "put_through", None) is not None:
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, child in tree.items():
+            yield from gathered_parts(child, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for index, child in enumerate(tree):
+            yield from gathered_parts(child, (*path, index))
 
 
 def _is_in_groups(path: Path, live: Iterable[tuple[Path, Any, Any]]) -> bool:

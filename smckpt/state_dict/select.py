@@ -40,13 +40,15 @@ _PARTS = "_smckpt_parts"  # what a local array was put together from
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rank's state consists of. `tensors[i]` is the live local array of `entries[i]`."""
+    """What a rank's state consists of. `tensors[i]` is the live local array of `entries[i]`.
+    gathered: some of it is, or would be on another rank, a copy that was gathered (FULL)."""
 
     kind: str | None
     entries: tuple[Entry, ...]
     tensors: tuple[torch.Tensor, ...]
     objects: tuple[ObjectLeaf, ...]
     optimizers: dict[str, Any]
+    gathered: bool = False
 
 
 @dataclass
@@ -113,7 +115,9 @@ class Selector:
         ):
             self._last = tuple(entries)
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
-        return Selection(kind, self._last, tuple(tensors), tuple(walk.objects), optimizers)
+        return Selection(
+            kind, self._last, tuple(tensors), tuple(walk.objects), optimizers, "FULL" in kinds
+        )
 
     # -- the walk ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,15 +99,21 @@ class _RememberingDict(dict):  # type: ignore[type-arg]
 
 class FullStateDict(_RememberingDict):
     """A model's full state, or the slots of an optimizer's; on the ranks that hold nothing of it an
-    empty one, which is no value to save."""
+    empty one, which is no value to save.
+
+    put_through: puts what the dict holds into the model that it was gathered from, on all ranks
+        together; None where that cannot be, or where the tensors are the model's own.
+    """
 
     holds = True  # on this rank
+    put_through: Callable[[Any], object] | None = None
 
 
 class OptimizerStateDict(_RememberingDict):
-    """What a bound optimizer's `state_dict()` gives."""
+    """What a bound optimizer's `state_dict()` gives. put_through: as that of a `FullStateDict`."""
 
     binding: Any = None
+    put_through: Callable[[Any], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = {k: list(v) if isinstance(v, ParamGroups) else v for k, v in self.items()}

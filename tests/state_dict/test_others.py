@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -119,28 +120,69 @@ def full(folder: str) -> dict[str, Any]:
         place = f"{folder}/{kind}"
         smckpt.save({**state, "step": 7}, checkpoint_id=f"{place}/full")
         smckpt.save(taken(model, optimizer, smckpt.LOCAL, step=7), checkpoint_id=f"{place}/local")
-        out[f"{kind} from full"] = full_load(f"{place}/full", kind, smckpt.FULL, expected)
+        again = full_load(f"{place}/full", kind, smckpt.FULL, expected, twice=True)
+        out[f"{kind} from full, load_state_dict after it"] = again
         out[f"{kind} from local"] = full_load(f"{place}/local", kind, smckpt.FULL, expected)
         out[f"{kind} sharded"] = full_load(f"{place}/full", kind, smckpt.SHARDED, expected)
+        some = {name: value for name, value in expected.items() if "optimizer" not in name}
+        out[f"{kind} in part, by all"] = in_part(f"{place}/full", kind, some)
         if dist.get_rank():
             out[f"{kind} on rank 1"] = [*state["model"], *state["optimizer"]["state"]]
             continue
         out[kind] = differences(flat(state), expected)
         out[f"{kind} elsewhere"] = [n for n, t in flat(state).items() if t.device.type != "cpu"]
+    out["rank 0 alone is told"] = told_alone(f"{folder}/ddp/full")
     return {"found": {what: found for what, found in out.items() if found}, "failed": failed_full()}
 
 
-def full_load(folder: str, kind: str, form: Any, expected: dict[str, Any]) -> list[str]:
+def full_load(
+    folder: str, kind: str, form: Any, expected: dict[str, Any], twice: bool = False
+) -> list[str]:
     """What differs after a load into a fresh optimizer of other rates, by all ranks."""
     model, optimizer = build(kind, 3)
     target = taken(model, optimizer, form, step=0)
     smckpt.load(target, checkpoint_id=folder, timeout=60)
-    with smckpt.sm_state_dict_type(model, form):
-        model.load_state_dict(target["model"])
-        optimizer.load_state_dict(target["optimizer"])
+    if twice:
+        with smckpt.sm_state_dict_type(model, form):
+            model.load_state_dict(target["model"])
+            optimizer.load_state_dict(target["optimizer"])
     found = differences(whole(model, optimizer), expected)
     rates = [target["step"], optimizer.param_groups[0]["lr"]]
     return found if rates == [7, 1e-2] else [*found, str(rates)]
+
+
+def in_part(folder: str, kind: str, expected: dict[str, Any]) -> list[str]:
+    """What differs where all ranks hold all of the model's state but its first tensor."""
+    model, optimizer = build(kind, 3)
+    fresh = whole(model, optimizer)
+    first = min(expected)
+    config = FullStateDictConfig(rank0_only=False)
+    name = first.removeprefix("model.")
+    form = smckpt.sm_state_dict_type(model, smckpt.FULL, config, only=lambda fqn: fqn != name)
+    with form:
+        target = {"model": model.state_dict()}
+    smckpt.load(target, checkpoint_id=folder, check_keys_matched=False, timeout=60)
+    now = {k: v for k, v in whole(model, optimizer).items() if k in expected}
+    return differences(now, {**expected, first: fresh[first]})
+
+
+def told_alone(folder: str) -> list[str]:
+    """What is wrong with what a rank is told that loads FULL state without the others."""
+    group = dist.new_group([0])
+    model, optimizer = build("fsdp2", 3)
+    target = taken(model, optimizer, smckpt.FULL)
+    live = [parameter.to_local() for parameter in model.parameters()]
+    fresh = [array.clone() for array in live]
+    said = io.StringIO()
+    log, handler = logging.getLogger("smckpt"), logging.StreamHandler(said)
+    log.addHandler(handler)
+    smckpt.load(
+        target, checkpoint_id=folder, process_group=group, check_keys_matched=False, timeout=60
+    )
+    log.removeHandler(handler)
+    told = "call load_state_dict on all ranks" in said.getvalue()
+    found = [] if told == (dist.get_rank() == 0) else ["told", said.getvalue()]
+    return found if all(map(torch.equal, live, fresh)) else [*found, "filled"]
 
 
 def failed_full() -> dict[str, Any]:

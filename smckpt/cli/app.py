@@ -44,6 +44,8 @@ threads = click.option(
 
 def main() -> None:
     """The console script."""
+    if sys.stdout is None:  # `>&-`: nobody wants to see it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal must not end in a traceback
             stream.reconfigure(errors="backslashreplace")
@@ -53,6 +55,9 @@ def main() -> None:
     except CheckpointError as error:
         print_error(error)
         sys.exit(2)
+    except OSError as error:  # of the output: what is read and written raises errors of ours
+        print(f"smckpt: cannot print: {error.strerror}", file=sys.stderr)
+        os._exit(2)  # what is left in the buffer would fail once more
 
 
 @click.group(name="smckpt")

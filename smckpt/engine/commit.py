@@ -18,6 +18,7 @@ from smckpt.checkpoint.spread import Spread
 from smckpt.engine.job import SaveJob
 from smckpt.engine.membership import Membership
 from smckpt.engine.session import Session, absent
+from smckpt.engine.steps import Steps, refuse_unequal
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import (
     CheckpointError,
@@ -52,7 +53,7 @@ class Committer:
         self.worker = worker
         self.group = membership.group
         self._session: Session | None = None
-        self._step: dict[int, Session] = {}
+        self._steps = Steps(membership)
         self._epochs: dict[tuple[str, ...], int] = {}
         self._probed = False
         self._tried: set[str] = set()
@@ -271,6 +272,7 @@ class Committer:
         except Exception as error:
             failure = as_checkpoint_error(error, self.group.rank)
         try:
+            self._steps.count(job)
             if not job.partition.alone:
                 return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
             if failure is not None:
@@ -394,14 +396,14 @@ class Committer:
         timeout: float,
     ) -> dict[str, Any]:
         """This group's share in committing a step of several groups; on coordinators only."""
-        step = self._step_session(job, timeout)
+        step = self._steps.session(job, timeout)
 
         def name(member: int) -> str:
             ranks = job.partition.groups[member]
             return f"the coordinator of group {list(ranks[:4])}{'…' if len(ranks) > 4 else ''}"
 
         directory = job.request.directory
-        body: dict[str, Any] = {"directory": directory}
+        body: dict[str, Any] = {"directory": directory, "apart": self._steps.apart(job)}
         ticket = step.meet(
             f"ticket/{job.handle.number}",
             {"error": failure.to_json()} if failure else body,
@@ -444,6 +446,7 @@ class Committer:
         self, step: Session, job: SaveJob, bodies: dict[int, dict[str, Any]], timeout: float
     ) -> dict[str, Any]:
         """The lead: where the record will stand, under which epoch and name."""
+        refuse_unequal(job, bodies)
         urls = [bodies[m]["directory"] for m in sorted(bodies)]
         if len(set(urls)) != len(urls):
             twice = next(u for u in urls if urls.count(u) > 1)
@@ -463,20 +466,6 @@ class Committer:
             "epoch": epoch,
             "record": record_name(epoch, job.handle.number, step.id),
         }
-
-    def _step_session(self, job: SaveJob, timeout: float) -> Session:
-        key = hash(job.partition.groups)
-        if key not in self._step:
-            step = self._step[key] = self.membership.step_session(job.partition, timeout)
-            # Others may wait for a word on saves that failed before this rank knew of them.
-            for number in range(job.handle.number):
-                channel, over = step.channel, self._given_up(number)
-                assert channel is not None  # there are several groups
-                if step.member == 0:
-                    channel.set(f"ticket/{number}/decision", over)
-                else:
-                    channel.arrive(f"ticket/{number}", step.member, over)
-        return self._step[key]
 
 
 def _different_ids(directories: list[str]) -> UsageError:

@@ -36,6 +36,7 @@ from smckpt.errors import (
 from smckpt.layout.entries import dotted
 from smckpt.state_dict.optimizers import optimizer_dicts, prepare_optimizers
 from smckpt.state_dict.restore import (
+    empty_states,
     gathered_parts,
     restore,
     rewrap_stateful,
@@ -170,7 +171,9 @@ class Loader:
             plan = self._plan(catalogue, selection, request)
             if request.strict and plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
-            self._check_objects(selection, objects, request)
+            if request.strict:
+                empty = empty_states(state_dict, objects)
+                self._check_objects(selection, objects, empty, request.directory)
             memory = memory_of(selection, partly=not request.strict)
             if selection.gathered:
                 gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
@@ -328,19 +331,17 @@ class Loader:
         refuse_names((), names, catalogue.url, self.group.rank)
 
     def _check_objects(
-        self, selection: Selection, objects: dict[str, Any], request: LoadRequest
+        self, selection: Selection, objects: dict[str, Any], empty: frozenset[str], directory: str
     ) -> None:
-        if not request.strict:
-            return
-        missing = sorted(leaf.key for leaf in selection.objects if leaf.key not in objects)
         here = {leaf.key for leaf in selection.objects}
-        extra = sorted(key for key in objects if key not in here)
+        missing = sorted(here - objects.keys() - empty)
+        extra = sorted(objects.keys() - here - empty)
         if missing or extra:
             raise KeysMismatchError(
                 f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "
                 f"not in the target {extra[:8]}",
                 remedy="give the target the same structure, or pass check_keys_matched=False",
-                path=request.directory,
+                path=directory,
                 rank=self.group.rank,
             )
 

@@ -47,6 +47,8 @@ def restore(
             continue
         if last == "params" and _is_in_groups(path, live.values()):
             continue  # the target's own names: the checkpoint's may be of the other form
+        if last == "state" and prefix in live and value == {}:
+            continue  # of a rank that held none: what this one holds is filled
         if not put(state_dict, path, value) and strict:
             raise StateError(
                 f"the saved value {key} has no place in the target",
@@ -66,6 +68,19 @@ def restore(
             fill_groups(binding, tree["param_groups"])
         if binding.kind != "FULL":  # held by rank 0, which tells the others: `put_through`
             _write_through(binding, tree)
+
+
+def empty_states(
+    state_dict: MutableMapping[str, Any], objects: Mapping[str, tuple[Path, Any]]
+) -> frozenset[str]:
+    """The keys of optimizers' states that are empty, saved or here: of a rank that holds no element
+    of what is trained. The state is that of other ranks, and tensors tell it by name."""
+    keys = {
+        dotted((*path, "state")): tree["state"] for path, tree, _ in optimizer_dicts(state_dict)
+    }
+    return frozenset(
+        key for key, here in keys.items() if not here or (key in objects and objects[key][1] == {})
+    )
 
 
 def gathered_parts(

@@ -395,11 +395,14 @@ class _Reading:
 
 
 def _may_be_directory(entry: os.DirEntry[str]) -> bool:
-    """One that cannot be looked at may be: who opens it hears why, and its neighbours are found."""
+    """One that cannot be looked at may be: who opens it hears why, and its neighbours are found.
+    A link in a circle, or to where this user may not look, is none."""
     try:
         return entry.is_dir()
     except OSError as error:
-        return error.errno != errno.ELOOP
+        return error.errno != errno.ELOOP and not (
+            error.errno == errno.EACCES and entry.is_symlink()
+        )
 
 
 def _make_directory(path: str) -> None:

@@ -75,6 +75,7 @@ def test_unfinished_half_written_and_foreign_directories_are_passed_over(
     (tmp_path / "manifest-000009-00000009-aaaaaaaaaaaa.json.tmp").write_text("{")
     (tmp_path / "step_6").write_text("a file")
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
     found = {f.path for f in find_checkpoints(str(tmp_path)) if "loop" not in f.path}
     assert found == {str(good)}
     assert latest(str(tmp_path)).step == 1

@@ -219,6 +219,15 @@ def test_a_file_without_a_version_is_refused(version):
         open_json(seal_json({"format": version}), "m")
 
 
+@pytest.mark.parametrize("text", [b"", b"{", b"nul", b"\xff", b"[" * 100_000, b"[]"])
+def test_what_is_sealed_and_is_no_json_object_is_refused_with_its_path(text):
+    sealed = b'{"crc64":"%s","body":%s}\n' % (hex64(crc64(text)).encode(), text)
+    for read in (open_json, open_sections):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read(sealed, "/ckpt/m.json")
+        assert caught.value.path == "/ckpt/m.json"
+
+
 @pytest.mark.parametrize("body", [manifest(), part(), record()])
 def test_part_manifest_and_record_come_back_equal(body):
     assert type(body).from_json(open_json(seal_json(body.to_json()), "m")) == body

@@ -279,6 +279,16 @@ def test_a_reader_that_goes_away_gets_no_traceback(root):
     assert done.stderr == ""
 
 
+def test_an_output_that_is_full_or_closed_gets_no_traceback(root):
+    for output, status, said in ((">/dev/full", 2, "cannot print"), (">&-", 0, "")):
+        command = f"{sys.executable} -m smckpt ls {root} {output}"
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, said in done.stderr) == (status, True)
+        assert len(done.stderr.splitlines()) == bool(said)
+
+
 def test_an_ascii_terminal_gets_no_traceback(root):
     assert "step-7" in run("show", root / "step-7", PYTHONIOENCODING="ascii")
 

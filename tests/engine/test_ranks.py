@@ -159,10 +159,30 @@ def told_by_parallel_state(folder: str) -> Any:
     save(state)
     found = smckpt.latest_checkpoint(folder)
     assert found is not None
-    return found.groups, [
+    others = [
         told_by_sharding(f"{folder}/other{without}/part{rank}", groups[rank], without)
         for without in (0, 1)
     ]
+    return found.groups, others, saved_unequally(f"{folder}/apart", groups[rank])
+
+
+def saved_unequally(folder: str, group: Any) -> str:
+    """One group makes a save without the other, in the queue of those that they make together."""
+    said, rank = "", dist.get_rank()
+    for save in range(2):
+        together = {} if save == rank == 0 else {"groups": [[0], [1]]}
+        try:
+            smckpt.save(
+                {"w": torch.zeros(2)},
+                checkpoint_id=f"{folder}/{'together' if together else 'alone'}/part{rank}",
+                process_group=group,
+                queue="apart",
+                options=smckpt.SaveOptions(timeout=30),
+                **together,
+            )
+        except errors.SaveFailedError as error:
+            said += f"{error}\n"
+    return said
 
 
 def told_by_sharding(where: str, group: Any, without: int) -> tuple[str, float]:
@@ -184,14 +204,19 @@ def told_by_sharding(where: str, group: Any, without: int) -> tuple[str, float]:
 def test_parallel_state_tells_which_groups_make_a_step_also_to_a_rank_without_state(
     tmp_path: Path,
 ) -> None:
-    for rank, (told, others) in enumerate(run_ranks(told_by_parallel_state, 2, str(tmp_path))):
+    for rank, (told, others, unequal) in enumerate(
+        run_ranks(told_by_parallel_state, 2, str(tmp_path))
+    ):
         assert told == ("part0", "part1")
+        assert "or made it without this group" in unequal or rank == 0
+        assert "group [0] made 1 saves of this queue that were not of this step's" in unequal
         for without, (said, took) in enumerate(others):
             given_up = f"rank {without} had given up save 0"
             assert ("nothing to save" if rank == without else given_up) in said
             assert took < 25
     for run in ("run", "other0", "other1"):
         assert len(list((tmp_path / run).glob("record-*"))) == 1
+    assert smckpt.latest_checkpoint(tmp_path / "apart/together") is None  # two moments, no step
 
 
 def host_leaves_last(folder: str) -> str:

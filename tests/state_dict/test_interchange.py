@@ -62,8 +62,40 @@ def whole(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return assembled(taken(model, optimizer, smckpt.SHARDED))
 
 
+def narrow(kind: str, seed: int) -> tuple[Any, Any]:
+    """A model of one element: under FSDP1 one rank has it, and no other has optimizer state."""
+    torch.manual_seed(seed)
+    model: Any = torch.nn.Linear(1, 1, bias=False)
+    model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu")) if kind else (
+        DistributedDataParallel(model)
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def narrow_read(folder: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for kind in ("", "fsdp1"):
+        model, optimizer = narrow(kind, 3)
+        target = taken(model, optimizer, smckpt.SHARDED)
+        try:
+            smckpt.load(target, checkpoint_id=f"{folder}/narrow")
+        except smckpt.errors.CheckpointError as error:
+            out[f"narrow {kind}"] = str(error)
+            continue
+        with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+            optimizer.load_state_dict(target["optimizer"])
+        found = whole(model, optimizer)
+        if not {"model.weight", "optimizer.state.weight.exp_avg"} <= found.keys():
+            out[f"narrow {kind}"] = sorted(found)
+    return out
+
+
 def save_all(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     warnings.simplefilter("ignore")
+    smckpt.save(taken(*narrow("fsdp1", 0), smckpt.SHARDED), checkpoint_id=f"{folder}/narrow")
     out = {}
     for kind in WRITERS:
         model, optimizer = build(kind, 0)
@@ -100,7 +132,7 @@ def read(folder: str, reader: str, expected: dict[str, Any]) -> dict[str, Any]:
 
 def read_all(folder: str, expected: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    out = {}
+    out = narrow_read(folder)
     for reader in WRITERS:
         out.update(read(folder, reader, expected))
     return out

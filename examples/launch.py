@@ -44,6 +44,12 @@ def arguments(description: str | None) -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--learning-rate", type=float, default=1e-2)
     args = parser.parse_args()
+    for name in ("world", "tp", "steps", "save_every", "batch", "length", "hidden", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive")
+    for path in args.data:
+        if not path.exists():
+            parser.error(f"--data {path} is not there")
     if args.tp > 1 and args.parallel != "fsdp2":
         parser.error("--tp needs --parallel fsdp2")
     if args.kill_at not in ("auto", "never") and not args.kill_at.isdigit():

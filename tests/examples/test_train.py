@@ -142,6 +142,8 @@ def test_one_bit_of_one_loss_is_noticed(
         (("--tp", "2", "--parallel", "ddp"), "--tp needs --parallel fsdp2"),
         (("--kill-at", "later"), "--kill-at is auto, never, or a step"),
         (("--kill-at", "9", "--steps", "5"), "--kill-at 9 is none of the 5 steps"),
+        (("--save-every", "0"), "--save-every 0"),
+        (("--data", "/nowhere"), "--data /nowhere"),
     ],
 )
 def test_impossible_options_are_refused(

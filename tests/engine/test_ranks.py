@@ -433,6 +433,7 @@ def killed_in_mid_save(folder: str) -> tuple[str, float]:
         while not set(where.glob("data-*-r00001-*")) - before:
             pass  # the window is short: a wait might miss it
         os.kill(worker, signal.SIGSTOP)
+        os.waitid(os.P_PID, worker, os.WSTOPPED | os.WNOWAIT)  # not before a write to a busy disk
         Path(folder, "stopped").write_text(str(worker))
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import sys
@@ -15,6 +16,9 @@ import pytest
 from smckpt.storage.budget import Share
 from smckpt.storage.s3_client import Requests
 from smckpt.storage.s3_config import S3Config
+from smckpt.storage.s3_faults import BadBody
+from smckpt.storage.s3_read import fill
+from smckpt.storage.s3_send import _Pipe
 from smckpt.storage.s3_write import Body
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="calls of Linux")
@@ -105,3 +109,40 @@ def test_a_far_end_that_stops_reading_is_given_up_and_leaves_no_descriptors(
         put(connection, memoryview(bytes(16 << 20)), CHECKED)
     connection.close()
     assert open_pipes() <= before
+
+
+def test_a_far_end_that_takes_a_mib_too_slowly_is_given_up_though_it_takes_some() -> None:
+    here, there = socket.socketpair()
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.01):
+            there.recv(8 << 10)
+
+    with here, there, contextlib.closing(_Pipe()) as pipe:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
+        here.settimeout(0.3)
+        thread = threading.Thread(target=trickle, daemon=True)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            pipe.send(memoryview(bytes(1 << 20)), here)
+        over.set()
+        thread.join(10)
+
+
+def test_memory_that_cannot_be_read_is_told_as_such() -> None:
+    here, there = socket.socketpair()
+    hidden = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    with here, there, contextlib.closing(_Pipe()) as pipe, pytest.raises(OSError, match="address"):
+        pipe.send(memoryview(hidden), here)
+
+
+def test_an_answer_that_breaks_off_is_one_to_try_again_whatever_broke_it() -> None:
+    class Reset:
+        def read(self, size: int) -> bytes:
+            raise ConnectionResetError("reset by peer")
+
+        def close(self) -> None: ...
+
+    with pytest.raises(BadBody, match="broke off: reset by peer"):
+        fill(Reset(), [memoryview(bytearray(4))], 5, directly=False)

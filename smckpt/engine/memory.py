@@ -116,7 +116,9 @@ def _refuse_expanded(selection: Selection, number: int) -> None:
 
 
 def _same_bits(live: torch.Tensor, staged: torch.Tensor) -> bool:
-    if live.shape != staged.shape or live.dtype != staged.dtype:
-        return False
-    mine, its = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (live, staged))
+    """Of one shape and dtype; a view may negate or conjugate what it shows."""
+    mine, its = (
+        t.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for t in (live, staged)
+    )
     return torch.equal(mine, its)

@@ -334,3 +334,15 @@ def test_what_the_checkpoint_lacks_keeps_its_values_also_where_it_is_not_contigu
     smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False)
     assert target["a"].tolist() == [1, 1, 1]
     assert bool((target["b"] == 7).all())
+
+
+def test_views_that_conjugate_or_negate_what_they_share_come_back(tmp_path: Path) -> None:
+    def state(base: torch.Tensor) -> dict[str, torch.Tensor]:
+        views = {"conjugated": base.conj(), "negated": torch._neg_view(base), "turned": base.t()}
+        return {"base": base, **views}
+
+    base = torch.randn(3, 4, dtype=torch.complex64)
+    smckpt.save(state(base), checkpoint_id=tmp_path)
+    target = state(torch.zeros(3, 4, dtype=torch.complex64))
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert all(torch.equal(target[name], value) for name, value in state(base).items())

@@ -172,9 +172,11 @@ class _Finder:
 
     def _followed(self, name: str) -> int:
         """The saved rank whose own value of this name is taken."""
-        rows = self._pieces.by_name[name]
-        saved = {rank for row, _ in rows if row.geometry is None for rank in row.ranks}
-        return followed_rank(self._places.of_own(saved), self._rank, self._group_ranks)
+        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry is None]
+        saved = {rank for row, _ in rows for rank in row.ranks}
+        filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
+        own = self._places.of_own(saved & filled or saved)
+        return followed_rank(own, self._rank, self._group_ranks)
 
     def _of_place(self, rows: list[tuple[Row, str]]) -> list[tuple[Row, str]]:
         """Of several rows those whose ranks stand where this one does, if there are such."""

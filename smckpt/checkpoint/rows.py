@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from smckpt.errors import CorruptCheckpointError
@@ -29,6 +30,8 @@ from smckpt.layout.mesh import Mesh, Placement, Shape
 from smckpt.layout.remembered import remembered
 
 __all__ = ["Row", "RowMerger", "decode_rows", "encode_rows", "merge_rows"]
+
+_MOST_RANKS = 1 << 24  # that a table may name: a crafted one cannot fill the memory
 
 
 @dataclass(frozen=True)
@@ -257,11 +260,11 @@ class _Decoder:
         self._subsets: dict[str, tuple[int, ...]] = {}
         self._rules: dict[Any, MeshGeometry] = {}  # a parameter's state has the parameter's
         self._meshes = [
-            Mesh(tuple(m["names"]), tuple(m["shape"]), _expanded(m["ranks"]))
+            Mesh(_texts(m["names"]), _sizes(m["shape"]), _expanded(m["ranks"]))
             for m in table["meshes"]
         ]
         self._units = [
-            FlatUnit(tuple(Segment(f, tuple(s), n) for f, s, n in u["segments"]), u["shard_numel"])
+            FlatUnit(tuple(Segment(f, _sizes(s), n) for f, s, n in u["segments"]), u["shard_numel"])
             for u in table["units"]
         ]
 
@@ -271,14 +274,14 @@ class _Decoder:
     def _row(self, row: Mapping[str, Any]) -> Row:
         data = row["geometry"]
         if "kept" in data:
-            geometry, fqns, shape = None, tuple(data["kept"]), tuple(data["shape"])
+            geometry, fqns, shape = None, _texts(data["kept"]), _sizes(data["shape"])
         else:
             geometry = self._rule(data)
             fqns = geometry.fqns
             shape = () if isinstance(geometry, FlatGeometry) else geometry.shape
         return Row(
             tuple(row["path"]),
-            row["dtype"],
+            _text(row["dtype"]),
             tuple(row["before"]),
             tuple(row["after"]),
             geometry,
@@ -293,15 +296,15 @@ class _Decoder:
             if key not in self._rules:
                 placements = tuple(map(Placement.parse, data["placements"]))
                 mesh = self._meshes[data["mesh"]]
-                rule = MeshGeometry(data["fqn"], tuple(data["shape"]), mesh, placements)
+                rule = MeshGeometry(data["fqn"], _sizes(data["shape"]), mesh, placements)
                 self._rules[key] = rule
             return self._rules[key]
         if "unit" in data:
             return FlatGeometry(
                 self._units[data["unit"]], self._meshes[data["mesh"]], data["member"]
             )
-        boxes = tuple(Box(tuple(o), tuple(s)) for o, s in data["boxes"])
-        return BoxGeometry(data["fqn"], tuple(data["shape"]), boxes, _expanded(data["holders"]))
+        boxes = tuple(Box(_sizes(o), _sizes(s)) for o, s in data["boxes"])
+        return BoxGeometry(data["fqn"], _sizes(data["shape"]), boxes, _expanded(data["holders"]))
 
     def _subset(self, runs: list[list[int]]) -> tuple[int, ...]:
         key = json.dumps(runs)
@@ -314,4 +317,24 @@ class _Decoder:
 
 
 def _expanded(runs: list[list[int]]) -> tuple[int, ...]:
+    if sum(_sizes(map(itemgetter(1), runs))) > _MOST_RANKS:
+        raise ValueError(f"more than {_MOST_RANKS} ranks")
     return tuple(first + i * stride for first, count, stride in runs for i in range(count))
+
+
+def _sizes(values: Iterable[Any]) -> Shape:
+    """As whole numbers from 0: what a crafted table has instead would be met far from here."""
+    sizes = tuple(values)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"{list(sizes)} for sizes")
+    return sizes
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(_text, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} for a name")
+    return value

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.rows import Row
-from smckpt.layout.entries import dotted
+from smckpt.layout.entries import Path, dotted
 from smckpt.layout.geometry import Box, BoxGeometry, FlatGeometry, Geometry, MeshGeometry, Piece
 from smckpt.layout.mesh import Shape
 
@@ -35,12 +35,16 @@ class Sources:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.by_name: dict[str, list[tuple[Row, str]]] = {}
+        self._divided: dict[tuple[Path, str], list[Row]] = {}
         for row in rows:
             for fqn in row.fqns:
                 self.by_name.setdefault(dotted(row.logical_path(fqn)), []).append((row, fqn))
+                if row.geometry is not None:
+                    self._divided.setdefault((row.before, fqn), []).append(row)
         # Keys hold ids of objects that the rows keep alive.
         self._holders: dict[Any, dict[Shape, tuple[int, ...]]] = {}
         self._pieces: dict[Any, dict[str, _Pieces]] = {}
+        self._filled: dict[Any, frozenset[int]] = {}
         self._families: dict[int, frozenset[int]] = {}
         self._family_of: dict[frozenset[int], frozenset[int]] = {}
 
@@ -93,6 +97,19 @@ class Sources:
             if piece.name != fqn:  # found for another tensor of the same shape and sharding
                 piece = Piece(fqn, piece.shape, piece.box, piece.start, piece.strides)
             yield Source(piece, row, holders)
+
+    def filled(self, row: Row, fqn: str) -> set[int]:
+        """The ranks that have elements of what is divided beside a kept row of `fqn`, such as the
+        step of its state. The others may have one too, but never stepped."""
+        found: set[int] = set()
+        for beside in self._divided.get((row.before, fqn), ()):
+            key = _rule(beside), fqn if isinstance(beside.geometry, FlatGeometry) else None
+            if key not in self._filled:
+                whole = Box.whole(row_shape(beside, fqn))
+                of = self.meeting(beside, fqn, whole) if whole.numel else ()
+                self._filled[key] = frozenset(rank for source in of for rank in source.holders)
+            found |= self._filled[key]
+        return found
 
     def all(self, name: str) -> list[Source]:
         """All saved pieces of a logical tensor; of a kept row one for each rank."""

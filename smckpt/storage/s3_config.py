@@ -171,14 +171,20 @@ class S3Config:
 
     @classmethod
     def from_environment(cls) -> S3Config:
-        """From SMCKPT_S3_REGION, SMCKPT_S3_CHUNK_SIZE_MB and so on; defaults for the rest."""
-        given: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            name = _VARIABLE + field.name.upper()
-            text = os.environ.get(name)
-            if text:
-                given[field.name] = _parsed(name, text, field.default)
-        return cls(**given)
+        """From SMCKPT_S3_REGION, SMCKPT_S3_CHUNK_SIZE_MB and so on; defaults for the rest.
+
+        Raises:
+            UsageError: a variable of that beginning is no field's, or its text is no value of it.
+        """
+        known = {_VARIABLE + field.name.upper(): field for field in dataclasses.fields(cls)}
+        unknown = sorted(n for n in os.environ if n.startswith(_VARIABLE) and n not in known)
+        if unknown:
+            raise UsageError(
+                f"the environment has {', '.join(unknown)}, which is not honoured",
+                remedy=f"unset it; there are {', '.join(sorted(known))}",
+            )
+        given = {name: text for name in known if (text := os.environ.get(name))}
+        return cls(**{known[n].name: _parsed(n, given[n], known[n].default) for n in given})
 
 
 def _pairs(tags: Any) -> tuple[tuple[str, str], ...]:
@@ -194,8 +200,8 @@ def _parsed(name: str, text: str, default: Any) -> Any:
         if isinstance(default, bool):
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         if isinstance(default, tuple):
-            pairs = [pair.partition("=") for pair in text.split(",")]
-            return tuple((key.strip(), value.strip()) for key, _, value in pairs)
+            pairs = [pair.split("=", 1) for pair in text.split(",")]
+            return tuple((key.strip(), value.strip()) for key, value in pairs)
         return text if default is None or isinstance(default, str) else type(default)(text)
     except (KeyError, ValueError) as error:
         raise UsageError(f"{name}={text!r} cannot be read", remedy="see S3Config") from error

@@ -23,6 +23,8 @@ from smckpt.layout.geometry import (
 )
 from smckpt.layout.mesh import Mesh, Placement
 
+ROW = {"path": ["w"], "dtype": "float32", "before": [], "after": [],
+       "geometry": {"kept": ["w"], "shape": [2]}}  # fmt: skip
 HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
 
 
@@ -203,7 +205,12 @@ def test_a_table_that_was_seen_is_not_read_again():
         {"meshes": []},
         {"meshes": [{"names": ["a"], "shape": [3], "ranks": [[0, 2, 1]]}]},
         {"rows": 5},
+        {"meshes": [{"names": ["a"], "shape": [8.0], "ranks": [[0, 8, 1]]}]},
+        {"meshes": [{"names": ["a"], "shape": [1], "ranks": [[0, 1 << 60, 1]]}]},
         {"rows": [{"path": [], "dtype": "x", "before": [], "after": [], "geometry": {}}]},
+        {"rows": [{**ROW, "dtype": ["float32"]}]},
+        {"rows": [{**ROW, "geometry": {"kept": ["w"], "shape": ["2"]}}]},
+        {"rows": [{**ROW, "geometry": {"kept": ["w"], "shape": [-2]}}]},
     ],
 )
 def test_a_table_without_sense_is_refused_with_its_path(damage):

@@ -93,9 +93,43 @@ def narrow_read(folder: str) -> dict[str, Any]:
     return out
 
 
+def eager(kind: str, steps: int) -> tuple[Any, Any]:
+    """Adagrad, which makes its state at once: a rank without elements counts no steps."""
+    model: Any = torch.nn.Linear(1, 1, bias=False)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        model = FSDP(model, use_orig_params=kind == "original", device_id=torch.device("cpu"))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def eager_read(folder: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for form in FORMS:
+        for kind in ("ddp", "flat", "original"):
+            model, optimizer = eager(kind, 0)
+            target = taken(model, optimizer, smckpt.SHARDED)
+            try:
+                smckpt.load(target, checkpoint_id=f"{folder}/eager/{form}")
+            except smckpt.errors.CheckpointError as error:
+                out[f"eager {form} {kind}"] = str(error)
+                continue
+            found = {float(state["step"]) for state in optimizer.state.values()}
+            if found != {2.0}:
+                out[f"eager {form} {kind}"] = found
+    return out
+
+
 def save_all(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     warnings.simplefilter("ignore")
     smckpt.save(taken(*narrow("fsdp1", 0), smckpt.SHARDED), checkpoint_id=f"{folder}/narrow")
+    for form in FORMS:
+        state = taken(*eager("original", 2), smckpt.SMStateDictType[form])
+        smckpt.save(state, checkpoint_id=f"{folder}/eager/{form}")
     out = {}
     for kind in WRITERS:
         model, optimizer = build(kind, 0)
@@ -132,7 +166,7 @@ def read(folder: str, reader: str, expected: dict[str, Any]) -> dict[str, Any]:
 
 def read_all(folder: str, expected: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    out = narrow_read(folder)
+    out = {**narrow_read(folder), **eager_read(folder)}
     for reader in WRITERS:
         out.update(read(folder, reader, expected))
     return out

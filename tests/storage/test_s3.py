@@ -389,6 +389,14 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SMCKPT_S3_RETRIES", "many")
     with pytest.raises(UsageError, match="SMCKPT_S3_RETRIES"):
         S3Config.from_environment()
+    monkeypatch.delenv("SMCKPT_S3_RETRIES")
+    monkeypatch.setenv("SMCKPT_S3_TAGS", "team")  # no pair
+    with pytest.raises(UsageError, match="SMCKPT_S3_TAGS"):
+        S3Config.from_environment()
+    monkeypatch.delenv("SMCKPT_S3_TAGS")
+    monkeypatch.setenv("SMCKPT_S3_CHUNK_SIZE", "16")
+    with pytest.raises(UsageError, match="has SMCKPT_S3_CHUNK_SIZE, which is not honoured"):
+        S3Config.from_environment()
 
 
 # -- processes ------------------------------------------------------------------------------------

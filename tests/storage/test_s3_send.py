@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,38 @@ def test_a_far_end_that_takes_a_mib_too_slowly_is_given_up_though_it_takes_some(
             pipe.send(memoryview(bytes(1 << 20)), here)
         over.set()
         thread.join(10)
+
+
+class Distant(socket.socket):
+    """A connection whose far end is `away` microseconds away, as the kernel tells it."""
+
+    away = 0
+
+    def getsockopt(self, *args: Any) -> Any:
+        found = super().getsockopt(*args)
+        if args[:2] == (socket.IPPROTO_TCP, socket.TCP_INFO):
+            assert 0 < struct.unpack_from("=I", found, 148)[0] < 10_000  # it is what we take it for
+            found = found[:148] + struct.pack("=I", self.away)
+        return found
+
+
+@pytest.mark.parametrize(("away", "bounded"), [(30, True), (500, True), (501, False), (0, False)])
+def test_little_is_on_its_way_to_a_near_far_end_and_as_much_as_the_system_says_to_a_distant_one(
+    listening: socket.socket, away: int, bounded: bool
+) -> None:
+    connection = connection_to(listening)
+    connection.connect()
+    sock = connection.sock = Distant(fileno=connection.sock.detach())
+    sock.settimeout(20)
+    sock.away = away
+    reading = threading.Thread(target=lambda: body_of(listening.accept()[0], 8 << 20), daemon=True)
+    reading.start()
+    put(connection, memoryview(bytes(8 << 20)), CHECKED)
+    reading.join(20)
+    assert not reading.is_alive()
+    # The system doubles what is asked for, and lets a buffer that nobody bounds grow.
+    assert (sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 768 << 10) == bounded
+    connection.close()
 
 
 def test_memory_that_cannot_be_read_is_told_as_such() -> None:

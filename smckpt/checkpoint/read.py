@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from smckpt.checkpoint.blocks import (
 from smckpt.checkpoint.crc import BLOCK
 from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
 from smckpt.errors import CorruptCheckpointError
+from smckpt.storage.urls import is_s3_url
 
 __all__ = ["ReadStats", "Readers", "execute"]
 
@@ -28,6 +31,10 @@ Task = Callable[[], None]
 # Bytes of a request, if the storage takes so many: fewer cost more each, and what little there is
 # to read should still keep all threads busy, twice.
 _LEAST = 16 << 20
+
+# Threads help who waits. Where a rank has one processor, and the bytes are in the page cache,
+# several would take it from each other in the midst of a stretch that is in its caches.
+_FEW_WAITS = 2  # of a task: above that it has waited for data
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,13 @@ def _fill(plan: ReadPlan, buffers: Sequence[memoryview], readers: Readers, threa
     copies: list[tuple[memoryview, memoryview]] = []
     try:
         most = max(_LEAST, -(-plan.nbytes // (2 * threads) // BLOCK) * BLOCK)
-        tasks = list(_direct_tasks(plan, buffers, readers, copies, most))
-        tasks += [_gather_task(gather, buffers, readers) for gather in plan.gathers]
+        crowded = _crowded(plan)
+        tasks: Sequence[Task] = [
+            *_direct_tasks(plan, buffers, readers, copies, _LEAST if crowded else most),
+            *(_gather_task(gather, buffers, readers) for gather in plan.gathers),
+        ]
+        if crowded:
+            tasks = _run_until_one_waits(tasks)
         _run(tasks, threads)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
@@ -89,9 +101,40 @@ def _fill(plan: ReadPlan, buffers: Sequence[memoryview], readers: Readers, threa
         target[:] = source
 
 
+def _crowded(plan: ReadPlan) -> bool:
+    """Whether this rank has less than two processors, and reads from a file system."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return False
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    files = (read.file for read in itertools.chain(plan.directs, *(g.reads for g in plan.gathers)))
+    return _processors() < 2 * ranks and not any(is_s3_url(file.directory) for file in files)
+
+
+def _processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
+    """Run tasks here for as long as none of them waits; gives back those that are left."""
+    for done, task in enumerate(tasks, 1):
+        before = _waits()
+        task()
+        if _waits() - before > _FEW_WAITS:
+            return tasks[done:]
+    return ()
+
+
+def _waits() -> int:
+    """How often this thread gave its processor up, for data or for a lock."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
 def _run(tasks: Sequence[Task], threads: int) -> None:
     """Run all; the first failure cancels what has not begun, waits for the rest, and is raised."""
-    if threads == 1:
+    if threads == 1 or not tasks:
         for task in tasks:
             task()
         return

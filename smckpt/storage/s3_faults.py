@@ -8,7 +8,16 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["BadBody", "code_of", "is_transient", "length_of", "s3_error", "status_of"]
+__all__ = [
+    "BadBody",
+    "Unanswered",
+    "code_of",
+    "is_transient",
+    "lacks_credentials",
+    "length_of",
+    "s3_error",
+    "status_of",
+]
 
 # code → (what happened, what to do)
 _MEANING: dict[str, tuple[str, str]] = {
@@ -68,9 +77,24 @@ _TRANSIENT = frozenset(
     }
 )  # fmt: skip
 
+# Said of credentials that are over, or that were replaced.
+_LAPSED = frozenset(
+    {
+        "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
+        "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
+    }
+)  # fmt: skip
+
 
 class BadBody(Exception):
     """An answer's body ended early, broke off, or was changed on its way."""
+
+
+class Unanswered(Exception):
+    """Credentials, or a function that makes a client, did not come in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"not after {seconds:g} s")
 
 
 def code_of(error: BaseException) -> str:
@@ -118,6 +142,17 @@ def is_transient(error: BaseException) -> bool:
             BadBody,
         ),
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
+
+
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether the credentials at hand were refused, or new ones could not be had."""
+    from botocore import exceptions as bc
+
+    if isinstance(error, bc.ClientError):
+        # The answer to HEAD has no body to say which 400 it is.
+        return code_of(error) in _LAPSED or (code_of(error) == "400" == str(status_of(error)))
+    lacking = (bc.CredentialRetrievalError, bc.TokenRetrievalError, Unanswered)
+    return isinstance(error, lacking)
 
 
 def _passes(status: int) -> bool:
@@ -185,6 +220,11 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if code in _MEANING:
         return _MEANING[code]
+    if code == "400":
+        return (
+            "the store refuses it and does not say why",
+            "look whether the credentials have expired; `smckpt ls` on its parent may tell more",
+        )
     if status == 403:
         return _MEANING["AccessDenied"]
     if isinstance(error, (bc.NoCredentialsError, bc.PartialCredentialsError)):
@@ -195,6 +235,12 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if isinstance(error, (bc.ProfileNotFound, bc.CredentialRetrievalError, bc.TokenRetrievalError)):
         return (f"credentials could not be had: {error}", "look at the AWS configuration")
+    if isinstance(error, Unanswered):
+        return (
+            f"credentials, or the client, could not be had: {error}",
+            "look at what client_factory=, or credential_process in the AWS configuration, waits "
+            "for; timeout_s= says how long it may take",
+        )
     if isinstance(error, bc.SSLError) and not _tls_broke_off(error):
         return _untrusted(error)
     if status == 407 or _proxy_refusal(error):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from smckpt.storage.budget import Share
+from smckpt.storage.s3_answers import refuse_strange
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_factory import client_from
 from smckpt.storage.s3_faults import Unanswered, is_transient, lacks_credentials, s3_error
@@ -37,6 +38,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try
 _BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
 _CONNECT_SECONDS = 10
 
+_MAKE_SECONDS = 5.0  # the least that a client is given, which imports boto3 first
 _MOST = 8  # clients that are kept
 
 log = logging.getLogger("smckpt")
@@ -143,15 +145,16 @@ def _make(config: S3Config, pid: int) -> _Made:
     """Once, whoever asks for it at one time."""
     from botocore.exceptions import BotoCoreError
 
-    key, ends = (config, pid), time.monotonic() + config.timeout_s
+    key, seconds = (config, pid), max(config.timeout_s, _MAKE_SECONDS)
+    ends = time.monotonic() + seconds
     try:
-        if not _MAKING.acquire(timeout=config.timeout_s):
-            raise Unanswered(config.timeout_s)
+        if not _MAKING.acquire(timeout=seconds):
+            raise Unanswered(seconds)
         try:
             made = _CLIENTS.get(key)
             if made is None:
                 # A function of the user's, or a program that tells credentials, may hang.
-                made = in_time(partial(_client, config), ends - time.monotonic(), config.timeout_s)
+                made = in_time(partial(_client, config), ends - time.monotonic(), seconds)
                 if len(_CLIENTS) >= _MOST:
                     _CLIENTS.pop(next(iter(_CLIENTS)), None)
                 _CLIENTS[key] = made
@@ -167,6 +170,7 @@ def _client(config: S3Config) -> _Made:
     if _needs_signing(client.meta.endpoint_url):  # the user's AWS settings may name it, too
         client = client_from(config, _settings(config, signs=True))
     watch(client)
+    refuse_strange(client)
     refresh_in_time(client, config.timeout_s)
     return _Made(client, config.client == "direct" and _goes_directly(client))
 

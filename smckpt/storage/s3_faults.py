@@ -197,7 +197,8 @@ def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> Ch
     if isinstance(error, CheckpointError):
         return error
     code, status = code_of(error), status_of(error)
-    if code in ("NoSuchKey", "404", "NotFound") or (status == 404 and code not in _MEANING):
+    missing = code in ("NoSuchKey", "404", "NotFound") or (status == 404 and code not in _MEANING)
+    if missing and not action.startswith("list"):  # of no objects a listing is empty
         return CheckpointNotFoundError(
             f"cannot {action}: there is no such object",
             remedy="look at the URL; `smckpt ls` on its parent shows what is there",
@@ -256,13 +257,34 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if isinstance(error, bc.EndpointConnectionError):
         return (f"the store cannot be reached: {error}", "look at the network and the endpoint")
+    if isinstance(error, BadBody):
+        return (
+            f"the store did not carry it out ({error})",
+            "look at the endpoint, whether that is the store, and at proxies between here and "
+            "there",
+        )
     if is_transient(error):
         said = f"{code or status or type(error).__name__}: {error}"
         return (
             f"the store did not carry it out ({said})",
             "look whether the store is overloaded or down; lower max_write_concurrency",
         )
-    return (f"{code or type(error).__name__}: {error}", "see what the store says about this URL")
+    if status in (302, 303, 307, 308):
+        headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})  # type: ignore[attr-defined]
+        return (
+            f"requests are sent on to {headers.get('location', 'elsewhere')} ({status})",
+            "look at the endpoint and the region",
+        )
+    if status == 417:
+        return (
+            "something on the way does not understand Expect: 100-continue (417)",
+            "look at HTTP proxies between here and the store; NO_PROXY names hosts that are "
+            "reached without",
+        )
+    if status in (404, 405) and code in ("", str(status)):
+        return (f"what answers is no S3 ({status})", "look at the endpoint")
+    said = f"{code or type(error).__name__}: {error}" + ("" if code else f" (HTTP {status})")
+    return (said, "see what the store says about this URL")
 
 
 def _untrusted(error: BaseException) -> tuple[str, str]:

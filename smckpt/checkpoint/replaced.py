@@ -15,9 +15,12 @@ __all__ = ["noticing_replacement"]
 
 
 @contextmanager
-def noticing_replacement(url: str, identity: str) -> Iterator[None]:
+def noticing_replacement(url: str, identity: str, doing: str = "load") -> Iterator[None]:
     """What is missing of the commit `identity` at `url` may be missing because a newer save has
     committed there and swept it.
+
+    Args:
+        doing: what is to be done again then.
 
     Raises:
         CheckpointReplacedError: instead of the error in the block, where that is so.
@@ -31,8 +34,8 @@ def noticing_replacement(url: str, identity: str) -> Iterator[None]:
         raise CheckpointReplacedError(
             f"the checkpoint was replaced by a newer save while it was read: {newer} has committed "
             f"and the files of {identity} are swept",
-            remedy="load again; where saves land here faster than a load takes, give each step a "
-            "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
+            remedy=f"{doing} again; where saves land here faster than a {doing} takes, give each "
+            "step a checkpoint_id of its own, or save with SaveOptions(sweep=False)",
             path=url,
         ) from error
 

@@ -11,13 +11,16 @@ from smckpt.checkpoint.format import parse_name
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
 from smckpt.storage import open_storage
 
-__all__ = ["noticing_replacement"]
+__all__ = ["noticing_replacement", "replacement"]
 
 
 @contextmanager
-def noticing_replacement(url: str, identity: str) -> Iterator[None]:
+def noticing_replacement(url: str, identity: str, doing: str = "load") -> Iterator[None]:
     """What is missing of the commit `identity` at `url` may be missing because a newer save has
     committed there and swept it.
+
+    Args:
+        doing: what is to be done again then.
 
     Raises:
         CheckpointReplacedError: instead of the error in the block, where that is so.
@@ -25,16 +28,24 @@ def noticing_replacement(url: str, identity: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        newer = _newer(url, identity) if _lacks_file(error) else None
-        if newer is None:
+        replaced = replacement(url, identity, doing) if _lacks_file(error) else None
+        if replaced is None:
             raise
-        raise CheckpointReplacedError(
-            f"the checkpoint was replaced by a newer save while it was read: {newer} has committed "
-            f"and the files of {identity} are swept",
-            remedy="load again; where saves land here faster than a load takes, give each step a "
-            "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
-            path=url,
-        ) from error
+        raise replaced from error
+
+
+def replacement(url: str, identity: str, doing: str) -> CheckpointReplacedError | None:
+    """The error to raise where a newer save has committed at `url` than `identity`."""
+    newer = _newer(url, identity)
+    if newer is None:
+        return None
+    return CheckpointReplacedError(
+        f"the checkpoint was replaced by a newer save while it was read: {newer} has committed "
+        f"and the files of {identity} are swept",
+        remedy=f"{doing} again; where saves land here faster than that takes, give each step a "
+        "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
+        path=url,
+    )
 
 
 def _lacks_file(error: BaseException | None) -> bool:

@@ -22,6 +22,7 @@ from smckpt.checkpoint.choose import choose_commit, commits_at
 from smckpt.checkpoint.contents import Contents, Group, contents_of
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord, open_json
+from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.checkpoint.spread import Homes, found_spread
 from smckpt.errors import (
     CheckpointError,
@@ -79,13 +80,15 @@ def copy_checkpoint(
         UsageError: the places are the same, `source` is one group of several, or another
             checkpoint is at `target`.
         CorruptCheckpointError: the source is damaged; nothing was committed at the target.
+        CheckpointReplacedError: a newer save has swept the source meanwhile; nothing was committed.
         StorageError: a store refused; what has been copied is taken up by the next call.
     """
     began = time.monotonic()
     contents = contents_of(source)
-    copy = _Copy(contents, open_storage(contents.url), open_storage(target), progress)
-    copy.refuse_another()
     with ExitStack() as cleanup:
+        cleanup.enter_context(noticing_replacement(contents.url, contents.identity, "copy"))
+        copy = _Copy(contents, open_storage(contents.url), open_storage(target), progress)
+        copy.refuse_another()
         cleanup.callback(copy.close)
         workers = cleanup.enter_context(_Workers(threads))
         workers.do(copy.small_files())

@@ -11,6 +11,7 @@ from typing import Any
 from smckpt.checkpoint.blocks import SavedFile, combined, not_missing
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, hex64
+from smckpt.checkpoint.replaced import replacement
 from smckpt.checkpoint.sources import remaining_after, row_shape
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.geometry import Box
@@ -65,6 +66,7 @@ def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None =
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: there is nothing to verify.
+        CheckpointReplacedError: a newer save has swept it meanwhile.
     """
     try:
         catalogue = open_catalogue(url)
@@ -81,6 +83,8 @@ def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None =
             read.result()
         for found in (*pool.map(_FileCheck.finish, files), *(part.result() for part in parts)):
             problems += found
+    if problems and (replaced := replacement(url, catalogue.identity, "verify")) is not None:
+        raise replaced
     damaged = {check.file.rank for check in files if check.problems}
     problems += [*_stored_once(catalogue, damaged), *_covered(catalogue)]
     return Report(

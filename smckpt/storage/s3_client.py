@@ -1,6 +1,10 @@
 """One boto3 client per process and set of options, and the retries of everything that may pass.
 
 boto3 is imported with the first request: neither `import smckpt` nor a save to a disk waits for it.
+
+Jobs outlive credentials. Those of boto3's chain refresh themselves; those of a file that someone
+rewrites, or of a function that assumes a role once, do not: when the store says that they are over,
+the client is made anew.
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from smckpt.storage.budget import Share
+from smckpt.storage.s3_answers import refuse_strange
 from smckpt.storage.s3_config import S3Config
 from smckpt.storage.s3_factory import client_from
-from smckpt.storage.s3_faults import is_transient, s3_error
+from smckpt.storage.s3_faults import Unanswered, is_transient, lacks_credentials, s3_error
+from smckpt.storage.s3_late import in_time, refresh_in_time
 from smckpt.storage.s3_pace import Turns, pace_of, paced, watch
 from smckpt.storage.s3_read import reads_below
 from smckpt.storage.s3_send import hand_over_pages
@@ -32,8 +38,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try
 _BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
 _CONNECT_SECONDS = 10
 
+_MAKE_SECONDS = 5.0  # the least that a client is given, which imports boto3 first
+_MOST = 8  # clients that are kept
+
 log = logging.getLogger("smckpt")
 _MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes a client
+_CLIENTS: dict[tuple[S3Config, int], _Made] = {}
 
 
 class Requests:
@@ -57,8 +67,8 @@ class Requests:
 
     @property
     def _made(self) -> _Made:
-        with _MAKING:
-            return _client(self.config, os.getpid())
+        key = (self.config, os.getpid())
+        return _CLIENTS.get(key) or _make(*key)
 
     def run(self, action: str, url: str, request: Callable[[Any], Result]) -> Result:
         """`request(client)`, tried again with jitter while its failures are passing ones.
@@ -76,14 +86,18 @@ class Requests:
         tries = 0
         while True:
             tries += 1
+            made = None
             try:
-                return request(self.client)
+                made = self._made
+                result = request(made.client)
+                made.proven = True
+                return result
             except Exception as error:
                 spent = time.monotonic() - began - turns.waited
                 pause = random.uniform(0.5, 1) * min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE)
                 if not _boto_error(error):
                     raise
-                if not is_transient(error):
+                if not (is_transient(error) or _renewed(made, error)):
                     raise s3_error(error, url, action) from error
                 if tries > self.config.retries or spent + pause > self.config.timeout_s:
                     tried = f"{tries} times in {spent:.1f} s"
@@ -101,26 +115,63 @@ def _boto_error(error: BaseException) -> bool:
 
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BotoCoreError, ClientError, BadBody, OSError))
+    return isinstance(error, (BotoCoreError, ClientError, BadBody, Unanswered, OSError))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Made:
+    """A client. proven: it has carried out a request, so its credentials were good."""
+
     client: Any
     direct: bool
+    proven: bool = False
 
 
-@lru_cache(maxsize=8)
-def _client(config: S3Config, pid: int) -> _Made:
+def _renewed(made: _Made | None, error: BaseException) -> bool:
+    """Whether `error` tells of credentials that were good and may be so again: the next request
+    makes a client, which reads them anew. Where the way to them hangs, this one's time is over."""
+    from botocore.exceptions import ClientError
+
+    if made is None or not lacks_credentials(error):
+        return False
+    if isinstance(error, (ClientError, Unanswered)):  # else botocore asks again by itself
+        for key, kept in tuple(_CLIENTS.items()):
+            if kept is made:
+                _CLIENTS.pop(key, None)
+    return made.proven and not isinstance(error, Unanswered)
+
+
+def _make(config: S3Config, pid: int) -> _Made:
+    """Once, whoever asks for it at one time."""
     from botocore.exceptions import BotoCoreError
 
+    key, seconds = (config, pid), max(config.timeout_s, _MAKE_SECONDS)
+    ends = time.monotonic() + seconds
     try:
-        client = client_from(config, _settings(config))
-        if _needs_signing(client.meta.endpoint_url):  # the user's AWS settings may name it, too
-            client = client_from(config, _settings(config, signs=True))
-    except (BotoCoreError, ValueError) as error:
+        if not _MAKING.acquire(timeout=seconds):
+            raise Unanswered(seconds)
+        try:
+            made = _CLIENTS.get(key)
+            if made is None:
+                # A function of the user's, or a program that tells credentials, may hang.
+                made = in_time(partial(_client, config), ends - time.monotonic(), seconds)
+                if len(_CLIENTS) >= _MOST:
+                    _CLIENTS.pop(next(iter(_CLIENTS)), None)
+                _CLIENTS[key] = made
+            return made
+        finally:
+            _MAKING.release()
+    except (BotoCoreError, ValueError, Unanswered) as error:
         raise s3_error(error, config.endpoint or "s3://", "make a client") from error
+
+
+def _client(config: S3Config) -> _Made:
+    client = client_from(config, _settings(config))
+    if _needs_signing(client.meta.endpoint_url):  # the user's AWS settings may name it, too
+        client = client_from(config, _settings(config, signs=True))
     watch(client)
+    refuse_strange(client)
+    refresh_in_time(client, config.timeout_s)
     return _Made(client, config.client == "direct" and _goes_directly(client))
 
 

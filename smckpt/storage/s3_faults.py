@@ -8,7 +8,16 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["BadBody", "code_of", "is_transient", "length_of", "s3_error", "status_of"]
+__all__ = [
+    "BadBody",
+    "Unanswered",
+    "code_of",
+    "is_transient",
+    "lacks_credentials",
+    "length_of",
+    "s3_error",
+    "status_of",
+]
 
 # code → (what happened, what to do)
 _MEANING: dict[str, tuple[str, str]] = {
@@ -68,9 +77,24 @@ _TRANSIENT = frozenset(
     }
 )  # fmt: skip
 
+# Said of credentials that are over, or that were replaced.
+_LAPSED = frozenset(
+    {
+        "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
+        "RequestExpired", "SignatureDoesNotMatch", "TokenRefreshRequired",
+    }
+)  # fmt: skip
+
 
 class BadBody(Exception):
     """An answer's body ended early, broke off, or was changed on its way."""
+
+
+class Unanswered(Exception):
+    """Credentials, or a function that makes a client, did not come in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"not after {seconds:g} s")
 
 
 def code_of(error: BaseException) -> str:
@@ -120,6 +144,17 @@ def is_transient(error: BaseException) -> bool:
     ) or (isinstance(error, OSError) and not isinstance(error, CheckpointError))
 
 
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether the credentials at hand were refused, or new ones could not be had."""
+    from botocore import exceptions as bc
+
+    if isinstance(error, bc.ClientError):
+        # The answer to HEAD has no body to say which 400 it is.
+        return code_of(error) in _LAPSED or (code_of(error) == "400" == str(status_of(error)))
+    lacking = (bc.CredentialRetrievalError, bc.TokenRetrievalError, Unanswered)
+    return isinstance(error, lacking)
+
+
 def _passes(status: int) -> bool:
     """Whether a status says that it may be better in a moment; gateways have some of their own."""
     return status in (408, 429) or (500 <= status < 600 and status not in (501, 505, 507))
@@ -162,7 +197,8 @@ def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> Ch
     if isinstance(error, CheckpointError):
         return error
     code, status = code_of(error), status_of(error)
-    if code in ("NoSuchKey", "404", "NotFound") or (status == 404 and code not in _MEANING):
+    missing = code in ("NoSuchKey", "404", "NotFound") or (status == 404 and code not in _MEANING)
+    if missing and not action.startswith("list"):  # of no objects a listing is empty
         return CheckpointNotFoundError(
             f"cannot {action}: there is no such object",
             remedy="look at the URL; `smckpt ls` on its parent shows what is there",
@@ -185,6 +221,11 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if code in _MEANING:
         return _MEANING[code]
+    if code == "400":
+        return (
+            "the store refuses it and does not say why",
+            "look whether the credentials have expired; `smckpt ls` on its parent may tell more",
+        )
     if status == 403:
         return _MEANING["AccessDenied"]
     if isinstance(error, (bc.NoCredentialsError, bc.PartialCredentialsError)):
@@ -195,6 +236,12 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if isinstance(error, (bc.ProfileNotFound, bc.CredentialRetrievalError, bc.TokenRetrievalError)):
         return (f"credentials could not be had: {error}", "look at the AWS configuration")
+    if isinstance(error, Unanswered):
+        return (
+            f"credentials, or the client, could not be had: {error}",
+            "look at what client_factory=, or credential_process in the AWS configuration, waits "
+            "for; timeout_s= says how long it may take",
+        )
     if isinstance(error, bc.SSLError) and not _tls_broke_off(error):
         return _untrusted(error)
     if status == 407 or _proxy_refusal(error):
@@ -210,13 +257,34 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if isinstance(error, bc.EndpointConnectionError):
         return (f"the store cannot be reached: {error}", "look at the network and the endpoint")
+    if isinstance(error, BadBody):
+        return (
+            f"the store did not carry it out ({error})",
+            "look at the endpoint, whether that is the store, and at proxies between here and "
+            "there",
+        )
     if is_transient(error):
         said = f"{code or status or type(error).__name__}: {error}"
         return (
             f"the store did not carry it out ({said})",
             "look whether the store is overloaded or down; lower max_write_concurrency",
         )
-    return (f"{code or type(error).__name__}: {error}", "see what the store says about this URL")
+    if status in (302, 303, 307, 308):
+        headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})  # type: ignore[attr-defined]
+        return (
+            f"requests are sent on to {headers.get('location', 'elsewhere')} ({status})",
+            "look at the endpoint and the region",
+        )
+    if status == 417:
+        return (
+            "something on the way does not understand Expect: 100-continue (417)",
+            "look at HTTP proxies between here and the store; NO_PROXY names hosts that are "
+            "reached without",
+        )
+    if status in (404, 405) and code in ("", str(status)):
+        return (f"what answers is no S3 ({status})", "look at the endpoint")
+    said = f"{code or type(error).__name__}: {error}" + ("" if code else f" (HTTP {status})")
+    return (said, "see what the store says about this URL")
 
 
 def _untrusted(error: BaseException) -> tuple[str, str]:

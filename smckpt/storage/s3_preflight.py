@@ -17,7 +17,7 @@ _LONGEST = "x" * 64  # no name of ours is longer
 
 
 def try_out(store: S3Storage, name: str) -> str:
-    """Write, write again under the same name, read and delete one small object.
+    """Write, write again under the same name, read, list and delete one small object.
 
     Returns:
         A remark for the user, or "".
@@ -44,6 +44,7 @@ def try_out(store: S3Storage, name: str) -> str:
                 path=path,
             )
         _read_back(store, name, body)
+        _list_it(store, name)
     except BaseException:
         with contextlib.suppress(CheckpointError):  # the failure before it is the one to report
             store.delete(name)
@@ -58,6 +59,17 @@ def _read_back(store: S3Storage, name: str, body: bytes) -> None:
         raise _not_kept(store.path(name), "is not there when it is read") from error
     if found != body:
         raise _not_kept(store.path(name), "reads back otherwise")
+
+
+def _list_it(store: S3Storage, name: str) -> None:
+    """What is not listed under its key is never found again."""
+    if all(info.name != name for info in store.list(name)):
+        raise StorageError(
+            "an object that was just written is not listed",
+            remedy="use a store that lists at once what was written; if the URL has // in it, "
+            "write /: some stores take them for the same and keep the other",
+            path=store.path(name),
+        )
 
 
 def _not_kept(path: str, what: str) -> StorageError:

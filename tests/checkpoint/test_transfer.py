@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+import smckpt
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import (
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     StorageError,
     UsageError,
@@ -229,6 +231,23 @@ def test_a_damaged_source_is_named_and_nothing_is_committed(
     assert victim.name in str(raised.value)
     with pytest.raises(CheckpointNotFoundError):
         copy_checkpoint(target, str(tmp_path / "never"))
+
+
+def test_a_source_that_a_newer_save_sweeps_meanwhile_is_told_as_such_and_not_as_damaged(
+    large: Path, target: str, tmp_path: Path
+) -> None:
+    source = shutil.copytree(large, tmp_path / "busy")
+
+    def replace(done: int, _: int) -> None:
+        if len(shards.files(source, "data-*.safetensors")) == 2:  # the first of them is copied
+            smckpt.save({"a": torch.ones(3)}, checkpoint_id=source)
+
+    with pytest.raises(CheckpointReplacedError, match="replaced by a newer save.*copy again"):
+        copy_checkpoint(str(source), target, threads=1, progress=replace)
+    with pytest.raises(CheckpointNotFoundError):
+        copy_checkpoint(target, str(tmp_path / "never"))
+    again = copy_checkpoint(str(source), target)
+    assert verify_checkpoint(again.target).ok
 
 
 def test_another_checkpoint_at_the_target_is_neither_hidden_nor_replaced(

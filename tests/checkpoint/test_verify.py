@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import smckpt
 from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
-from smckpt.errors import CheckpointNotFoundError
+from smckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
 from smckpt.layout.geometry import Box
 from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh
@@ -100,6 +102,20 @@ def test_a_missing_file_is_found_and_named(step: Path) -> None:
         assert path.name in named, (path.name, report.problems)
         path.write_bytes(saved)
     assert verify_checkpoint(str(step)).ok
+
+
+def test_what_a_newer_save_sweeps_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(5 << 20)}, checkpoint_id=tmp_path)  # pieces of 8 MiB: three
+    told: list[int] = []
+
+    def replace(done: int, _: int) -> None:
+        if not told:
+            smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+        told.append(done)
+
+    with pytest.raises(CheckpointReplacedError, match="replaced by a newer save.*verify again"):
+        verify_checkpoint(str(tmp_path), threads=1, progress=replace)
+    assert verify_checkpoint(str(tmp_path)).ok
 
 
 def test_without_its_record_there_is_nothing_to_verify(step: Path) -> None:

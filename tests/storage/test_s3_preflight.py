@@ -30,13 +30,31 @@ def try_out(proxy: FaultyProxy, url: str, **options: Any) -> dict[str, Any]:
         return probe(url, SESSION, create=True, leave=False)
 
 
-def test_a_sound_store_is_tried_by_five_requests_that_leave_nothing(
+def test_a_sound_store_is_tried_by_six_requests_that_leave_nothing(
     proxy: FaultyProxy, s3_root: str
 ) -> None:
     assert try_out(proxy, s3_root) == {"seen": True}
     # The second PUT meets the first's object, whose size is then looked at: it might be our own.
-    assert [line.split()[0] for line in proxy.seen] == ["PUT", "PUT", "HEAD", "GET", "DELETE"]
+    assert [line.split()[0] for line in proxy.seen] == [
+        "PUT",
+        "PUT",
+        "HEAD",
+        "GET",
+        "GET",
+        "DELETE",
+    ]
     assert all(f"probe-{SESSION}.json" in line for line in proxy.seen)
+    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+
+
+def test_a_store_that_lists_an_object_elsewhere_or_not_at_once_is_refused(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    with pytest.raises(StorageError, match="is not listed.*// in it"):
+        try_out(proxy, f"{s3_root}//twice")  # the real server takes // for /, and lists a single /
+    proxy.spoil("GET", f"says probe-{SESSION} => elsewhere", path="list-type")
+    with pytest.raises(StorageError, match="is not listed"):
+        try_out(proxy, s3_root)
     assert S3Storage(s3_root, S3Config.from_environment()).list() == []
 
 

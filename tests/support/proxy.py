@@ -4,6 +4,7 @@ proxy through which a client is told to go."""
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import random
 import socket
@@ -54,7 +55,9 @@ class FaultyProxy:
         body as little is taken. whole: all of the
         object is answered, not the range that was asked for. unconditional: what stands under the
         name is deleted first, as if the store ignored If-None-Match. without NAME: the answer lacks
-        that header; without a length its body comes in chunks. says A => B: in its body B stands
+        that header; without a length its body comes in chunks. page: nothing is carried out, and
+        200 answered with a page of HTML. packed: the answer's body is compressed. moved: the answer
+        is 307, and no body. says A => B: in its body B stands
         in the place of A.
         """
         with self._lock:
@@ -198,6 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.startswith("301"):
                 headers.append(("x-amz-bucket-region", "eu-central-1"))
             return self._answer(int(fault[:3]), headers, answer)
+        if fault == "page":
+            return self._answer(200, [("Content-Type", "text/html")], b"<html>Log in</html>")
+        if fault == "moved":
+            return self._answer(307, [("Location", "https://elsewhere.example/")], b"")
         if fault.startswith("late "):
             self.plan.ended.wait(float(fault[5:]))
         if fault == "unconditional":
@@ -209,6 +216,10 @@ class _Handler(BaseHTTPRequestHandler):
         status, headers, answer = self._forward(body)
         if fault == "after":
             return self._cut()
+        if fault == "packed":
+            answer = gzip.compress(answer)
+            headers = [each for each in headers if each[0].lower() != "content-length"]
+            headers.append(("Content-Encoding", "gzip"))
         if fault == "wrong answer" and self.command == "GET" and status in (200, 206):
             answer = _changed(answer)
         if fault.startswith("without "):

@@ -39,11 +39,8 @@ _BOTOCORE_TRIES = 3  # quick ones below ours, which rewind bodies by themselves
 _CONNECT_SECONDS = 10
 
 _MAKE_SECONDS = 5.0  # the least that a client is given, which imports boto3 first
-_MOST = 8  # clients that are kept
-
 log = logging.getLogger("smckpt")
 _MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes a client
-_CLIENTS: dict[tuple[S3Config, int], _Made] = {}
 
 
 class Requests:
@@ -67,8 +64,8 @@ class Requests:
 
     @property
     def _made(self) -> _Made:
-        key = (self.config, os.getpid())
-        return _CLIENTS.get(key) or _make(*key)
+        slot = _slot(self.config, os.getpid())
+        return slot.made or _make(self.config, slot)
 
     def run(self, action: str, url: str, request: Callable[[Any], Result]) -> Result:
         """`request(client)`, tried again with jitter while its failures are passing ones.
@@ -97,13 +94,27 @@ class Requests:
                 pause = random.uniform(0.5, 1) * min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE)
                 if not _boto_error(error):
                     raise
-                if not (is_transient(error) or _renewed(made, error)):
+                if not (is_transient(error) or self._renewed(made, error)):
                     raise s3_error(error, url, action) from error
                 if tries > self.config.retries or spent + pause > self.config.timeout_s:
                     tried = f"{tries} times in {spent:.1f} s"
                     raise s3_error(error, url, action, tried) from error
                 log.debug("%s of %s: try %d failed: %s", action, url, tries, error)
                 time.sleep(pause)
+
+    def _renewed(self, made: _Made | None, error: BaseException) -> bool:
+        """Whether `error` tells of credentials that were good and may be so again: the next request
+        makes a client, which reads them anew. Where the way to them hangs, this one's time is
+        over."""
+        from botocore.exceptions import ClientError
+
+        if made is None or not lacks_credentials(error):
+            return False
+        slot = _slot(self.config, os.getpid())
+        # What botocore raises of credentials that it could not get, it asks for again by itself.
+        if isinstance(error, (ClientError, Unanswered)) and slot.made is made:
+            slot.made = None
+        return made.proven and not isinstance(error, Unanswered)
 
 
 def _boto_error(error: BaseException) -> bool:
@@ -127,38 +138,32 @@ class _Made:
     proven: bool = False
 
 
-def _renewed(made: _Made | None, error: BaseException) -> bool:
-    """Whether `error` tells of credentials that were good and may be so again: the next request
-    makes a client, which reads them anew. Where the way to them hangs, this one's time is over."""
-    from botocore.exceptions import ClientError
+@dataclass(eq=False)
+class _Slot:
+    """Where a process keeps its client for a set of options, until its credentials are over."""
 
-    if made is None or not lacks_credentials(error):
-        return False
-    if isinstance(error, (ClientError, Unanswered)):  # else botocore asks again by itself
-        for key, kept in tuple(_CLIENTS.items()):
-            if kept is made:
-                _CLIENTS.pop(key, None)
-    return made.proven and not isinstance(error, Unanswered)
+    made: _Made | None = None
 
 
-def _make(config: S3Config, pid: int) -> _Made:
+@lru_cache(maxsize=8)
+def _slot(config: S3Config, pid: int) -> _Slot:
+    return _Slot()
+
+
+def _make(config: S3Config, slot: _Slot) -> _Made:
     """Once, whoever asks for it at one time."""
     from botocore.exceptions import BotoCoreError
 
-    key, seconds = (config, pid), max(config.timeout_s, _MAKE_SECONDS)
+    seconds = max(config.timeout_s, _MAKE_SECONDS)
     ends = time.monotonic() + seconds
     try:
         if not _MAKING.acquire(timeout=seconds):
             raise Unanswered(seconds)
         try:
-            made = _CLIENTS.get(key)
-            if made is None:
+            if slot.made is None:
                 # A function of the user's, or a program that tells credentials, may hang.
-                made = in_time(partial(_client, config), ends - time.monotonic(), seconds)
-                if len(_CLIENTS) >= _MOST:
-                    _CLIENTS.pop(next(iter(_CLIENTS)), None)
-                _CLIENTS[key] = made
-            return made
+                slot.made = in_time(partial(_client, config), ends - time.monotonic(), seconds)
+            return slot.made
         finally:
             _MAKING.release()
     except (BotoCoreError, ValueError, Unanswered) as error:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from smckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     UsageError,
 )
@@ -132,6 +133,8 @@ class PosixStorage:
                     raise
                 self._forget(path)  # NFS: the server restarted; a fresh descriptor may do
                 complete = reading.run(self._descriptor(path))
+        except CheckpointError:
+            raise  # of `seen`: some of ours are OSErrors, and none may be its own cause
         except OSError as error:
             raise storage_error(error, path, "read") from error
         if not complete:

@@ -262,6 +262,16 @@ def test_what_a_partial_load_does_not_take_is_in_the_log(
         assert re.search(rf"the checkpoint lacks [^;]*{name}", lacks)
 
 
+@pytest.mark.timeout(60)
+def test_a_checksum_file_that_cannot_be_read_ends_the_load_with_its_path(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(1 << 20)}, checkpoint_id=tmp_path)
+    (sums,) = tmp_path.glob("*.crc")
+    sums.unlink()
+    sums.mkdir()
+    with pytest.raises(errors.StorageError, match=f"{sums}.*a directory"):
+        smckpt.load({"a": torch.zeros(1 << 20)}, checkpoint_id=tmp_path)
+
+
 def test_a_refused_load_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
     model, optimizer, scheduler = trained()
     smckpt.save(state_of(model, optimizer, scheduler), checkpoint_id=tmp_path)

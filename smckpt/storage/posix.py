@@ -7,6 +7,7 @@ fsync on a virtual disk). Names appear exclusively, files and directories are fs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -98,11 +99,18 @@ class PosixStorage:
             try:
                 created = publish(temporary, path)
             finally:
-                unlink(temporary)
+                with contextlib.suppress(OSError):  # what stays is swept
+                    unlink(temporary)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise storage_error(error, path, "create exclusively") from error
+        try:
             if created:
                 sync_directory(self.url)
         except OSError as error:
-            raise storage_error(error, path, "create exclusively") from error
+            action = "make the new name durable (it is seen already, and power may take it)"
+            raise storage_error(error, path, action) from error
         return created
 
     def try_out(self, name: str) -> str:

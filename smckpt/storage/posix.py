@@ -179,8 +179,9 @@ class PosixStorage:
         return None
 
     def list_dirs(self) -> list[str]:
+        entries = self._scan()
         try:
-            return sorted(entry.name for entry in self._scan() if _may_be_directory(entry))
+            return sorted(entry.name for entry in entries if _may_be_directory(entry))
         except OSError as error:
             raise storage_error(error, self.url, "list the directory") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from smckpt.checkpoint.choose import Commit, choose_commit, commits_at
 from smckpt.checkpoint.spread import is_prefix
-from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import relative_url
 
@@ -17,6 +18,8 @@ __all__ = ["Found", "find_checkpoints", "latest"]
 
 log = logging.getLogger("smckpt")
 
+# What the store answers for as long as nobody changes the place: not ours, or of no use to us.
+_FOREIGN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 DEPTH = 3  # levels of directories below the root that are looked at
 
 
@@ -56,7 +59,7 @@ class Found:
         return cls(**{**data, "groups": tuple(data["groups"])})
 
 
-def find_checkpoints(root: str, depth: int = DEPTH) -> list[Found]:
+def find_checkpoints(root: str, depth: int = DEPTH, *, sure: bool = False) -> list[Found]:
     """All committed checkpoints at and below `root`, oldest first; one for each place: the newest
     there. Oldest by step where all have one, else by when they were committed.
 
@@ -64,19 +67,22 @@ def find_checkpoints(root: str, depth: int = DEPTH) -> list[Found]:
     with a warning in the log. A group's directory is found as a part of its step, or by itself
     where it is the root.
 
+    Args:
+        sure: a directory that the store fails to read just now is not passed over.
+
     Raises:
-        StorageError: the root itself cannot be read.
+        StorageError: the root itself cannot be read; or `sure`, and one below.
     """
     top = open_storage(root)
     top.list_dirs()  # a root that cannot be read is no empty root
     found = []
-    for storage in _directories(top, depth):
+    for storage in _directories(top, depth, sure):
         try:
             commit = choose_commit(storage) if commits_at(storage) else None
         except CheckpointNotFoundError:
             continue  # manifests of steps that were not finished
         except CheckpointError as error:
-            log.warning("passed over: %s", error)
+            _pass_over(error, sure)
             continue
         if commit is not None and (storage is top or not _of_a_step(commit)):
             found.append(_found(storage, commit))
@@ -84,9 +90,24 @@ def find_checkpoints(root: str, depth: int = DEPTH) -> list[Found]:
 
 
 def latest(root: str, depth: int = DEPTH) -> Found | None:
-    """The newest of `find_checkpoints`, or None."""
-    found = find_checkpoints(root, depth)
+    """The newest of `find_checkpoints`, or None.
+
+    Raises:
+        StorageError: the store fails to read a directory just now. It may hold the newest: a job
+            that went on without would begin at an older step, or anew.
+    """
+    found = find_checkpoints(root, depth, sure=True)
     return found[-1] if found else None
+
+
+def _pass_over(error: CheckpointError, sure: bool) -> None:
+    """Log why a directory is not looked into; where it may be ours and only the moment is bad,
+    raise that."""
+    its = error.__cause__
+    foreign = isinstance(its, OSError) and its.errno in _FOREIGN
+    if sure and isinstance(error, StorageError) and not foreign:
+        raise error
+    log.warning("passed over: %s", error)
 
 
 def _order(found: list[Found]) -> Any:
@@ -115,16 +136,16 @@ def _found(storage: Storage, commit: Commit) -> Found:
     )
 
 
-def _directories(root: Storage, depth: int) -> Iterator[Storage]:
+def _directories(root: Storage, depth: int, sure: bool) -> Iterator[Storage]:
     yield root
     if depth == 0:
         return
     try:
         names = root.list_dirs()
     except CheckpointError as error:
-        log.warning("passed over: %s", error)
+        _pass_over(error, sure)
         return
     for name in names:
         if is_prefix(name):  # the ranks' files of what lies beside it
             continue
-        yield from _directories(root.join(name), depth - 1)
+        yield from _directories(root.join(name), depth - 1, sure)

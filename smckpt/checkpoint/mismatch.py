@@ -20,6 +20,7 @@ from smckpt.layout.mesh import Shape
 
 __all__ = [
     "ambiguous",
+    "differing_names",
     "other_degree",
     "other_tensor",
     "refuse_misfit",
@@ -39,6 +40,17 @@ def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, ra
     """
     if not missing and not unexpected:
         return
+    raise KeysMismatchError(
+        differing_names(missing, unexpected),
+        remedy="give the target the keys that were saved (an optimizer without state: "
+        "init_optim_state), or pass check_keys_matched=False to take what both have",
+        path=url,
+        rank=rank,
+    )
+
+
+def differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Which names are in only one of checkpoint and target, in words."""
 
     def listed(names: Sequence[str]) -> str:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -46,13 +58,7 @@ def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, ra
 
     lacks = [f"the checkpoint lacks {listed(missing)}"] if missing else []
     lacks += [f"the target lacks {listed(unexpected)}"] if unexpected else []
-    raise KeysMismatchError(
-        "; ".join(lacks),
-        remedy="give the target the keys that were saved (an optimizer without state: "
-        "init_optim_state), or pass check_keys_matched=False to take what both have",
-        path=url,
-        rank=rank,
-    )
+    return "; ".join(lacks)
 
 
 def refuse_misfit(entry: Entry, rank: int) -> None:

@@ -49,7 +49,9 @@ def replacement(url: str, identity: str, doing: str) -> CheckpointReplacedError 
 
 
 def _lacks_file(error: BaseException | None) -> bool:
-    while error is not None:
+    looked_at: list[BaseException] = []
+    while error is not None and error not in looked_at:  # an error may be raised from itself
+        looked_at.append(error)
         if isinstance(error, CheckpointNotFoundError):
             return True
         if isinstance(error, OSError) and error.errno == errno.ESTALE:  # deleted by another host

@@ -34,7 +34,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import FileInfo, Storage, open_storage
-from smckpt.storage.urls import file_url, is_s3_url, join_url, parent_url
+from smckpt.storage.urls import file_url, is_s3_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
@@ -104,6 +104,8 @@ def sweep(
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
+    steps = [name for kind, name in doomed if kind == "manifest"]
+    deleted += _delete_cut_records(storage, steps, kept)
     files.discard_unfinished([name for name in files.begun if over(name)])
     deleted += _delete(files.delete, doomed)
     if files.unseen is not None:
@@ -140,6 +142,37 @@ def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, 
         if claim.epoch < epoch and claim.scope & scope
     ]
     return {"deleted": _delete(storage.delete, doomed)}
+
+
+def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
+    """Delete the records of steps of several groups that lose this group's share, where no lead
+    does: the ranks were grouped otherwise then. Such a step would be found, and lack files.
+
+    Args:
+        doomed: names of manifests.
+
+    Returns:
+        How many.
+    """
+    epochs = {manifest.epoch for manifest in kept}
+    led = {parent_url(join_url(storage.url, m.record)) for m in kept if m.record is not None}
+    deleted = 0
+    for name in doomed:
+        parsed = parse_name(name)
+        if parsed is None or parsed.epoch in epochs:
+            continue  # grouped as what is kept
+        with contextlib.suppress(CheckpointError):  # damaged, or without its record
+            way = _manifest(storage, name).record
+            at = storage.url if way is None else join_url(storage.url, way)
+            its = parse_name(at.rsplit("/", 1)[-1])
+            if its is None or its.kind != "record" or parent_url(at) in led:
+                continue
+            parent, record = open_storage(parent_url(at)), at.rsplit("/", 1)[-1]
+            named = {(u["directory"], u["manifest"]) for u in _record(parent, record).groups}
+            if (relative_url(storage.url, parent.url), name) in named:
+                parent.delete(record)
+                deleted += 1
+    return deleted
 
 
 def discard_attempt(homes: Homes, attempt: str) -> int:

@@ -21,8 +21,8 @@ from smckpt.checkpoint.mismatch import (
 from smckpt.checkpoint.places import ANYWHERE, Places
 from smckpt.checkpoint.ranges import ReadPlan
 from smckpt.checkpoint.rows import Row
-from smckpt.errors import TensorMismatchError, TopologyError
-from smckpt.layout.entries import Entry
+from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
+from smckpt.layout.entries import Entry, dotted
 from smckpt.layout.geometry import BoxGeometry, FlatGeometry, Geometry, KeptGeometry, MeshGeometry
 from smckpt.layout.mesh import Shape
 
@@ -52,7 +52,8 @@ def plan_local(
 
     Raises:
         TopologyError: the sharding differs; names both degrees and what to do.
-        KeysMismatchError, TensorMismatchError, CorruptCheckpointError: as for `plan_logical`.
+        KeysMismatchError: also where a key is another parameter's.
+        TensorMismatchError, CorruptCheckpointError: as for `plan_logical`.
     """
     for entry in entries:
         refuse_misfit(entry, rank)
@@ -77,6 +78,7 @@ def plan_local(
     ]
     for _, entry, row in both:
         places.refuse_guess(row, rank, catalogue.url)
+        _refuse_other_parameter(catalogue, entries, entry, [row], rank)
         _check_shape(catalogue, entry, row, twin, rank)
     for number, entry, row in both:
         if entry.numel:
@@ -100,7 +102,7 @@ def _twins(
         if not rows:
             continue
         ruled = True
-        same = _same_shard(catalogue, entry, rows, rank)
+        same = _same_shard(catalogue, entries, entry, rows, rank)
         if len(same) == 1:
             if id(same[0]) in taken:
                 continue
@@ -119,7 +121,7 @@ def _twins(
 
 
 def _same_shard(
-    catalogue: Catalogue, entry: Entry, rows: list[Row], rank: int
+    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: list[Row], rank: int
 ) -> list[tuple[int, ...]]:
     """The saved ranks that held exactly this rank's shard of the entry, by the array they share.
 
@@ -147,11 +149,38 @@ def _same_shard(
                 found.append((row, same))
                 break
     if not found:
+        _refuse_other_parameter(catalogue, entries, entry, rows, rank)
         raise _no_shard(catalogue, entry, rows, rank)
     for row, _ in found[1:]:
         if not pieces.one_tensor(row, found[0][0]):
             raise ambiguous(entry.key, found[0][0], row, catalogue.url, rank)
     return [holders for _, same in found for holders in same]
+
+
+def _refuse_other_parameter(
+    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: Sequence[Row], rank: int
+) -> None:
+    """Optimizers number their parameters: one that got them in another order, or more of them, has
+    under a key the state of another parameter. Where neither name is known to the other side they
+    were renamed, and the key tells.
+
+    Raises:
+        KeysMismatchError: that is so.
+    """
+    live = entry.geometry.fqns
+    if any(not set(live).isdisjoint(row.fqns) for row in rows):
+        return
+    known = any(entry.logical_name(fqn) in catalogue.logical for fqn in live)
+    theirs = {dotted(row.logical_path(fqn)) for row in rows for fqn in row.fqns}
+    if known or any(e.logical_name(f) in theirs for e in entries for f in e.geometry.fqns):
+        raise KeysMismatchError(
+            f"{entry.key!r} is of {list(live)[:4]} here, of {list(rows[0].fqns)[:4]} in the "
+            "checkpoint: the optimizer has other parameters than were saved, or in another order",
+            remedy="give the optimizer its parameters as they were; or take the target under "
+            "sm_state_dict_type(model, SHARDED), which goes by name",
+            path=catalogue.url,
+            rank=rank,
+        )
 
 
 def _same_rule(saved: Geometry, live: Geometry) -> bool:

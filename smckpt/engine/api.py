@@ -296,6 +296,9 @@ def latest_checkpoint(
 
     One rank of `process_group` looks and tells the others through the store: all ranks call it.
     Unfinished, half-written and foreign directories are passed over.
+
+    Raises:
+        StorageError: the store fails to read a directory, which may hold the newest; on all ranks.
     """
     group = group_of(process_group)
     if group is None:

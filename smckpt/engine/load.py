@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.discover import Found
-from smckpt.checkpoint.mismatch import refuse_names
+from smckpt.checkpoint.mismatch import differing_names, refuse_names
 from smckpt.checkpoint.places import Places
 from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.read import execute
@@ -169,16 +169,14 @@ class Loader:
             if make_values(state_dict, objects) or renewed:
                 selection = selector.select(state_dict)
             plan = self._plan(catalogue, selection, request)
-            if request.strict and plan.unexpected:
+            if plan.unexpected:
                 told.body["spare"] = _marked(plan.unexpected, catalogue)
-            if request.strict:
-                empty = empty_states(state_dict, objects)
-                self._check_objects(selection, objects, empty, request.directory)
+            self._check_objects(selection, objects, empty_states(state_dict, objects), request)
             memory = memory_of(selection, partly=not request.strict)
             if selection.gathered:
                 gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
                 told.body["gathered"] = [name for name, _ in gathered]
-        self._refuse_spare(told.decision.get("spare", ""), catalogue)
+        self._refuse_spare(told.decision.get("spare", ""), catalogue, request)
         with guard.stage("read"), _swept(request, commit):
             self._read(plan, memory, request, catalogue)
             memory.settle(state_dict)
@@ -310,10 +308,12 @@ class Loader:
         rank, ranks = self.group.rank, self.group.ranks
         places = Places.of(catalogue, request.parallel_state, rank, self.group.world_size)
         if catalogue.kind == "LOCAL" and selection.kind in ("LOCAL", None):
-            return plan_local(  # each rank compares its keys with those of one saved rank
+            plan = plan_local(  # each rank compares its keys with those of one saved rank
                 catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
                 places=places,
             )  # fmt: skip
+            self._say_left(plan.missing, plan.unexpected, request.directory)
+            return replace(plan, unexpected=())
         plan = plan_logical(
             catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=False, places=places
         )
@@ -322,28 +322,44 @@ class Loader:
             spare = plan.unexpected if len(ranks) == 1 else ()
             if plan.missing:
                 refuse_names(plan.missing, spare, catalogue.url, rank)
+        self._say_left(plan.missing, (), request.directory)
         return plan
 
-    def _refuse_spare(self, marks: str, catalogue: Catalogue) -> None:
+    def _refuse_spare(self, marks: str, catalogue: Catalogue, request: LoadRequest) -> None:
         """Names that were saved and that no rank of the load has. One rank need not have all:
         pipeline stages hold different layers, and ranks may keep tensors of their own."""
         names = _unmarked(marks, catalogue)
-        refuse_names((), names, catalogue.url, self.group.rank)
+        if request.strict:
+            refuse_names((), names, catalogue.url, self.group.rank)
+        self._say_left((), names, request.directory)
 
     def _check_objects(
-        self, selection: Selection, objects: dict[str, Any], empty: frozenset[str], directory: str
+        self,
+        selection: Selection,
+        objects: dict[str, Any],
+        empty: frozenset[str],
+        request: LoadRequest,
     ) -> None:
         here = {leaf.key for leaf in selection.objects}
         missing = sorted(here - objects.keys() - empty)
         extra = sorted(objects.keys() - here - empty)
-        if missing or extra:
+        if request.strict and (missing or extra):
             raise KeysMismatchError(
                 f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "
                 f"not in the target {extra[:8]}",
                 remedy="give the target the same structure, or pass check_keys_matched=False",
-                path=directory,
+                path=request.directory,
                 rank=self.group.rank,
             )
+        self._say_left(missing, extra, request.directory)
+
+    def _say_left(self, missing: Sequence[str], unexpected: Sequence[str], url: str) -> None:
+        """What a load with check_keys_matched=False did not take. One rank of a group says it
+        aloud: it is much the same on all."""
+        if missing or unexpected:
+            level = logging.WARNING if self.group.index == 0 else logging.INFO
+            left = differing_names(missing, unexpected)
+            log.log(level, "not loaded from %s, as check_keys_matched=False allows: %s", url, left)
 
     def _put_through(self, gathered: list[tuple[str, Any]], common: list[str] | None) -> None:
         """FULL state is a copy that one rank holds: into the live objects, by all ranks together
@@ -435,9 +451,9 @@ def _marked(names: Sequence[str], catalogue: Catalogue) -> str:
 
 
 def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
-    if not marks:
-        return ()
     names = sorted(catalogue.logical)
+    if not marks or int(marks, 16).bit_length() > len(names):  # of a group with names of its own
+        return ()
     bits = f"{int(marks, 16):0{len(names)}b}"
     return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")
 

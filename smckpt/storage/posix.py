@@ -7,6 +7,7 @@ fsync on a virtual disk). Names appear exclusively, files and directories are fs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from smckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     UsageError,
 )
@@ -97,11 +99,18 @@ class PosixStorage:
             try:
                 created = publish(temporary, path)
             finally:
-                unlink(temporary)
+                with contextlib.suppress(OSError):  # what stays is swept
+                    unlink(temporary)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise storage_error(error, path, "create exclusively") from error
+        try:
             if created:
                 sync_directory(self.url)
         except OSError as error:
-            raise storage_error(error, path, "create exclusively") from error
+            action = "make the new name durable (it is seen already, and power may take it)"
+            raise storage_error(error, path, action) from error
         return created
 
     def try_out(self, name: str) -> str:
@@ -132,6 +141,8 @@ class PosixStorage:
                     raise
                 self._forget(path)  # NFS: the server restarted; a fresh descriptor may do
                 complete = reading.run(self._descriptor(path))
+        except CheckpointError:
+            raise  # of `seen`: some of ours are OSErrors, and none may be its own cause
         except OSError as error:
             raise storage_error(error, path, "read") from error
         if not complete:
@@ -168,8 +179,9 @@ class PosixStorage:
         return None
 
     def list_dirs(self) -> list[str]:
+        entries = self._scan()
         try:
-            return sorted(entry.name for entry in self._scan() if _may_be_directory(entry))
+            return sorted(entry.name for entry in entries if _may_be_directory(entry))
         except OSError as error:
             raise storage_error(error, self.url, "list the directory") from error
 

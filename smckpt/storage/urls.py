@@ -103,7 +103,14 @@ def local_path(url: str) -> str:
         )
     elif scheme:
         raise UsageError(f"{scheme}:// is no file system", remedy="pass a directory", path=url)
-    return os.path.abspath(url)
+    try:
+        return os.path.abspath(url)
+    except FileNotFoundError as error:
+        raise UsageError(
+            "the path is relative, and this process's working directory was removed",
+            remedy="pass an absolute path",
+            path=url,
+        ) from error
 
 
 def normal_url(url: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,45 @@ def test_a_damaged_commit_is_passed_over_with_a_warning(
     with caplog.at_level(logging.WARNING, "smckpt"):
         assert latest(str(tmp_path)).step == 1
     assert str(manifest) in caplog.text
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("what", ["the directory", "its manifest"])
+def test_an_older_step_is_not_taken_for_the_latest_while_the_newest_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int
+) -> None:
+    single(tmp_path / "step_1", 1)
+    newest = single(tmp_path / "step_2", 2)
+    call = "scandir" if what == "the directory" else "open"
+    real = getattr(os, call)
+
+    def failing(path: Any, *rest: Any) -> Any:
+        if str(path).startswith(str(newest)):
+            raise OSError(code, os.strerror(code), path)
+        return real(path, *rest)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, call, failing)
+        with pytest.raises(StorageError, match="step_2"):
+            latest(str(tmp_path))
+        assert [found.step for found in find_checkpoints(str(tmp_path))] == [1]
+    assert latest(str(tmp_path)).step == 2
+
+
+def test_a_directory_that_is_closed_to_this_user_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single(tmp_path / "step_1", 1)
+    (tmp_path / "lost+found").mkdir()
+    real = os.scandir
+
+    def guarded(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    assert latest(str(tmp_path)).step == 1
 
 
 def test_a_root_that_cannot_be_read_is_no_empty_root(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint import claims
+from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.commit import claim_epoch, publish_manifest, publish_record
 from smckpt.checkpoint.format import (
     Manifest,
@@ -359,6 +360,21 @@ def test_records_of_steps_in_other_directories_stay(tmp_path):
     twenty = step(tmp_path, pair(tmp_path, ("tp0-20", "tp1-20"), "a"), A, e, 1)
     assert sweep_records(str(tmp_path), [twenty["record"]], e) == {"deleted": 0}
     assert {ten["record"], twenty["record"]} <= names(tmp_path)
+
+
+def test_a_step_of_several_groups_goes_as_a_whole_when_one_of_them_saves_alone(tmp_path):
+    run = tmp_path / "run"
+    groups, others = pair(run, ("g0", "g1"), "a"), pair(run, ("h0", "h1"), "c")
+    mine = claim_epoch(str(run), A, "h", [str(g.directory) for g in groups])["epoch"]
+    old = step(run, groups, A, mine, 0)
+    theirs = claim_epoch(str(run), C, "h", [str(g.directory) for g in others])["epoch"]
+    foreign = step(run, others, C, theirs, 0)
+    alone = Group(groups[0].directory, (0, 1), session=B)
+    new = alone.save()
+    swept(alone, new)
+    assert old["record"] not in names(run)
+    assert choose_commit(open_storage(str(run))).identity == foreign["record"]
+    assert whole(groups[0].directory, new["manifest"])
 
 
 def test_a_damaged_record_to_keep_stops_the_sweep(tmp_path):

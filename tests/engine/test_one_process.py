@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,35 @@ def test_missing_and_unexpected_keys_are_listed_before_anything_is_touched(tmp_p
     assert target["a"].tolist() == [0, 0]
     smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False)
     assert target["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED])
+def test_what_a_partial_load_does_not_take_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: smckpt.SMStateDictType
+) -> None:
+    def state(**more: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        with smckpt.sm_state_dict_type(model, kind):
+            return {"model": model.state_dict(), **more}
+
+    smckpt.save(state(old=torch.ones(2), words="old"), checkpoint_id=tmp_path)
+    target = state(new=torch.zeros(2), count=1)
+    smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False)
+    lacks = " ".join(record.message for record in caplog.records)
+    for name in ("'old'", "'words'"):
+        assert re.search(rf"the target lacks [^;]*{name}", lacks)
+    for name in ("'new'", "'count'"):
+        assert re.search(rf"the checkpoint lacks [^;]*{name}", lacks)
+
+
+@pytest.mark.timeout(60)
+def test_a_checksum_file_that_cannot_be_read_ends_the_load_with_its_path(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(1 << 20)}, checkpoint_id=tmp_path)
+    (sums,) = tmp_path.glob("*.crc")
+    sums.unlink()
+    sums.mkdir()
+    with pytest.raises(errors.StorageError, match=f"{sums}.*a directory"):
+        smckpt.load({"a": torch.zeros(1 << 20)}, checkpoint_id=tmp_path)
 
 
 def test_a_refused_load_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -346,3 +347,40 @@ def test_views_that_conjugate_or_negate_what_they_share_come_back(tmp_path: Path
     target = state(torch.zeros(3, 4, dtype=torch.complex64))
     smckpt.load(target, checkpoint_id=tmp_path)
     assert all(torch.equal(target[name], value) for name, value in state(base).items())
+
+
+def trained(order: str, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of layers alike, of which the optimizer has those in `order`, in that order."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in sorted(order)})
+    optimizer = torch.optim.AdamW([model[name].weight for name in order])
+    sum(layer(torch.randn(3)).square().sum() for layer in model.values()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: smckpt.SMStateDictType
+) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, kind):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("order", ["ba", "axb"])
+def test_an_optimizer_with_other_numbers_for_its_parameters_gets_nobody_elses_state(
+    tmp_path: Path, order: str
+) -> None:
+    model, optimizer = trained("ab", seed=0)
+    smckpt.save(state_of(model, optimizer, smckpt.LOCAL), checkpoint_id=tmp_path)
+    others, its = trained(order, seed=1)
+    before = copy.deepcopy(its.state_dict()["state"])
+    partly = order != "ba"
+    with pytest.raises(errors.KeysMismatchError, match=r"is of \['[bx].*SHARDED"):
+        target = state_of(others, its, smckpt.LOCAL)
+        smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=not partly)
+    assert str(before) == str(its.state_dict()["state"])
+    target = state_of(others, its, smckpt.SHARDED)
+    smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=not partly)
+    for name in "ab":
+        mine, theirs = (m[name].weight for m in (model, others))
+        assert torch.equal(its.state[theirs]["exp_avg"], optimizer.state[mine]["exp_avg"])

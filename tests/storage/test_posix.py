@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,34 @@ def test_exclusive_creation_works_where_the_kernel_refuses_link(
     child.run(WITHOUT.replace("{calls}", repr(calls)), str(tmp_path))
     assert len(names(tmp_path)) == 100
     assert all(name.startswith("manifest-") for name in names(tmp_path))
+
+
+def test_a_name_that_was_created_counts_although_its_temporary_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: str) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, "unlink", stale)
+        assert open_storage(str(tmp_path)).put_exclusive("manifest", b"x") is True
+    assert open_storage(str(tmp_path)).list_unfinished() == ["manifest"]  # swept, as any is
+
+
+def test_a_name_that_may_not_last_is_said_to_be_seen_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def fails_for_directories(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails_for_directories)
+    with pytest.raises(StorageError, match="durable.*seen already.*input/output error"):
+        open_storage(str(tmp_path)).put_exclusive("manifest", b"x")
+    assert names(tmp_path) == ["manifest"]
 
 
 @pytest.mark.skipif(not refuse.available(), reason="no seccomp filter for this platform")

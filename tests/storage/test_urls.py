@@ -149,3 +149,15 @@ def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
     for bucket in ("", "a/b"):
         with pytest.raises(UsageError, match="no name of a bucket"):
             build_s3_url(bucket)
+
+
+def test_a_relative_path_is_refused_where_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="working directory was removed.*absolute"):
+        normal_url("checkpoints")
+    assert normal_url("/checkpoints") == "/checkpoints"

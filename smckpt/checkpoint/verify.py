@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from smckpt.checkpoint.sources import remaining_after, row_shape
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.geometry import Box
 from smckpt.storage.pool import pool_here
+from smckpt.storage.s3_config import s3_options, using_s3
 
 __all__ = ["Problem", "Report", "verify_checkpoint"]
 
@@ -53,12 +55,20 @@ class Report:
         return {**asdict(self), "ok": self.ok}
 
 
-def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None = None) -> Report:
+def verify_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> Report:
     """Read everything that the newest commit at `url` names.
 
     Args:
         threads: that read and check.
         progress: called with (bytes done, bytes in all), from any thread, one call at a time.
+        s3_region, s3client_config: as `smckpt.load` has them.
 
     Returns:
         A `Report`; all damage is listed there, not raised. Where the commit itself (a record or
@@ -68,6 +78,14 @@ def verify_checkpoint(url: str, *, threads: int = 4, progress: Progress | None =
         CheckpointNotFoundError, FormatVersionError: there is nothing to verify.
         CheckpointReplacedError: a newer save has swept it meanwhile.
     """
+    directory = os.fspath(url)
+    given = s3_region is not None or s3client_config is not None
+    options = s3_options(directory, s3_region, s3client_config) if given else None
+    with using_s3(options):  # else those in force hold
+        return _verified(directory, threads, progress)
+
+
+def _verified(url: str, threads: int, progress: Progress | None) -> Report:
     try:
         catalogue = open_catalogue(url)
     except CorruptCheckpointError as error:

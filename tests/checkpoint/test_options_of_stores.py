@@ -32,6 +32,9 @@ def test_a_step_of_several_groups_is_read_under_the_options_of_the_call(
     with using_s3(config):
         copy_checkpoint(str(tmp_path / "step"), s3_root)
         assert verify_checkpoint(s3_root).ok
+    given = {"endpoint": config.endpoint, "region": config.region}
+    assert verify_checkpoint(s3_root, s3client_config=given).ok
+    with using_s3(config):
         store = open_storage(s3_root)
         [record] = store.list("record-")
         groups = read_record(store, record.name).groups

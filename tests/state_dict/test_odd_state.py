@@ -195,6 +195,18 @@ def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_na
         smckpt.save({"a": {"ragged": ragged}}, checkpoint_id=tmp_path)
 
 
+def test_a_tensor_on_the_meta_device_is_refused_also_in_the_place_of_one_with_data(
+    tmp_path: Path,
+) -> None:
+    state = {"w": torch.ones(3)}
+    smckpt.save(state, checkpoint_id=tmp_path)
+    smckpt.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(errors.StateError, match="meta device"):
+        smckpt.load({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.CheckpointError, match="meta device"):
+        smckpt.save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
+
+
 def test_fresh_optimizers_beside_each_other_get_each_its_own_state(tmp_path: Path) -> None:
     def state(trained: bool) -> tuple[dict[str, Any], list[torch.optim.Optimizer]]:
         model = nn.Linear(3, 2)

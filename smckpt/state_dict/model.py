@@ -22,6 +22,7 @@ from smckpt.state_dict.private import (
     is_fsdp1,
     is_fsdp2,
     reshard_fsdp2,
+    uncompiled,
 )
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 
@@ -65,6 +66,7 @@ class ModelView:
 
 
 def view_of(model: nn.Module) -> ModelView:
+    model = uncompiled(model)
     if is_fsdp1(model):
         return Fsdp1View(model)
     return PlainView(model)

@@ -293,7 +293,9 @@ def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     attempt.settle()  # torch raises on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
     with _own_methods(model):
-        return set_model_state_dict(model, dict(state_dict), options=options)
+        keys = attempt(lambda: set_model_state_dict(model, dict(state_dict), options=options))
+    attempt.settle()
+    return keys
 
 
 def _refuse_missing(model: nn.Module, given: Mapping[str, Any]) -> None:

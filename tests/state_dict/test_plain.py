@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import smckpt
@@ -209,3 +210,23 @@ def full_state_that_lacks_a_name() -> str:
 def test_full_state_that_lacks_a_name_is_refused_on_every_rank_and_none_waits() -> None:
     first, second = run_ranks(full_state_that_lacks_a_name, 2, timeout=60)
     assert "head.weight" in first and first == second
+
+
+def full_state_that_one_rank_cannot_take() -> str:
+    def refuse(*_: Any) -> None:
+        raise ValueError("not here")
+
+    model, _ = ddp(0, "AdamW")
+    if dist.get_rank() == 1:
+        model.register_load_state_dict_pre_hook(refuse)
+    with smckpt.sm_state_dict_type(model, smckpt.FULL):
+        state = model.state_dict()
+        with pytest.raises(Exception, match="not here") as raised:
+            model.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_full_state_that_one_rank_cannot_take_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(full_state_that_one_rank_cannot_take, 2, timeout=60)
+    assert "rank 1" in first
+    assert second == "not here"

@@ -43,7 +43,7 @@ from smckpt.state_dict.restore import (
     unwrap_stateful,
 )
 from smckpt.state_dict.select import Selection, Selector
-from smckpt.state_dict.values import make_values, named_as_target
+from smckpt.state_dict.values import make_extra_state, make_values, named_as_target
 
 if TYPE_CHECKING:
     from smckpt.layout.entries import Entry
@@ -166,6 +166,7 @@ class Loader:
             renewed = prepare_optimizers(
                 state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
             )
+            renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
             if make_values(state_dict, objects) or renewed:
                 selection = selector.select(state_dict)
             plan = self._plan(catalogue, selection, request)

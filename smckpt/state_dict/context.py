@@ -19,16 +19,15 @@ from smckpt.state_dict.full import (
     check_optimizer,
     full_model,
     full_optimizer,
-    gathers,
     load_full_model,
     load_full_optimizer,
     translated_or_none,
 )
-from smckpt.state_dict.model import ModelView, set_extra_state, view_of
+from smckpt.state_dict.model import ModelView, view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_optimizer
 from smckpt.state_dict.private import dtensor_parts, is_dtensor
-from smckpt.state_dict.tags import FullStateDict, put_back
+from smckpt.state_dict.tags import FullStateDict, ModelStateDict, put_back
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
@@ -194,14 +193,19 @@ class _Scope:
             )
         if self.kind is FULL:
             return self._full()
-        return self._kept(self.view.tensors(self.kind.value))
+        tensors = self._kept(self.view.tensors(self.kind.value))
+        if self.view.computed.isdisjoint(tensors):
+            return tensors
+        out = ModelStateDict(tensors)
+        out.give_back = self.view.give_back
+        return out
 
     def _full(self) -> dict[str, Any]:
         model, config = self.view.model, self.model_config
         found = translated_or_none(model, config, self._translation)
         if found is None:
             out = FullStateDict(self._kept(full_model(model, config)))
-            out.put_through = self.load_model if gathers() else None
+            out.put_through = self.load_model
             return out
         if self._only is not None:
             raise UsageError(
@@ -232,8 +236,9 @@ class _Scope:
                 remedy="load the state of the same model, or pass strict=False",
             )
         for fqn in live.keys() & given.keys():
-            copy_exactly(live[fqn], given[fqn], fqn)
-        set_extra_state(self.view.model, {fqn: given[fqn] for fqn in live.keys() & given.keys()})
+            if fqn not in self.view.computed:
+                copy_exactly(live[fqn], given[fqn], fqn)
+        self.view.give_back({fqn: given[fqn] for fqn in live.keys() & given.keys()})
         from torch.nn.modules.module import _IncompatibleKeys
 
         return _IncompatibleKeys(missing, unexpected)
@@ -243,8 +248,7 @@ class _Scope:
             check_optimizer(self.view.model, self._translation)
             config = self.optimizer_config or self.model_config
             tree = full_optimizer(self.view, optimizer, config)
-            if gathers():
-                tree.put_through = partial(load_full_optimizer, self.view, optimizer)
+            tree.put_through = partial(load_full_optimizer, self.view, optimizer)
             return tree
         return bind(optimizer, self.kind.value, self.view).take()
 

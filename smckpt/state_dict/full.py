@@ -15,7 +15,7 @@ from torch import nn
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.state_dict.gather import Attempt, anywhere
 from smckpt.state_dict.initial import make_slots
-from smckpt.state_dict.model import ModelView
+from smckpt.state_dict.model import ModelView, view_of
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.optimizers import Binding, bind, fill_groups
 from smckpt.state_dict.private import dtensor_parts, fsdp1_units, is_dtensor, is_fsdp1
@@ -287,9 +287,26 @@ def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     """Put a full state, held by rank 0, into the model; rank 0 broadcasts."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+    attempt = Attempt()
+    if strict and _rank() == 0:
+        attempt(lambda: _refuse_missing(model, state_dict))
+    attempt.settle()  # torch raises on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
     with _own_methods(model):
-        return set_model_state_dict(model, dict(state_dict), options=options)
+        keys = attempt(lambda: set_model_state_dict(model, dict(state_dict), options=options))
+    attempt.settle()
+    return keys
+
+
+def _refuse_missing(model: nn.Module, given: Mapping[str, Any]) -> None:
+    if is_fsdp1(model):
+        return  # its names depend on hooks of its own
+    names = view_of(model).tensors("SHARDED").keys()
+    if missing := sorted(names - {canonical(name) for name in given}):
+        raise KeysMismatchError(
+            f"the state dict lacks {missing[:12]}",
+            remedy="load the state of the same model, or pass strict=False",
+        )
 
 
 class _own_methods:

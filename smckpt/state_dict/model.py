@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from torch import nn
 from smckpt.errors import StateError
 from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, MeshGeometry, Segment
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.state_dict.computed import computed_names, give_back, give_extra_state, own_state_dict
 from smckpt.state_dict.names import canonical
 from smckpt.state_dict.private import (
     buffer_dtypes,
@@ -22,10 +22,11 @@ from smckpt.state_dict.private import (
     is_fsdp1,
     is_fsdp2,
     reshard_fsdp2,
+    uncompiled,
 )
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 
-__all__ = ["Held", "ModelView", "set_extra_state", "view_of"]
+__all__ = ["Held", "ModelView", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,15 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.computed: set[str] = set()  # of the last `tensors`: what is no memory of the model
 
     def tensors(self, kind: str) -> dict[str, Any]:
-        """Canonical name → live tensor (or extra state), tagged."""
+        """Canonical name → live tensor (or what modules compute, such as extra state), tagged."""
         raise NotImplementedError
+
+    def give_back(self, given: Mapping[str, Any]) -> None:
+        """Hand what modules computed to them, as it is in `given`; live tensors are filled."""
+        give_extra_state(self.model, given, canonical)
 
     def held(self) -> dict[int, Held]:
         """id of each parameter that an optimizer may hold → what it is."""
@@ -60,29 +66,10 @@ class ModelView:
 
 
 def view_of(model: nn.Module) -> ModelView:
+    model = uncompiled(model)
     if is_fsdp1(model):
         return Fsdp1View(model)
     return PlainView(model)
-
-
-def set_extra_state(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Give modules what their `get_extra_state` gave; it is no live tensor that could be filled."""
-    for raw, module in model.named_modules():
-        if type(module).set_extra_state is not nn.Module.set_extra_state:
-            name = f"{raw}._extra_state" if raw else "_extra_state"
-            fqn = canonical(name, ddp=_is_ddp(model))
-            if fqn in given:
-                module.set_extra_state(given[fqn])
-
-
-def _raw_state_dict(model: nn.Module) -> dict[str, Any]:
-    """By the class's own method, not detached by torch where it can be told so: see `detached`."""
-    method: Any = type(model).state_dict
-    try:
-        inspect.signature(method).bind(model, keep_vars=True)
-    except TypeError:  # a class's own, with arguments of its own
-        return dict(method(model))
-    return dict(method(model, keep_vars=True))
 
 
 def _is_ddp(model: nn.Module) -> bool:
@@ -100,7 +87,8 @@ class PlainView(ModelView):
         self._mesh = _ddp_mesh(model) if self._ddp else None
 
     def tensors(self, kind: str) -> dict[str, Any]:
-        raw = _raw_state_dict(self.model)
+        raw = own_state_dict(self.model)
+        self.computed = {self._name(name) for name in computed_names(self.model, raw)}
         ignored = self._ignored_by_ddp()
         parameters = (
             {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -109,7 +97,7 @@ class PlainView(ModelView):
         )
         out: dict[str, Any] = {}
         for name, value in raw.items():
-            fqn = canonical(name, ddp=self._ddp)
+            fqn = self._name(name)
             if fqn in out:
                 raise StateError(
                     f"two tensors of the model have the name {fqn!r}",
@@ -124,6 +112,12 @@ class PlainView(ModelView):
                 set_tag(value, tag)
             out[fqn] = value
         return out
+
+    def give_back(self, given: Mapping[str, Any]) -> None:
+        give_back(self.model, given, self._name)
+
+    def _name(self, raw: str) -> str:
+        return canonical(raw, ddp=self._ddp)
 
     def held(self) -> dict[int, Held]:
         if is_fsdp2(self.model):
@@ -288,6 +282,7 @@ class Fsdp1View(ModelView):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 fqn = f"{prefix}._extra_state" if prefix else "_extra_state"
                 out[fqn] = module.get_extra_state()
+                self.computed.add(fqn)
 
     def held(self) -> dict[int, Held]:
         out: dict[int, Held] = {}

@@ -235,8 +235,10 @@ def _found_by_identity(tree: dict[str, Any]) -> Binding | None:
         if isinstance(value, torch.Tensor)
     }
     if not wanted:
+        # Wrappers (accelerate's) show the groups of the one inside: not another optimizer.
         alike = [o for o in _live_optimizers() if _made_its_groups(o, tree["param_groups"])]
-        return Binding(alike[0], "LOCAL", {}, {}) if len(alike) == 1 else None
+        one = len({id(o.param_groups) for o in alike}) == 1
+        return Binding(alike[0], "LOCAL", {}, {}) if one else None
     for candidate in _live_optimizers():
         for slots in candidate.state.values():
             if any(id(value) in wanted for value in slots.values()):

@@ -142,6 +142,13 @@ def _shard(dim: int) -> Placement:
     return Placement("shard", dim)
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` wraps, which tells the strategy; else the model."""
+    while type(model).__name__ == "OptimizedModule":
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
 def is_fsdp2(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 

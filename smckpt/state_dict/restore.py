@@ -12,7 +12,12 @@ from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
 from smckpt.state_dict.select import is_stateful
-from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict, StatefulStateDict
+from smckpt.state_dict.tags import (
+    FullStateDict,
+    ModelStateDict,
+    OptimizerStateDict,
+    StatefulStateDict,
+)
 
 __all__ = ["gathered_parts", "put", "restore", "rewrap_stateful", "unwrap_stateful"]
 
@@ -68,6 +73,8 @@ def restore(
             fill_groups(binding, tree["param_groups"])
         if binding.kind != "FULL":  # held by rank 0, which tells the others: `put_through`
             _write_through(binding, tree)
+    for tree in _model_dicts(state_dict):
+        tree.give_back(tree)
 
 
 def empty_states(
@@ -96,6 +103,15 @@ def gathered_parts(
     elif isinstance(tree, (list, tuple)):
         for index, child in enumerate(tree):
             yield from gathered_parts(child, (*path, index))
+
+
+def _model_dicts(tree: Any) -> Iterator[ModelStateDict]:
+    if isinstance(tree, ModelStateDict):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(child, (dict, list, tuple)):  # not a generator for each number of a list
+                yield from _model_dicts(child)
 
 
 def _is_in_groups(path: Path, live: Iterable[tuple[Path, Any, Any]]) -> bool:

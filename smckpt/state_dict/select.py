@@ -204,7 +204,9 @@ class Selector:
         local, placed = _local_of(tensor)
         if tag is not None and local.dim() != 1 and isinstance(tag.geometry, FlatGeometry):
             local = _flattened(local, path, self._rank)
-        signature = (local.dtype, local.shape, tag, placed, type(local), local.layout)
+        signature = (
+            local.dtype, local.shape, tag, placed, type(local), local.layout, local.is_meta,
+        )  # fmt: skip
         known = self._known.get(path)
         if known is not None and known[0] == signature:
             return known[1], local

@@ -20,6 +20,7 @@ from smckpt.layout.geometry import Geometry
 
 __all__ = [
     "FullStateDict",
+    "ModelStateDict",
     "OptimizerStateDict",
     "ParamGroups",
     "StatefulStateDict",
@@ -128,11 +129,20 @@ class FullStateDict(_RememberingDict):
     empty one, which is no value to save.
 
     put_through: puts what the dict holds into the model that it was gathered from, on all ranks
-        together; None where that cannot be, or where the tensors are the model's own.
+        together; None where that cannot be.
     """
 
     holds = True  # on this rank
     put_through: Callable[[Any], object] | None = None
+
+
+class ModelStateDict(_RememberingDict):
+    """A model's state with values in it that are no live tensors: its modules computed them.
+
+    give_back: hands such values to the modules, as they stand in the dict that it is called with.
+    """
+
+    give_back: Callable[[Any], object]
 
 
 class StatefulStateDict(_RememberingDict):

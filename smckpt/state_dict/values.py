@@ -1,14 +1,21 @@
-"""Plain values among an optimizer's state, such as an integer step, on their way back."""
+"""Plain values among an optimizer's state, such as an integer step, on their way back; and room for
+modules' extra state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.optimizers import Binding, has_no_elements, optimizer_dicts
+import torch
 
-__all__ = ["make_values", "named_as_target"]
+from smckpt.layout.entries import Path, dotted
+from smckpt.layout.geometry import KeptGeometry
+from smckpt.state_dict.computed import is_extra_state
+from smckpt.state_dict.optimizers import Binding, has_no_elements, optimizer_dicts
+from smckpt.state_dict.restore import put
+from smckpt.state_dict.select import Selection
+
+__all__ = ["make_extra_state", "make_values", "named_as_target"]
 
 Objects = dict[str, tuple[Path, Any]]
 
@@ -68,6 +75,35 @@ def make_values(
         if changed:
             tree["state"] = binding.take()["state"]
             made = True
+    return made
+
+
+def make_extra_state(
+    state_dict: MutableMapping[str, Any],
+    selection: Selection,
+    rows: Mapping[str, Sequence[Any]],
+    saved: int,
+) -> bool:
+    """Give tensors of modules' extra state the shapes and dtypes that were saved; whether any had
+    others. No parameter says how large they are: Transformer Engine pickles its scales into bytes,
+    none of them before the first step.
+
+    Args:
+        selection: of `state_dict`.
+        rows: key → the saved arrays of this key (the catalogue's).
+        saved: the saved rank whose own values this one takes.
+    """
+    made = False
+    for entry, live in zip(selection.entries, selection.tensors, strict=True):
+        if not any(map(is_extra_state, entry.path)) or not isinstance(entry.geometry, KeptGeometry):
+            continue
+        for row in rows.get(entry.key, ()):
+            if row.geometry is not None or saved not in row.ranks:
+                continue
+            shape = tuple(row.local_shape(saved))
+            if (row.dtype, shape) != (entry.dtype, entry.shape):
+                room = torch.empty(shape, dtype=getattr(torch, row.dtype), device=live.device)
+                made |= put(state_dict, entry.path, room)
     return made
 
 

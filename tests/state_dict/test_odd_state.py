@@ -95,6 +95,41 @@ def test_an_optimizer_without_state_gets_everything_back_outside_the_context(
         assert all(torch.equal(before[slot], after[slot]) for slot in before)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Shows what the optimizer inside has, as accelerate's `AcceleratedOptimizer` does."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("inside", "__class__", "__dict__"):
+            return super().__getattribute__(name)
+        return getattr(self.inside, name)
+
+
+def test_an_optimizer_in_a_wrapper_is_one_optimizer_and_gets_its_state_outside_the_context(
+    tmp_path: Path,
+) -> None:
+    def made(steps: int) -> tuple[nn.Module, Wrapped]:
+        torch.manual_seed(steps)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return model, Wrapped(optimizer)
+
+    (model, trained), (other, fresh) = made(2), made(0)
+    for net, optimizer in ((model, trained), (other, fresh)):
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        if optimizer is trained:
+            smckpt.save(state, checkpoint_id=tmp_path)
+        else:
+            smckpt.load(state, checkpoint_id=tmp_path)
+    model.zero_grad()
+    assert not differences(snapshot(other, fresh.inside), snapshot(model, trained.inside))
+
+
 def test_where_two_optimizers_could_be_meant_the_log_says_that_none_was_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +229,18 @@ def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_na
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(errors.StateError, match="a.ragged"):
         smckpt.save({"a": {"ragged": ragged}}, checkpoint_id=tmp_path)
+
+
+def test_a_tensor_on_the_meta_device_is_refused_also_in_the_place_of_one_with_data(
+    tmp_path: Path,
+) -> None:
+    state = {"w": torch.ones(3)}
+    smckpt.save(state, checkpoint_id=tmp_path)
+    smckpt.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(errors.StateError, match="meta device"):
+        smckpt.load({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.CheckpointError, match="meta device"):
+        smckpt.save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
 
 
 def test_fresh_optimizers_beside_each_other_get_each_its_own_state(tmp_path: Path) -> None:

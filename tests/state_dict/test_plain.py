@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import smckpt
+from smckpt import errors
 from tests.state_dict.test_initial import OPTIMIZERS, build
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, groups_of, step
 from tests.support.truth import differences, snapshot
+
+KINDS = [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
 
 
 def taken(model: Any, optimizer: Any, kind: Any = smckpt.LOCAL, **more: Any) -> dict[str, Any]:
@@ -167,3 +172,61 @@ def ddp_comes_back(folder: str) -> dict[str, Any]:
 
 def test_ddp_comes_back_bit_for_bit_without_a_collective(tmp_path: Path) -> None:
     assert run_ranks(ddp_comes_back, 2, str(tmp_path)) == [{}, {}]
+
+
+def compiled_comes_back(folder: str) -> list[Any]:
+    def made(seed: int) -> tuple[Any, Any]:
+        model, optimizer = ddp(seed, "AdamW")
+        step(model, optimizer, 2, seed=seed)
+        return torch.compile(model, backend="eager"), optimizer
+
+    out: list[Any] = []
+    for number, (saved, loaded) in enumerate(itertools.product(KINDS, KINDS)):
+        (model, optimizer), (other, fresh) = made(0), made(number + 1)
+        smckpt.save(taken(model, optimizer, saved), checkpoint_id=f"{folder}/{number}")
+        smckpt.load(taken(other, fresh, loaded), checkpoint_id=f"{folder}/{number}")
+        out += differences(snapshot(other, fresh), snapshot(model, optimizer))
+    plain = Net()
+    target = {"model": plain.state_dict()}
+    smckpt.load(target, checkpoint_id=f"{folder}/0", check_keys_matched=False)
+    out += differences(snapshot(plain, fresh), snapshot(model._orig_mod.module, optimizer))
+    return out
+
+
+def test_a_compiled_ddp_model_is_saved_and_loaded_as_the_one_inside(tmp_path: Path) -> None:
+    assert run_ranks(compiled_comes_back, 2, str(tmp_path)) == [[], []]
+
+
+def full_state_that_lacks_a_name() -> str:
+    model, _ = ddp(0, "AdamW")
+    with smckpt.sm_state_dict_type(model, smckpt.FULL):
+        state = model.state_dict()
+        state.pop("head.weight", None)
+        with pytest.raises(errors.KeysMismatchError, match=r"head\.weight") as raised:
+            model.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_full_state_that_lacks_a_name_is_refused_on_every_rank_and_none_waits() -> None:
+    first, second = run_ranks(full_state_that_lacks_a_name, 2, timeout=60)
+    assert "head.weight" in first and first == second
+
+
+def full_state_that_one_rank_cannot_take() -> str:
+    def refuse(*_: Any) -> None:
+        raise ValueError("not here")
+
+    model, _ = ddp(0, "AdamW")
+    if dist.get_rank() == 1:
+        model.register_load_state_dict_pre_hook(refuse)
+    with smckpt.sm_state_dict_type(model, smckpt.FULL):
+        state = model.state_dict()
+        with pytest.raises(Exception, match="not here") as raised:
+            model.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_full_state_that_one_rank_cannot_take_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(full_state_that_one_rank_cannot_take, 2, timeout=60)
+    assert "rank 1" in first
+    assert second == "not here"

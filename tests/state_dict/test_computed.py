@@ -1,0 +1,93 @@
+"""What modules compute for their state dict goes back to them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smckpt
+
+KINDS = [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
+
+
+class Scaling(nn.Linear):
+    """Keeps its scales in bytes, as many as they take and none before the first step, as
+    Transformer Engine's layers do."""
+
+    scales: list[float] | None = None
+
+    def get_extra_state(self) -> torch.Tensor:
+        text = json.dumps(self.scales).encode() if self.scales else b""
+        return torch.tensor(list(text), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scales = json.loads(bytes(state.tolist())) if state.numel() else None
+
+
+class Fused(nn.Module):
+    """Two weights that stand as one, and a version, in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self._register_state_dict_hook(self.fuse)
+        self.register_load_state_dict_pre_hook(self.split)
+
+    @staticmethod
+    def fuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        two = [state.pop(f"{prefix}{name}.weight") for name in ("q", "k")]
+        state[f"{prefix}qk.weight"], state[f"{prefix}version"] = torch.cat(two), 7
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        assert state.pop(f"{prefix}version") == 7
+        two = state.pop(f"{prefix}qk.weight").chunk(2)
+        state[f"{prefix}q.weight"], state[f"{prefix}k.weight"] = two
+
+
+def model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(Scaling(3, 3), Fused(), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("how", ["load alone", "load_state_dict", "after the block", "the model"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_extra_state_of_any_size_and_what_hooks_put_together_come_back_to_the_modules(
+    tmp_path: Path, kind: Any, how: str
+) -> None:
+    trained, fresh = model(0), model(1)
+    trained[0].scales = [1.5, 0.1]
+
+    def block(of: nn.Module) -> Any:
+        return nullcontext() if how == "the model" else smckpt.sm_state_dict_type(of, kind)
+
+    with block(trained):
+        state = {"model": trained if how == "the model" else trained.state_dict()}
+        smckpt.save(state, checkpoint_id=tmp_path)
+    with block(fresh):
+        target = {"model": fresh if how == "the model" else fresh.state_dict()}
+        if how != "after the block":
+            smckpt.load(target, checkpoint_id=tmp_path)
+        if how == "load_state_dict":
+            fresh.load_state_dict(target["model"])
+    if how == "after the block":
+        smckpt.load(target, checkpoint_id=tmp_path)
+    assert fresh[0].scales == [1.5, 0.1]
+    for mine, theirs in zip(fresh.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_world_of_one_is_not_told_to_load_its_full_state_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = model(0)
+    with smckpt.sm_state_dict_type(trained, smckpt.FULL):
+        smckpt.save({"model": trained.state_dict()}, checkpoint_id=tmp_path)
+        smckpt.load({"model": trained.state_dict()}, checkpoint_id=tmp_path)
+    assert "load_state_dict" not in caplog.text

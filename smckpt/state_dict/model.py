@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from smckpt.state_dict.private import (
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 
 __all__ = ["Held", "ModelView", "view_of"]
+
+log = logging.getLogger("smckpt")
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,8 @@ class Fsdp1View(ModelView):
                 fqn = f"{prefix}._extra_state" if prefix else "_extra_state"
                 out[fqn] = module.get_extra_state()
                 self.computed.add(fqn)
+            if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+                _say_left_out(type(module).__qualname__, prefix)
 
     def held(self) -> dict[int, Held]:
         out: dict[int, Held] = {}
@@ -308,6 +313,17 @@ class Fsdp1View(ModelView):
             id(handle.flat_param): _unit_of(name, module, handle).members
             for name, module, handle in fsdp1_units(self.model)
         }
+
+
+@lru_cache(maxsize=1024)  # once for each place
+def _say_left_out(kind: str, at: str) -> None:
+    log.warning(
+        "%s (%s) has a way of its own to save its state (_save_to_state_dict), which is not called "
+        "under FSDP1, whose parameters are not there: what it adds to its parameters, buffers and "
+        "extra state is not saved. Keep that in a buffer, or give it by get_extra_state",
+        at or "the model",
+        kind,
+    )
 
 
 def _local_shard(handle: Any) -> torch.Tensor:

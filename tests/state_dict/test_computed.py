@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import smckpt
+from tests.support.launch import run_ranks
 
 KINDS = [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
 
@@ -91,3 +93,32 @@ def test_a_world_of_one_is_not_told_to_load_its_full_state_again(
         smckpt.save({"model": trained.state_dict()}, checkpoint_id=tmp_path)
         smckpt.load({"model": trained.state_dict()}, checkpoint_id=tmp_path)
     assert "load_state_dict" not in caplog.text
+
+
+class Counting(nn.Linear):
+    """Adds a number to its state dict by a method that FSDP1's local state cannot call."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = 5
+
+
+def said_under_fsdp1() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smckpt").addHandler(handler)
+    inside = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
+    wrapped = FullyShardedDataParallel(inside, device_id=torch.device("cpu"))
+    for _ in range(2):
+        with smckpt.sm_state_dict_type(wrapped, smckpt.LOCAL):
+            wrapped.state_dict()
+    return said
+
+
+def test_under_fsdp1_the_log_says_once_which_module_saves_more_than_is_taken() -> None:
+    for said in run_ranks(said_under_fsdp1, 2, timeout=60):
+        [line] = [line for line in said if "_save_to_state_dict" in line]
+        assert line.startswith("1 (Counting)")

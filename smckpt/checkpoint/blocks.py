@@ -285,11 +285,12 @@ def combined(sums: Sequence[int], size: int) -> int:
 
 
 def requests(
-    reader: BlockReader, segments: Sequence[Segment], most: int | None = None
+    reader: BlockReader, segments: Sequence[Segment], most: int | None = None, least: int = 0
 ) -> Iterable[Callable[[], None]]:
     """Requests of whole blocks, each of at most `most` bytes and what the storage should be asked
-    for at once, that together fill the segments, which are disjoint and in order."""
-    limit = min(most or reader.storage.request_bytes, reader.storage.request_bytes)
+    for at once (or `least`, if that is more), that together fill the segments, which are disjoint
+    and in order."""
+    limit = max(min(most or reader.storage.request_bytes, reader.storage.request_bytes), least)
     pending = [s for s in segments if len(s.buffer)]
     at = 0
     while at < len(pending):

@@ -33,7 +33,9 @@ Task = Callable[[], None]
 _LEAST = 16 << 20
 
 # Threads help who waits. Where a rank has one processor, and the bytes are in the page cache,
-# several would take it from each other in the midst of a stretch that is in its caches.
+# several would take it from each other in the midst of a stretch that is in its caches; and nobody
+# waits for a share, so that requests may be large.
+_ALONE = 64 << 20  # bytes of a request then
 _FEW_WAITS = 2  # of a task: above that it has waited for data
 
 
@@ -87,7 +89,7 @@ def _fill(plan: ReadPlan, buffers: Sequence[memoryview], readers: Readers, threa
         most = max(_LEAST, -(-plan.nbytes // (2 * threads) // BLOCK) * BLOCK)
         crowded = _crowded(plan)
         tasks: Sequence[Task] = [
-            *_direct_tasks(plan, buffers, readers, copies, _LEAST if crowded else most),
+            *_direct_tasks(plan, buffers, readers, copies, most, _ALONE if crowded else 0),
             *(_gather_task(gather, buffers, readers) for gather in plan.gathers),
         ]
         if crowded:
@@ -154,6 +156,7 @@ def _direct_tasks(
     readers: Readers,
     copies: list[tuple[memoryview, memoryview]],
     most: int,
+    least: int,
 ) -> Iterable[Task]:
     by_file: dict[SavedFile, list[Direct]] = {}
     for direct in plan.directs:
@@ -161,7 +164,7 @@ def _direct_tasks(
     for file, directs in by_file.items():
         segments = [Segment(d.offset, buffers[d.target][d.at : d.at + d.nbytes]) for d in directs]
         for layer in _disjoint(segments, copies):
-            yield from requests(readers.of(file), layer, most)
+            yield from requests(readers.of(file), layer, most, least)
 
 
 def _disjoint(

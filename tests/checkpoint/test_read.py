@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="co
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """48 MiB: several requests."""
-    smckpt.save({"w": torch.arange(12 << 20, dtype=torch.int32)}, checkpoint_id=tmp_path)
+    """192 MiB: several requests."""
+    smckpt.save({"w": torch.arange(48 << 20, dtype=torch.int32)}, checkpoint_id=tmp_path)
     return tmp_path
 
 
@@ -41,9 +41,9 @@ def reading_threads(
     monkeypatch.setattr(PosixStorage, "read_into", slow_or_not)
     monkeypatch.setattr(read, "_processors", lambda: processors)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    state = {"w": torch.zeros(12 << 20, dtype=torch.int32)}
+    state = {"w": torch.zeros(48 << 20, dtype=torch.int32)}
     smckpt.load(state, checkpoint_id=saved)
-    assert torch.equal(state["w"], torch.arange(12 << 20, dtype=torch.int32))
+    assert torch.equal(state["w"], torch.arange(48 << 20, dtype=torch.int32))
     return seen
 
 

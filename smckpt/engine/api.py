@@ -226,7 +226,8 @@ def load(
         check_keys_matched: False takes what both have and logs the rest.
         preverify: read everything twice: first to check, so that a bad block leaves the targets
             untouched.
-        threads: readers per rank.
+        threads: readers per rank. A rank that has one processor begins with none but itself, and
+            starts them when it waits for data of a file system.
         timeout: seconds for each meeting of the ranks.
         groups, parallel_state, s3_region, s3client_config: as for `async_save`. Where ranks saved
             plain tensors of their own (tensor or expert parallelism), `parallel_state` says which

@@ -75,15 +75,22 @@ def narrow(kind: str, seed: int) -> tuple[Any, Any]:
     return model, optimizer
 
 
+def refusal(target: dict[str, Any], path: str) -> str:
+    """Why a load into `target` is refused; "" where it is done."""
+    try:
+        smckpt.load(target, checkpoint_id=path)
+    except smckpt.errors.CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def narrow_read(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for kind in ("", "fsdp1"):
         model, optimizer = narrow(kind, 3)
         target = taken(model, optimizer, smckpt.SHARDED)
-        try:
-            smckpt.load(target, checkpoint_id=f"{folder}/narrow")
-        except smckpt.errors.CheckpointError as error:
-            out[f"narrow {kind}"] = str(error)
+        if refused := refusal(target, f"{folder}/narrow"):
+            out[f"narrow {kind}"] = refused
             continue
         with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
             optimizer.load_state_dict(target["optimizer"])
@@ -113,14 +120,10 @@ def eager_read(folder: str) -> dict[str, Any]:
         for kind in ("ddp", "flat", "original"):
             model, optimizer = eager(kind, 0)
             target = taken(model, optimizer, smckpt.SHARDED)
-            try:
-                smckpt.load(target, checkpoint_id=f"{folder}/eager/{form}")
-            except smckpt.errors.CheckpointError as error:
-                out[f"eager {form} {kind}"] = str(error)
-                continue
+            refused = refusal(target, f"{folder}/eager/{form}")
             found = {float(state["step"]) for state in optimizer.state.values()}
-            if found != {2.0}:
-                out[f"eager {form} {kind}"] = found
+            if refused or found != {2.0}:
+                out[f"eager {form} {kind}"] = refused or found
     return out
 
 

@@ -1,7 +1,8 @@
 """What S3 costs: smckpt's store beside other clients, in one run.
 
-    python benchmarks/s3.py                    # cost of the clients against a sink
-    python benchmarks/s3.py --server real      # rates against a real server on loopback
+    python benchmarks/s3.py                    # cost of the clients against a sink, over TLS
+    python benchmarks/s3.py --server real      # rates against a real server on loopback, over TLS
+    python benchmarks/s3.py --plain            # the same over plain HTTP
 
 The *sink* (`s3_sink.py`) is a process of its own that drops bodies and serves zeros: against it the
 client's own cost shows, in CPU-seconds per GiB, also on a busy machine. The *real* server is
@@ -142,8 +143,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def sink() -> Iterator[str]:
-    command = [sys.executable, str(HERE / "s3_sink.py")]
+def sink(certificate: str | None) -> Iterator[str]:
+    command = [sys.executable, str(HERE / "s3_sink.py"), *filter(None, [certificate])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdin
         yield process.stdout.readline().decode().strip()
@@ -151,12 +152,25 @@ def sink() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def real() -> Iterator[str]:
+def real(certificate: str | None) -> Iterator[str]:
     import loopback_s3
 
-    with loopback_s3.serve(BUCKET) as server:
+    with loopback_s3.serve(BUCKET, certificate=certificate) as server:
         os.environ.update(server.environment)
         yield server.endpoint
+
+
+@contextlib.contextmanager
+def certificate(authority: str) -> Iterator[str]:
+    """A file with a key and a certificate for the loopback. The authority that vouches for it is
+    put into the file `authority`, and clients are told of that."""
+    import trustme
+
+    made = trustme.CA()
+    made.cert_pem.write_to_path(authority)
+    os.environ["AWS_CA_BUNDLE"] = authority
+    with made.issue_cert("127.0.0.1", "localhost").private_key_and_cert_chain_pem.tempfile() as pem:
+        yield pem
 
 
 # -- the run -------------------------------------------------------------------------------------
@@ -221,12 +235,19 @@ def main() -> None:
     add("--mib", type=int, default=1024, help="size of the object (default 1024)")
     add("--repeats", type=int, default=5, help="turns that count (default 5)")
     add("--only", nargs="+", choices=tuple(CLIENTS), help="these clients beside smckpt")
+    add("--plain", action="store_true", help="plain HTTP")
+    add("--authority", help="where the certificate of the authority is put (default: /tmp)")
     add("--memory", default="/dev/shm", help="where memory is shared (default /dev/shm)")
     args = parser.parse_args()
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "k")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "s")
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    with {"sink": sink, "real": real}[args.server]() as endpoint:
+    with contextlib.ExitStack() as servers:
+        pem = None
+        if not args.plain:
+            folder = servers.enter_context(tempfile.TemporaryDirectory())
+            pem = servers.enter_context(certificate(args.authority or f"{folder}/authority.pem"))
+        endpoint = servers.enter_context({"sink": sink, "real": real}[args.server](pem))
         workers = measure(args, endpoint)
     report(workers, args.server)
 

@@ -5,15 +5,52 @@ from __future__ import annotations
 import io
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from smckpt.storage.s3_transfer import MemoryFile
-
 PART = 64 << 20
+AUTHORITY = os.environ.get("AWS_CA_BUNDLE")  # a file of certificates; boto3 takes it from there
 THREADS = 8
+
+
+class MemoryFile(io.RawIOBase):
+    """A file over memory, for clients that want one. Reads copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.data)}[whence]
+        self.at = start + offset
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self.data[self.at : self.at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
+
+    def write(self, piece: Any) -> int:
+        self.data[self.at : self.at + len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
 
 
 class Client(Protocol):
@@ -30,13 +67,12 @@ class Smckpt:
 
     checked = True
     most = PART  # bytes of a request
-    way = "direct"
 
     def __init__(self, endpoint: str, bucket: str) -> None:
-        from smckpt.storage.s3 import S3Storage
-        from smckpt.storage.s3_config import S3Config
+        from smckpt.storage.s3.config import S3Config
+        from smckpt.storage.s3.storage import S3Storage
 
-        config = S3Config(endpoint=endpoint, region="us-east-1", client=self.way)
+        config = S3Config(endpoint=endpoint, region="us-east-1")
         self.store = S3Storage(f"s3://{bucket}/", config)
         self.pool = ThreadPoolExecutor(THREADS)
 
@@ -72,12 +108,6 @@ class SmckptSmall(Smckpt):
     """The same; reads of 8 MiB: up to eight times the requests."""
 
     most = 8 << 20
-
-
-class SmckptPublic(Smckpt):
-    """The same by public methods of boto3 alone."""
-
-    way = "s3transfer"
 
 
 class Boto3:
@@ -143,7 +173,13 @@ class Crt:
         keys = AwsCredentialsProvider.new_static(
             os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
         )
-        client = create_s3_crt_client("us-east-1", keys, part_size=PART, use_ssl=False)
+        client = create_s3_crt_client(
+            "us-east-1",
+            keys,
+            part_size=PART,
+            use_ssl=endpoint.startswith("https"),
+            verify=AUTHORITY,
+        )
         serializer = BotocoreCRTRequestSerializer(
             botocore.session.Session(),
             {
@@ -184,7 +220,9 @@ class Connector:
 
 
 class Obstore:
-    """obstore (Rust); it has no such checksums."""
+    """obstore (Rust), without checksums."""
+
+    checked = False
 
     def __init__(self, endpoint: str, bucket: str) -> None:
         from obstore.store import S3Store
@@ -195,7 +233,9 @@ class Obstore:
             region="us-east-1",
             virtual_hosted_style_request=False,
             unsigned_payload=True,
-            client_options={"allow_http": True, "timeout": "120s"},
+            **({"checksum_algorithm": "CRC64NVME"} if self.checked else {}),
+            client_options={"allow_http": True, "timeout": "120s"}
+            | ({"root_certificate": Path(AUTHORITY).read_text()} if AUTHORITY else {}),
         )
         self.pool = ThreadPoolExecutor(THREADS)
 
@@ -214,6 +254,12 @@ class Obstore:
         list(self.pool.map(one, range(0, len(target), PART // 4)))
 
 
+class ObstoreChecked(Obstore):
+    """The same; each part is sent with its CRC-64/NVME."""
+
+    checked = True
+
+
 class Raw:
     """The limit: plain sockets, 8 threads; URLs are signed, bodies neither signed nor checked."""
 
@@ -229,6 +275,8 @@ class Raw:
         self.pool = ThreadPoolExecutor(THREADS)
         where = urlsplit(endpoint)
         self.address = (where.hostname, where.port)
+        secure = where.scheme == "https"
+        self.tls = ssl.create_default_context(cafile=AUTHORITY) if secure else None
 
     def put(self, key: str, data: memoryview) -> None:
         """Each part is an object of its own, as what puts parts together is not measured."""
@@ -261,6 +309,8 @@ class Raw:
 
     def _send(self, method: str, url: Any, fields: str) -> socket.socket:
         sock = socket.create_connection(self.address)
+        if self.tls is not None:
+            sock = self.tls.wrap_socket(sock, server_hostname=self.address[0])
         host = f"Host: {self.address[0]}:{self.address[1]}\r\nConnection: close\r\n"
         head = f"{method} {url.path}?{url.query} HTTP/1.1\r\n{host}{fields}\r\n"
         sock.sendall(head.encode())
@@ -284,11 +334,11 @@ CLIENTS: dict[str, Callable[[str, str], Client]] = {
     "smckpt": Smckpt,
     "smckpt, reads unchecked": SmckptUnchecked,
     "smckpt, reads of 8 MiB": SmckptSmall,
-    "smckpt, by public methods": SmckptPublic,
     "boto3, as it comes": Boto3,
     "boto3, tuned": Boto3Tuned,
     "s3transfer with CRT": Crt,
     "s3torchconnector": Connector,
     "obstore": Obstore,
+    "obstore, CRC-64/NVME": ObstoreChecked,
     "raw sockets": Raw,
 }

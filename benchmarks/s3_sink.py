@@ -3,13 +3,16 @@
 For `benchmarks/s3.py`: what a client costs shows best where the far end costs nothing. It is no
 store: it keeps nothing and checks nothing. GET and HEAD of `…/zeros-<bytes>` find an object.
 
-    python benchmarks/s3_sink.py    # prints its URL and serves until stdin closes
+    python benchmarks/s3_sink.py [PEM]    # prints its URL and serves until stdin closes
+
+PEM: a file with a private key and its certificate; with it the sink speaks TLS.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+import ssl
 import sys
 import threading
 
@@ -27,17 +30,20 @@ _COMPLETED = (
 class Connection:
     """One client's requests, one after the other."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         self.sock = sock
+        self.tls = tls
         self.scratch = memoryview(bytearray(_SCRATCH))
         self.zeros = memoryview(bytes(_SCRATCH))
         self.rest = b""
 
     def serve(self) -> None:
         try:
+            if self.tls is not None:
+                self.sock = self.tls.wrap_socket(self.sock, server_side=True)
             while head := self.head():
                 self.answer(head)
-        except (ConnectionError, ValueError):
+        except (OSError, ValueError):
             return  # the client went away
         finally:
             self.sock.close()
@@ -121,17 +127,22 @@ class Connection:
 
 
 def main() -> None:
+    tls = None
+    if len(sys.argv) > 1:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(sys.argv[1])
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-    threading.Thread(target=_accept, args=(listening,), daemon=True).start()
-    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    threading.Thread(target=_accept, args=(listening, tls), daemon=True).start()
+    scheme = "https" if tls else "http"
+    print(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     sys.stdin.read()
 
 
-def _accept(listening: socket.socket) -> None:
+def _accept(listening: socket.socket, tls: ssl.SSLContext | None) -> None:
     while True:
         sock, _ = listening.accept()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=Connection(sock).serve, daemon=True).start()
+        threading.Thread(target=Connection(sock, tls).serve, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def read_text(paths: list[Path], limit: int = 8 << 20) -> torch.Tensor:
     text = bytearray()
     for file in files:
         text += file.read_bytes()[: limit - len(text)]
+    if not text:  # torch makes no tensor of an empty buffer
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(text, dtype=torch.uint8)
 
 

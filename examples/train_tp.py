@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import ending
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, Batches, read_text
-from launch import join, leave, say, torchrun_command, under_torchrun
+from launch import join, leave, run_torchrun, say, torchrun_command, under_torchrun
 from tensor_parallel import ParallelLlama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,7 +48,8 @@ CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in anoth
 def main() -> None:
     args = arguments()
     if not under_torchrun():
-        os.execv(sys.executable, torchrun_command(args.tp * args.shard))
+        ending.watch()
+        sys.exit(run_torchrun(torchrun_command(args.tp * args.shard)))
     device = join()
     degrees = ParallelState(dist.get_world_size(), tensor_parallel_degree=args.tp)
     if dist.get_rank() == 0:

@@ -12,26 +12,32 @@ from typing import TYPE_CHECKING, Any
 from smckpt._version import __version__
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
+    from smckpt.checkpoint.remove import RemoveReport
     from smckpt.checkpoint.verify import verify_checkpoint
     from smckpt.engine.api import (
+        LoadEvent,
+        SaveEvent,
         SaveHandle,
         SaveOptions,
         Timings,
+        add_sink,
         async_save,
         get_global_ranks,
         latest_checkpoint,
         load,
         maybe_finalize_async_calls,
+        remove,
         save,
     )
-    from smckpt.engine.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+    from smckpt.engine.replicas import ReplicationGroup, replication_group
     from smckpt.errors import (
         CheckpointError,
         CheckpointNotFoundError,
         CheckpointReplacedError,
         CorruptCheckpointError,
         FormatVersionError,
+        JobStoreError,
         KeysMismatchError,
         MemoryBudgetError,
         PeerError,
@@ -43,17 +49,13 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from smckpt.state_dict import (
-        FULL,
-        LOCAL,
-        SHARDED,
-        FullStateDictConfig,
-        SMStateDictType,
-        extend_torch_config,
-        init_optim_state,
-        sm_state_dict_type,
-    )
-    from smckpt.storage.s3_config import S3Config
+    from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
+    from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+    from smckpt.manager.manager import CheckpointManager
+    from smckpt.manager.pins import pinned
+    from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
+    from smckpt.storage import register_store
+    from smckpt.storage.s3.config import S3Config
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
     from smckpt.translate import export_hf, import_hf, register_layout, verify_hf
@@ -63,19 +65,26 @@ __all__ = [
     "LOCAL",
     "SHARDED",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
     "DistributedFileSystemReader",
     "DistributedFileSystemWriter",
     "FormatVersionError",
+    "FoundCheckpoint",
     "FullStateDictConfig",
+    "JobStoreError",
     "KeysMismatchError",
+    "LoadEvent",
     "MemoryBudgetError",
     "ParallelState",
     "PeerError",
+    "RemoveReport",
+    "ReplicationGroup",
     "S3Config",
     "SMStateDictType",
+    "SaveEvent",
     "SaveFailedError",
     "SaveHandle",
     "SaveOptions",
@@ -87,6 +96,7 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "__version__",
+    "add_sink",
     "async_save",
     "build_s3_url",
     "export_hf",
@@ -100,7 +110,11 @@ __all__ = [
     "load",
     "maybe_finalize_async_calls",
     "parse_s3_url",
+    "pinned",
     "register_layout",
+    "register_store",
+    "remove",
+    "replication_group",
     "save",
     "sm_state_dict_type",
     "verify_checkpoint",
@@ -109,32 +123,33 @@ __all__ = [
 
 # Where each public name lives; the imports under TYPE_CHECKING say the same to type checkers.
 _HOMES = {
-    "smckpt.checkpoint.discover": ("find_checkpoints",),
+    "smckpt.checkpoint.discover": ("FoundCheckpoint", "find_checkpoints"),
+    "smckpt.checkpoint.remove": ("RemoveReport",),
     "smckpt.checkpoint.verify": ("verify_checkpoint",),
     "smckpt.engine.api": (
+        "LoadEvent",
+        "SaveEvent",
         "SaveHandle",
         "SaveOptions",
         "Timings",
+        "add_sink",
         "async_save",
         "get_global_ranks",
         "latest_checkpoint",
         "load",
         "maybe_finalize_async_calls",
+        "remove",
         "save",
     ),
-    "smckpt.engine.dcp": ("DistributedFileSystemReader", "DistributedFileSystemWriter"),
+    "smckpt.integrations.dcp": ("DistributedFileSystemReader", "DistributedFileSystemWriter"),
+    "smckpt.engine.replicas": ("ReplicationGroup", "replication_group"),
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "smckpt.state_dict": (
-        "FULL",
-        "LOCAL",
-        "SHARDED",
-        "FullStateDictConfig",
-        "SMStateDictType",
-        "extend_torch_config",
-        "init_optim_state",
-        "sm_state_dict_type",
-    ),
-    "smckpt.storage.s3_config": ("S3Config",),
+    "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
+    "smckpt.manager.manager": ("CheckpointManager",),
+    "smckpt.manager.pins": ("pinned",),
+    "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
+    "smckpt.storage": ("register_store",),
+    "smckpt.storage.s3.config": ("S3Config",),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": ("export_hf", "import_hf", "register_layout", "verify_hf"),

@@ -1,13 +1,14 @@
 """The errors that smckpt raises: a small tree under `CheckpointError`.
 
-Every error says on which host and rank it happened, which path it concerns and what to do about
-it. Errors travel between ranks as JSON (`to_json` / `error_from_json`), so that a rank which
-waits for a peer raises the peer's own cause and not a timeout.
+Every error names its host, rank and path, and says what to do. Ranks exchange errors as JSON
+(`to_json`, `error_from_json`), so a rank that waits for a peer raises the peer's own error and not
+a timeout.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointReplacedError",
     "CorruptCheckpointError",
     "FormatVersionError",
+    "JobStoreError",
     "KeysMismatchError",
     "MemoryBudgetError",
     "PeerError",
@@ -30,6 +32,10 @@ __all__ = [
     "as_checkpoint_error",
     "error_from_json",
 ]
+
+
+# Terminal codes such as colours, which torch puts into its messages (ECMA-48, 5.4).
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 class CheckpointError(Exception):
@@ -52,24 +58,26 @@ class CheckpointError(Exception):
         rank: int | None = None,
         host: str | None = None,
     ) -> None:
-        self.message = message
+        self.message: str = _ESCAPES.sub("", message)
         self.remedy = remedy
         self.path = path
-        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self.host = socket.gethostname() if host is None else host
+        self.rank: int = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.host: str = socket.gethostname() if host is None else host
         super().__init__(message)
 
     def __str__(self) -> str:
         where = f"[host {self.host}, rank {self.rank}"
         where += f", path {self.path}]" if self.path else "]"
-        tail = f" What to do: {self.remedy}" if self.remedy else ""
-        return f"{where} {self.message}{tail}"
+        if not self.remedy:
+            return f"{where} {self.message}"
+        end = "" if self.message.endswith((".", "!", "?", ":", ";")) else "."
+        return f"{where} {self.message}{end} What to do: {self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (error_from_json, (self.to_json(),))
 
     def to_json(self) -> dict[str, Any]:
-        """A form that crosses the store and the worker's pipe."""
+        """As JSON data, for the job's store and the worker's pipe."""
         return {
             "type": type(self).__name__,
             "message": self.message,
@@ -85,25 +93,25 @@ class UsageError(CheckpointError, ValueError):
 
 
 class StateError(CheckpointError, TypeError):
-    """The state holds something that cannot be saved, or that changed under us."""
+    """The state holds a value that cannot be saved, or it changed during the save."""
 
 
 class StorageError(CheckpointError, OSError):
-    """The store refused: full, read-only, not a directory, lacks `link`, gone."""
+    """The store refused: it is full, read-only, not a directory, without `link`, or gone."""
 
     def __str__(self) -> str:  # OSError would print (errno, message)
         return CheckpointError.__str__(self)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """No committed checkpoint is there."""
+    """There is no committed checkpoint at the path."""
 
     def __str__(self) -> str:
         return CheckpointError.__str__(self)
 
 
 class CheckpointReplacedError(CheckpointError):
-    """A newer save committed, and swept what was being read."""
+    """A newer save committed, and deleted the checkpoint during the read."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -111,11 +119,11 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class FormatVersionError(CheckpointError):
-    """Written by a newer major version of the format."""
+    """The checkpoint has a newer major version of the format."""
 
 
 class TopologyError(CheckpointError):
-    """World, mesh or shard degree do not fit."""
+    """The world size, a mesh or a degree does not fit."""
 
 
 class KeysMismatchError(CheckpointError, KeyError):
@@ -137,7 +145,7 @@ class MemoryBudgetError(CheckpointError, MemoryError):
 
 
 class WorkerError(CheckpointError):
-    """The writing process of this rank died or broke the protocol."""
+    """The worker process of this rank died or broke the protocol."""
 
 
 class PeerError(CheckpointError, TimeoutError):
@@ -147,29 +155,40 @@ class PeerError(CheckpointError, TimeoutError):
         return CheckpointError.__str__(self)
 
 
+class JobStoreError(CheckpointError, ConnectionError):
+    """The job's c10d store, through which ranks meet, is gone."""
+
+    def __str__(self) -> str:  # as an OSError it would print (errno, message)
+        return CheckpointError.__str__(self)
+
+
 class SaveFailedError(CheckpointError):
     """A save was not committed; raised on every rank with the cause and its rank."""
 
 
 def as_checkpoint_error(error: BaseException, rank: int | None = None) -> CheckpointError:
-    """The error itself if it is ours, else one that says what it was: peers must hear of any."""
+    """The error itself if it is smckpt's, else a `CheckpointError` that describes it, so that every
+    error can go to peers. It never becomes a `StateError` or another error of the user's."""
     if isinstance(error, CheckpointError):
         return error
-    kind = StateError if isinstance(error, (TypeError, ValueError)) else WorkerError
-    return kind(
+    return CheckpointError(
         f"{type(error).__name__}: {error}",
-        remedy="see the traceback on that rank",
+        remedy="see the traceback on that rank: smckpt found no wrong argument or state, so this "
+        "may be a fault of smckpt",
         rank=rank,
     )
 
 
-def error_from_json(data: dict[str, Any]) -> CheckpointError:
-    """The inverse of `CheckpointError.to_json`; an unknown type becomes `CheckpointError`."""
-    kind = globals().get(data.get("type", ""), CheckpointError)
+def error_from_json(data: Any) -> CheckpointError:
+    """The inverse of `CheckpointError.to_json`. Other data, or an unknown type, becomes a
+    `CheckpointError` that says so."""
+    if not isinstance(data, dict) or not isinstance(data.get("message"), str):
+        return CheckpointError(f"an error that cannot be read: {str(data)[:200]}")
+    kind = globals().get(str(data.get("type")), CheckpointError)
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = CheckpointError
     return kind(
-        data.get("message", ""),
+        data["message"],
         remedy=data.get("remedy", ""),
         path=data.get("path"),
         rank=data.get("rank"),

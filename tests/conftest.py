@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.limits import seconds
 from tests.support.s3 import BUCKET, Server, serve, server_program
 
 # Test processes are many and cores are few; children inherit this too.
@@ -17,6 +18,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("smckpt", deadline=None, print_blob=True)
 settings.load_profile("smckpt")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The limit of a whole test is scaled like all others."""
+    given = config.getoption("timeout", None) or float(config.getini("timeout") or 0)
+    for item in items:
+        marked = item.get_closest_marker("timeout")
+        limit = marked.args[0] if marked else given
+        item.add_marker(pytest.mark.timeout(seconds(limit)), append=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is shown when it happens: a run that is ended from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        last = report.longreprtext.strip().splitlines()[-15:]
+        print(f"\nFAILED {report.nodeid} ({report.when})", *last, sep="\n  ", flush=True)
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
-import textwrap
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import smckpt
+from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "boto3", "awscrt", "lightning", "rich")
@@ -23,7 +28,11 @@ HEAVY = ("torch", "numpy", "transformers", "accelerate", "boto3", "awscrt", "lig
 def python(code: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -77,6 +86,17 @@ def test_an_unknown_name_is_an_attribute_error():
         smckpt.async_sav  # noqa: B018
 
 
+def test_every_public_name_stands_in_the_reference():
+    page = (ROOT / "docs" / "api.md").read_text()
+    errors = {name for name in smckpt.__all__ if name.endswith("Error")}  # by their module
+    missing = {
+        name
+        for name in {*smckpt.__all__} - errors
+        if not name.startswith("__") and not re.search(rf"smckpt\.{name}\b", page)
+    }
+    assert "::: smckpt.errors" in page and not missing
+
+
 def test_every_error_is_public():
     errors = importlib.import_module("smckpt.errors")
     for name in errors.__all__:
@@ -84,29 +104,104 @@ def test_every_error_is_public():
             assert name in smckpt.__all__
 
 
-def test_the_wheel_holds_the_package_and_imports_in_an_empty_environment(tmp_path):
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    source = tmp_path / "source"  # a copy, so that the build leaves nothing in the repository
-    source.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "smckpt"):
-        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
-    subprocess.run([*build, "--wheel-dir", tmp_path, source], check=True, timeout=240)
-    (wheel,) = tmp_path.glob("smckpt-*.whl")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone holds, in a folder of the package's name; builds leave nothing in ours."""
+    clone = tmp_path_factory.mktemp("clone") / "smckpt"
+    for name in tracked():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, clone / name)
+    return clone
 
+
+def tracked() -> list[str]:
+    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def build(source: Path, kind: str, out: Path, **environment: str) -> Path:
+    """The wheel or source distribution of a clone."""
+    code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(out)!r}))"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=source,
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        timeout=seconds(240),
+    )
+    (built,) = out.glob("smckpt-*")
+    return built
+
+
+def test_the_wheel_holds_the_package_and_imports_in_an_empty_environment(source, tmp_path):
+    wheel = build(source, "wheel", tmp_path)
     venv.create(tmp_path / "env", with_pip=True)
     bin_ = tmp_path / "env" / "bin"
     install = [bin_ / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, check=True, timeout=240)
+    subprocess.run(install, check=True, timeout=seconds(240))
     code = (
         "import smckpt, smckpt.layout.image, pathlib;"
         "assert (pathlib.Path(smckpt.__file__).parent / 'py.typed').is_file();"
         "print(smckpt.__version__, smckpt.ParallelState(8, hybrid_shard_degree=4).rep_size)"
     )
     done = subprocess.run(
-        [bin_ / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+        [bin_ / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        timeout=seconds(60),
+    )  # fmt: skip
     assert done.stdout.split() == [smckpt.__version__, "2"], done.stderr
     assert (bin_ / "smckpt").is_file()
+
+
+def page_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith("/METADATA"))
+        return files.read(name).decode()
+
+
+RELATIVE = re.compile(r"\]\((?![a-z]+:|#)")
+
+
+def test_no_link_of_the_index_page_is_broken(source, tmp_path):
+    page = page_of(build(source, "wheel", tmp_path))
+    assert "docs/guide.md" in (ROOT / "README.md").read_text()
+    assert not RELATIVE.search(page)
+
+
+def test_a_release_has_the_projects_urls_and_absolute_links(source, tmp_path):
+    home = "https://code.invalid/smckpt"
+    page = page_of(build(source, "wheel", tmp_path, SMCKPT_HOME_URL=home))
+    assert f"Project-URL: Changelog, {home}/blob/HEAD/CHANGELOG.md" in page
+    assert f"]({home}/raw/HEAD/docs/images/train.png)" in page
+    assert f"]({home}/blob/HEAD/docs/guide.md)" in page
+    assert not RELATIVE.search(page)
+
+
+def test_the_source_distribution_has_what_the_repository_has(source, tmp_path):
+    archive = build(source, "sdist", tmp_path)
+    with tarfile.open(archive) as files:
+        held = {name.partition("/")[2] for name in files.getnames()}
+    assert [name for name in tracked() if name not in held] == []
+
+
+def test_no_folder_shadows_an_editable_install(source, tmp_path):
+    env = tmp_path / "env"
+    venv.create(env)
+    python_ = env / "bin" / "python"
+    site = next((env / "lib").glob("python*/site-packages"))
+    (site / "tools.pth").write_text(str(Path(setuptools.__file__).parent.parent))
+    install = [sys.executable, "-m", "pip", "--python", python_, "install", "--quiet", "--no-deps"]
+    install += ["--no-index", "--no-build-isolation", "--editable", source]
+    subprocess.run(install, check=True, timeout=seconds(240))
+    (site / "tools.pth").unlink()
+    code = "import smckpt; print(smckpt.__file__)"
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python_, "-c", code], cwd=source.parent, env=own, capture_output=True, text=True,
+        timeout=seconds(60),
+    )  # fmt: skip
+    assert done.stdout.strip() == str(source / "smckpt" / "__init__.py"), done.stderr
 
 
 def pins() -> dict[str, str]:
@@ -137,26 +232,8 @@ def test_torch_is_pinned_without_a_build():
     assert re.fullmatch(r"torch==[0-9.]+", pins()["torch"])
 
 
-def test_the_readmes_example_runs_in_plain_python(tmp_path):
-    text = (ROOT / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"\n\n((?:    .*\n|\n)+)", text) if "AdamW" in block]
-    lines = textwrap.dedent(code).replace("/tmp", str(tmp_path)).strip().splitlines()
-    assert len([line for line in lines if line]) <= 10
-    assert "smckpt.save(" in code and "smckpt.load(" in code
-    python("\n".join(lines))
-    assert "ok" in python_cli("verify", str(tmp_path / "first-checkpoint"))
-
-
-def python_cli(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "smckpt.cli", *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_script_says_what_its_commands_are():
-    done = subprocess.run([ROOT / "dev"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([ROOT / "dev"], capture_output=True, text=True, timeout=seconds(60))
     assert done.returncode != 0
     for command in ("./dev train", "./dev test"):
         assert command in done.stderr

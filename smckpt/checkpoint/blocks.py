@@ -1,8 +1,7 @@
-"""Data files in blocks of one MiB, each held against its checksum as it is read.
+"""Data files are read in blocks of one MiB. Each block is compared with its checksum as it is read.
 
-The parts of a block that somebody wants are read straight to where they belong, the rest into
-scratch, and the checksum is chained over the pieces right after the read, while they are in the
-cache.
+The wanted parts of a block are read straight to where they belong, the rest into scratch. The
+checksum is taken right after the read, while the bytes are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from smckpt.storage import Storage, open_storage
+from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url
 
 __all__ = [
     "SCRATCH_BYTES",
     "BlockReader",
+    "Destination",
     "Readers",
     "SavedFile",
     "Scratch",
-    "Segment",
     "not_missing",
     "requests",
 ]
 
-SCRATCH_BYTES = 16 << 20  # of one thread, for what is read and wanted by nobody
+SCRATCH_BYTES = 16 << 20  # per thread, for bytes that are read but not wanted
 DISK = "use an older checkpoint, and check the disk"
 
 
@@ -52,7 +50,7 @@ class SavedFile:
         return hash((self.directory, self.record.name))
 
 
-class Segment(NamedTuple):
+class Destination(NamedTuple):
     """Where the bytes from `offset` of a file belong."""
 
     offset: int
@@ -65,25 +63,25 @@ class Segment(NamedTuple):
 
 @contextmanager
 def not_missing(path: str) -> Iterator[None]:
-    """What a manifest names and is not there is damage, not the absence of a checkpoint."""
+    """Turn "not found" into damage: the manifest names the file, so the checkpoint exists."""
     try:
         yield
     except CheckpointNotFoundError as error:
         raise CorruptCheckpointError(
-            "the file, which the checkpoint is made of, is missing",
-            remedy="see who deletes files there; use an older checkpoint",
+            "a file of the checkpoint is missing",
+            remedy="find out what deletes files there; use an older checkpoint",
             path=path,
         ) from error
 
 
 class Scratch(threading.local):
-    """Memory of one thread, by purpose, used again: fresh pages cost more than the copy."""
+    """Reusable memory of one thread, by purpose. Fresh pages would cost more than the copy."""
 
     def __init__(self) -> None:
         self._memory: dict[str, memoryview] = {}
 
     def take(self, purpose: str, size: int) -> memoryview:
-        """`size` bytes, with whatever is in them, until this thread's next call."""
+        """`size` bytes with undefined content, valid until this thread's next call."""
         have = self._memory.get(purpose)
         if have is None or len(have) < size:
             have = self._memory[purpose] = memoryview(bytearray(size))
@@ -91,11 +89,11 @@ class Scratch(threading.local):
 
 
 class _WrongBytesError(CorruptCheckpointError):
-    """A block is not what was written, or was changed on its way here."""
+    """A block differs from what was written, or was changed on its way here."""
 
 
 class BlockReader:
-    """Reads of one file, checked block by block. Thread-safe."""
+    """Reads one file and checks it block by block. Thread-safe."""
 
     def __init__(self, storage: Storage, file: SavedFile, verify: bool, scratch: Scratch) -> None:
         self.storage = storage
@@ -106,9 +104,9 @@ class BlockReader:
         self._lock = threading.Lock()
         self._sums: tuple[bytes, Sequence[int]] | None = None
 
-    def fill(self, low: int, high: int, segments: Sequence[Segment]) -> None:
-        """Read bytes [low, high), block-aligned but at the file's end, into disjoint segments in
-        order; what lies between them goes to scratch.
+    def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
+        """Read bytes [low, high) into disjoint, ordered segments. The range is aligned to blocks,
+        except at the file's end. Bytes between the segments go to scratch.
 
         Raises:
             CorruptCheckpointError: a block differs; names file and offset.
@@ -120,8 +118,7 @@ class BlockReader:
         self._tried(lambda: self._fill_once(low, high, segments))
 
     def fetch(self, target: memoryview) -> None:
-        """Fill `target` with the whole file, of at most `request_bytes` of its storage, as files
-        are fetched whole there.
+        """Fill `target` with the whole file, which has at most the `request_bytes` of its storage.
 
         Raises:
             CorruptCheckpointError: a block differs; names file and offset.
@@ -147,7 +144,7 @@ class BlockReader:
             sums.add(target)
             sums.end()
 
-    def _fill_once(self, low: int, high: int, segments: Sequence[Segment]) -> None:
+    def _fill_once(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         sums = _BlockSums(low, self._compare) if self._verify else None
         pieces = self._pieces(low, high, segments)
         with not_missing(self.file.path):
@@ -156,7 +153,7 @@ class BlockReader:
             sums.end()
 
     def sums(self, low: int, high: int) -> list[tuple[int, int]]:
-        """(number, checksum) of each block in [low, high) as it is now, compared with nothing."""
+        """(number, checksum) of each block in [low, high) as it is now. Nothing is compared."""
         found: list[tuple[int, int]] = []
         sums = _BlockSums(low, lambda block, value: found.append((block, value)))
         data = self.scratch.take("gaps", high - low)
@@ -166,18 +163,18 @@ class BlockReader:
         return found
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes [start, stop), their blocks checked."""
+        """The bytes [start, stop). All their blocks are checked."""
         data = bytearray(stop - start)
         self.read_range(start, memoryview(data))
         return data
 
     def read_range(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `offset`, all their blocks checked."""
-        for request in requests(self, [Segment(offset, target)]):
+        """Fill `target` with the bytes from `offset`. All their blocks are checked."""
+        for request in requests(self, [Destination(offset, target)]):
             request()
 
     def stored_sum(self, block: int) -> int:
-        """The checksum of a block as it was written.
+        """The checksum that was recorded for a block.
 
         Raises:
             CorruptCheckpointError: the file of checksums is damaged or missing.
@@ -185,7 +182,7 @@ class BlockReader:
         return self._stored()[1][block]
 
     def stored_sums(self) -> bytes:
-        """The file of checksums, held against the manifest's checksum of the whole file.
+        """The file of checksums, compared with the manifest's checksum of the whole data file.
 
         Raises:
             CorruptCheckpointError: it is damaged or missing.
@@ -193,13 +190,13 @@ class BlockReader:
         return self._stored()[0]
 
     def _stored(self) -> tuple[bytes, Sequence[int]]:
-        known = self._sums  # no lock, once it is there: asked for each block
+        known = self._sums  # no lock once it is known: each block asks for it
         if known is None:
             with self._lock:
                 known = self._sums = self._sums or self._load_sums()
         return known
 
-    def _pieces(self, low: int, high: int, segments: Sequence[Segment]) -> list[memoryview]:
+    def _pieces(self, low: int, high: int, segments: Sequence[Destination]) -> list[memoryview]:
         wanted = sum(len(segment.buffer) for segment in segments)
         spare = self.scratch.take("gaps", high - low - wanted)
         pieces: list[memoryview] = []
@@ -220,23 +217,23 @@ class BlockReader:
             return
         raise _WrongBytesError(
             f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
-            f"{self.file.record.name} are not those that were written (checksum differs)",
+            f"{self.file.record.name} differ from what was written (checksum differs)",
             remedy=DISK,
             path=self.file.path,
         )
 
     def _load_sums(self) -> tuple[bytes, Sequence[int]]:
-        """The sidecar, held against the file's own checksum in the manifest, and what it says of
-        each block."""
+        """The sidecar's bytes and the checksum of each block. The sidecar is compared with the
+        file's checksum in the manifest."""
         name = self.file.record.crc_name
         path = file_url(self.file.directory, name)
-        with not_missing(path):
-            data = self.storage.read(name)
         blocks = -(-self.size // BLOCK)
+        with not_missing(path):
+            data = self.storage.read(name, most=8 * blocks)
         sums = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
         if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != self.file.record.crc64:
             raise CorruptCheckpointError(
-                f"the checksums in {name} are not those of {self.file.record.name}",
+                f"the checksums in {name} do not belong to {self.file.record.name}",
                 remedy=DISK,
                 path=path,
             )
@@ -246,11 +243,11 @@ class BlockReader:
 class Readers:
     """One reader for each file, one storage for each directory. Thread-safe."""
 
-    def __init__(self, verify: bool) -> None:
+    def __init__(self, access: Access, verify: bool = True) -> None:
+        self.access = access
+        self.verify = verify
         self.scratch = Scratch()
-        self._verify = verify
         self._lock = threading.Lock()
-        self._context = copy_context()  # stores have the options of this call, in any thread
         self._storages: dict[str, Storage] = {}
         self._readers: dict[SavedFile, BlockReader] = {}
 
@@ -262,7 +259,7 @@ class Readers:
         with self._lock:
             if file not in self._readers:
                 storage = self._storage(file.directory)
-                self._readers[file] = BlockReader(storage, file, self._verify, self.scratch)
+                self._readers[file] = BlockReader(storage, file, self.verify, self.scratch)
             return self._readers[file]
 
     def close(self) -> None:
@@ -272,7 +269,7 @@ class Readers:
 
     def _storage(self, directory: str) -> Storage:
         if directory not in self._storages:
-            self._storages[directory] = self._context.run(open_storage, directory)
+            self._storages[directory] = self.access.open(directory)
         return self._storages[directory]
 
 
@@ -285,23 +282,23 @@ def combined(sums: Sequence[int], size: int) -> int:
 
 
 def requests(
-    reader: BlockReader, segments: Sequence[Segment], most: int | None = None, least: int = 0
+    reader: BlockReader, segments: Sequence[Destination], most: int | None = None, least: int = 0
 ) -> Iterable[Callable[[], None]]:
-    """Requests of whole blocks, each of at most `most` bytes and what the storage should be asked
-    for at once (or `least`, if that is more), that together fill the segments, which are disjoint
-    and in order."""
+    """Requests of whole blocks that together fill the disjoint, ordered segments. Each request has
+    at most `most` bytes, and at most what the storage takes well at once (or `least`, if that is
+    more)."""
     limit = max(min(most or reader.storage.request_bytes, reader.storage.request_bytes), least)
     pending = [s for s in segments if len(s.buffer)]
     at = 0
     while at < len(pending):
         low = pending[at].offset // BLOCK * BLOCK
         high = min(low + limit, reader.size)
-        inside: list[Segment] = []
+        inside: list[Destination] = []
         unwanted = 0
         while at < len(pending) and pending[at].offset < high:
             segment = pending[at]
             if inside:
-                # Far from the one before, nobody wants what lies between: it is left out.
+                # Blocks that nobody wants, between two distant segments, are left out.
                 if segment.offset // BLOCK > -(-inside[-1].end // BLOCK):
                     break
                 unwanted += segment.offset - inside[-1].end
@@ -312,22 +309,22 @@ def requests(
                 at += 1
                 continue
             cut = high - segment.offset
-            inside.append(Segment(segment.offset, segment.buffer[:cut]))
-            pending[at] = Segment(high, segment.buffer[cut:])
+            inside.append(Destination(segment.offset, segment.buffer[:cut]))
+            pending[at] = Destination(high, segment.buffer[cut:])
             break
         end = min(-(-inside[-1].end // BLOCK) * BLOCK, reader.size)
         yield _request(reader, low, end, inside)
 
 
 def _request(
-    reader: BlockReader, low: int, high: int, segments: list[Segment]
+    reader: BlockReader, low: int, high: int, segments: list[Destination]
 ) -> Callable[[], None]:
     return lambda: reader.fill(low, high, segments)
 
 
 class _BlockSums:
-    """Checksums of the blocks that consecutive stretches make from byte `low` on, each given to
-    `done` with its block's number as soon as it is complete."""
+    """Computes the checksums of blocks from consecutive stretches that begin at byte `low`. As soon
+    as a block is complete, `done` gets its number and checksum."""
 
     def __init__(self, low: int, done: Callable[[int, int], None]) -> None:
         self._block = low // BLOCK
@@ -337,7 +334,7 @@ class _BlockSums:
 
     def add(self, stretch: memoryview) -> None:
         at, size = 0, len(stretch)
-        if self._have + size <= BLOCK:  # most: no slicing
+        if self._have + size <= BLOCK:  # the usual case needs no slicing
             self._value = crc64(stretch, self._value)
             self._have += size
             if self._have == BLOCK:
@@ -351,7 +348,7 @@ class _BlockSums:
                 self.end()
 
     def end(self) -> None:
-        """The last block, shorter than the others."""
+        """Finish the last block, which is shorter than the others."""
         if self._have:
             self._done(self._block, self._value)
             self._block, self._have, self._value = self._block + 1, 0, 0

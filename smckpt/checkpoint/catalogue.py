@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, not_missing
-from smckpt.checkpoint.choose import READERS, Commit, choose_commit
-from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import Manifest, PartRecord, open_json
+from smckpt.checkpoint.choose import READERS, Commit, choose_commit, read_part
+from smckpt.checkpoint.format import SENSELESS, Manifest, PartRecord
 from smckpt.checkpoint.headers import Header, HeaderEntry, read_header
 from smckpt.checkpoint.objects import decode_object
-from smckpt.checkpoint.rows import Row, decode_rows
-from smckpt.checkpoint.sources import Source, Sources, row_shape
-from smckpt.checkpoint.spread import found_spread
-from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Path
+from smckpt.checkpoint.prefixes import found_prefix_sharding
+from smckpt.checkpoint.rows import decode_containers, decode_rows
+from smckpt.checkpoint.sources import SavedPiece, SavedPieces
+from smckpt.errors import CheckpointError, CorruptCheckpointError
+from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.pool import pool_here
-from smckpt.storage.s3_pace import current_share, sharing
+from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "Source", "StoredSlot", "open_catalogue"]
+__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "StoredSlot", "open_catalogue"]
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,21 @@ class StoredSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class _Member:
-    """One group's manifest and where it stands; homes: where its ranks' files lie, by turns."""
+    """One group's manifest and where it stands; directories: where its ranks' files lie, by
+    turns."""
 
     directory: str
     manifest: Manifest
-    rows: tuple[Row, ...]
-    homes: tuple[str, ...]
+    rows: tuple[Entry, ...]
+    directories: tuple[str, ...]
 
 
-class _Memory:
+class _Found:
     """What a catalogue has read and found out so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access) -> None:
         self.lock = threading.Lock()
-        self.readers = Readers(verify=True)
+        self.readers = Readers(access)
         self.files: dict[int, list[SavedFile]] = {}
         self.headers: dict[SavedFile, Header] = {}
         self.slots: dict[tuple[int, ...], dict[str, list[tuple[SavedFile, HeaderEntry]]]] = {}
@@ -73,22 +72,23 @@ class _Memory:
 class Catalogue:
     """A committed checkpoint; made by `open_catalogue`. Thread-safe.
 
-    Headers are read when they are needed, and held against the checksums of their blocks.
+    Headers are read when they are needed, and compared with the checksums of their blocks.
     """
 
     url: str
     commit: Commit
     members: tuple[_Member, ...]
-    _memory: _Memory = field(default_factory=_Memory, compare=False, repr=False)
+    _found: _Found = field(compare=False, repr=False)
 
     @property
     def identity(self) -> str:
-        """The name of the file that commits it: same for all groups of a step."""
+        """The name of the file that commits it. It is the same for all groups of a step."""
         return self.commit.identity
 
     @property
     def above(self) -> str:
-        """The directory in which all groups of the step can be opened; `url` where it is one."""
+        """The directory from which all groups of the step can be opened. For a single group it is
+        `url`."""
         record = self._first.record
         if record is None or self.commit.through_record:
             return self.url
@@ -100,7 +100,7 @@ class Catalogue:
 
     @property
     def whole(self) -> bool:
-        """Whether all groups of the step are here, not one of several."""
+        """Whether all groups of the step are here, and not one group of several."""
         return self.members[0].manifest.record is None or self.commit.through_record
 
     @property
@@ -120,8 +120,8 @@ class Catalogue:
         return self._first.step
 
     @property
-    def epoch(self) -> int:
-        return self._first.epoch
+    def fencing_token(self) -> int:
+        return self._first.fencing_token
 
     @property
     def number(self) -> int:
@@ -144,20 +144,29 @@ class Catalogue:
         return self._first.optimizers
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def containers(self) -> dict[Path, str] | None:
+        """Path → kind, of the containers above tensors that are no dicts; None where the writer was
+        too old to say."""
+        said = [decode_containers(m.layout, self.url) for m in self.manifests]
+        if None in said:
+            return None
+        return {path: kind for kinds in reversed(said) for path, kind in (kinds or {}).items()}
+
+    @cached_property
+    def rows(self) -> tuple[Entry, ...]:
         return tuple(row for member in self.members for row in member.rows)
 
     @cached_property
-    def rows_by_key(self) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
+    def rows_by_key(self) -> dict[str, list[Entry]]:
+        found: dict[str, list[Entry]] = {}
         for row in self.rows:
             found.setdefault(row.key, []).append(row)
         return found
 
     @cached_property
-    def pieces(self) -> Sources:
-        """The rows by logical name, and the boxes that they say ranks hold."""
-        return Sources(self.rows)
+    def pieces(self) -> SavedPieces:
+        """The rows by logical name, and the boxes that ranks hold according to them."""
+        return SavedPieces(self.rows, (manifest.group_ranks for manifest in self.manifests))
 
     @cached_property
     def logical(self) -> dict[str, LogicalTensor]:
@@ -165,14 +174,16 @@ class Catalogue:
         out = {}
         for name, rows in self.pieces.by_name.items():
             row, fqn = rows[0]
-            out[name] = LogicalTensor(name, row.logical_path(fqn), row.dtype, row_shape(row, fqn))
+            out[name] = LogicalTensor(
+                name, row.logical_path(fqn), row.dtype, row.geometry.shape_of(fqn)
+            )
         return out
 
     @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
-        """Rank → the directory in which its files lie, and its part."""
+        """Rank → the directory of its files, and its part."""
         return {
-            part.rank: (member.homes[part.rank % len(member.homes)], part)
+            part.rank: (member.directories[part.rank % len(member.directories)], part)
             for member in self.members
             for part in member.manifest.parts
         }
@@ -187,74 +198,76 @@ class Catalogue:
 
     @property
     def readers(self) -> Readers:
-        """Of its files, with the checksums and connections that they have got by now."""
-        return self._memory.readers
+        """The readers of its files, with the checksums and connections that they already have."""
+        return self._found.readers
 
     def storage(self, directory: str) -> Storage:
-        return self._memory.readers.storage(directory)
+        return self._found.readers.storage(directory)
 
     def reader(self, file: SavedFile) -> BlockReader:
-        """Reads of a data file, checked."""
-        return self._memory.readers.of(file)
+        """The checking reader of a data file."""
+        return self._found.readers.of(file)
 
     # -- where tensors are ---------------------------------------------------------------------
 
-    def sources(self, name: str) -> list[Source]:
+    def sources(self, name: str) -> list[SavedPiece]:
         """The saved pieces of a logical tensor, one for each distinct shard coordinate.
 
-        Of a kept row there is one for each rank.
+        A row of a per-rank tensor has one for each rank.
         """
         return self.pieces.all(name)
 
     def held_empty(self, name: str) -> bool:
-        """Whether one of the ranks that hold a tensor has none of its elements."""
+        """Whether one of the ranks that share a tensor holds none of its elements."""
         rows = [row for row, _ in self.pieces.by_name[name]]
-        return any(0 in row.local_shape(rank) for row in rows for rank in row.ranks)
+        return any(0 in row.geometry.local_shape(rank) for row in rows for rank in row.ranks)
 
-    def holders(self, row: Row) -> list[tuple[int, ...]]:
-        """The ranks that share an array of this row, for each distinct array."""
+    def holders(self, row: Entry) -> list[tuple[int, ...]]:
+        """For each distinct array of this row: the ranks that hold it."""
         return list(self.pieces.holders(row).values())
 
     def read_headers(self, ranks: Iterable[int]) -> None:
-        """Read the headers of all files that these ranks wrote, many at once.
+        """Read the headers of all files that these ranks wrote, several at a time.
 
         Raises:
-            CorruptCheckpointError: one is damaged, missing, or of another size.
+            CorruptCheckpointError: a file is damaged, missing, or has another size.
         """
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
-        files = [file for file in files if file not in self._memory.headers]
+        files = [file for file in files if file not in self._found.headers]
         if len(files) > 1:
-            with pool_here(min(READERS, len(files)), "smckpt-headers") as pool:
+            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
                 list(pool.map(self.header, files))
 
     def header(self, file: SavedFile) -> Header:
         """The header of a data file.
 
         Raises:
-            CorruptCheckpointError: it is damaged, or the file missing or of another size.
+            CorruptCheckpointError: the header is damaged, or the file is missing or has another
+                size.
         """
-        header = self._memory.headers.get(file)
+        header = self._found.headers.get(file)
         if header is None:
             reader = self.reader(file)
             with not_missing(file.path):
                 size = reader.storage.size(file.record.name)
             if size != reader.size:
                 raise CorruptCheckpointError(
-                    f"the file has {size} bytes, {reader.size} were written",
-                    remedy="it was cut or replaced after it was written: use an older checkpoint",
+                    f"the file has {size} bytes, but {reader.size} were written",
+                    remedy="the file was cut or replaced after it was written: use an older "
+                    "checkpoint",
                     path=file.path,
                 )
             header = read_header(reader.read, size, file.path)
-            self._memory.headers[file] = header
+            self._found.headers[file] = header
         return header
 
-    def slots(self, row: Row, holders: Sequence[int]) -> list[StoredSlot]:
-        """Where the array of `row` that `holders` share is stored, in order of elements.
+    def slots(self, row: Entry, holders: Sequence[int]) -> list[StoredSlot]:
+        """Where the array of `row` that `holders` share is stored, ordered by elements.
 
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
-        shape = row.local_shape(holders[0])
+        shape = row.geometry.local_shape(holders[0])
         numel, dtype = math.prod(shape), DTYPES[row.dtype]
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
@@ -266,7 +279,7 @@ class Catalogue:
             ):
                 raise CorruptCheckpointError(
                     f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
-                    f"element {start}, the manifest that it is {row.dtype} {list(shape)}",
+                    f"element {start}, but the manifest says that it is {row.dtype} {list(shape)}",
                     remedy="use an older checkpoint",
                     path=file.path,
                 )
@@ -281,88 +294,95 @@ class Catalogue:
         if at < numel or not found:
             raise CorruptCheckpointError(
                 f"{row.key!r}: elements {at} to {numel} of the array of ranks "
-                f"{list(holders)} are in none of their files",
+                f"{list(holders)} are missing from their files",
                 remedy="use an older checkpoint",
                 path=self.url,
             )
         return found
 
     def _files_of(self, rank: int) -> list[SavedFile]:
-        if rank not in self._memory.files:
+        if rank not in self._found.files:
             directory, part = self.parts[rank]
-            self._memory.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
-        return self._memory.files[rank]
+            self._found.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
+        return self._found.files[rank]
 
     def _stored(self, holders: tuple[int, ...]) -> dict[str, list[tuple[SavedFile, HeaderEntry]]]:
-        """What the files of these ranks hold, by key."""
-        if holders not in self._memory.slots:
+        """The arrays that the files of these ranks hold, by key."""
+        if holders not in self._found.slots:
             self.read_headers(holders)
             found: dict[str, list[tuple[SavedFile, HeaderEntry]]] = {}
             for rank in holders:
                 for file in self._files_of(rank):
                     for key, stored in self.header(file).entries.items():
                         found.setdefault(key, []).append((file, stored))
-            self._memory.slots[holders] = found
-        return self._memory.slots[holders]
+            self._found.slots[holders] = found
+        return self._found.slots[holders]
 
-    # -- what is no tensor ---------------------------------------------------------------------
+    # -- values that are no tensors ----------------------------------------------------------------
 
     def objects(self, rank: int) -> dict[str, tuple[Path, Any]]:
-        """The values of saved rank `rank` that are no tensors: key → (path, value)."""
-        return {
-            key: (tuple(leaf["path"]), decode_object(leaf["value"]))
-            for key, leaf in self.part(rank)["objects"].items()
-        }
+        """The values of saved rank `rank` that are no tensors: key → (path, value).
+
+        Raises:
+            CorruptCheckpointError: a value breaks the format.
+            StateError: a value has a type that is not allowed here.
+        """
+        try:
+            return {
+                key: (tuple(leaf["path"]), decode_object(leaf["value"]))
+                for key, leaf in self.part(rank)["objects"].items()
+            }
+        except CheckpointError as error:
+            directory, part = self.parts[rank]
+            error.path = error.path or file_url(directory, part.name)
+            raise
+        except SENSELESS as error:
+            directory, part = self.parts[rank]
+            raise CorruptCheckpointError(
+                f"the values beside the tensors cannot be decoded: {type(error).__name__} {error}",
+                remedy="use an older checkpoint",
+                path=file_url(directory, part.name),
+            ) from error
 
     def part(self, rank: int) -> dict[str, Any]:
         """The part record of a saved rank, checked against the manifest.
 
         Raises:
-            CorruptCheckpointError: it is missing, or not the one that the manifest names.
+            CorruptCheckpointError: the part is missing, or differs from the one that the manifest
+                names.
         """
         directory, part = self.parts[rank]
-        path = file_url(directory, part.name)
-        with not_missing(path):
-            data = self.storage(directory).read(part.name)
-        if hex64(crc64(data)) != part.crc64:
-            raise CorruptCheckpointError(
-                "the part record is not the one that the manifest names (checksum differs)",
-                remedy="use an older checkpoint, and check the file system",
-                path=path,
-            )
-        return open_json(data, path)
+        manifest = next(m for m in self.manifests if rank in m.group_ranks)
+        with not_missing(file_url(directory, part.name)):
+            return read_part(self.storage(directory), part, manifest)
 
 
-def open_catalogue(url: str, *, choose: str | None = None, name: str | None = None) -> Catalogue:
-    """The newest committed checkpoint at `url`: a group's directory, or one with a record in it.
+def open_catalogue(
+    storage: Storage, *, choose: str | None = None, name: str | None = None
+) -> Catalogue:
+    """Open the newest committed checkpoint in a directory: a group's, or one with a record.
 
     Args:
-        choose: follow this commit (`Catalogue.identity`), chosen by another group.
-        name: the name by which a peer found it here (`Commit.name`): nothing need be listed.
+        choose: open this commit (`Catalogue.identity`), which another group chose.
+        name: the name by which a peer found the commit here (`Commit.name`). Then nothing is
+            listed.
 
     Raises:
-        CheckpointNotFoundError: nothing committed is here; says what is.
+        CheckpointNotFoundError: nothing committed is here. The message says what is here instead.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
     """
-    commit = choose_commit(open_storage(url), choose, name)
-    members = tuple(_member(directory, manifest) for directory, manifest in commit.manifests)
+    commit = choose_commit(storage, choose, name)
+    members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
     # All ranks read at once, and from all prefixes: each has its part of what all of them stand.
-    with sharing(current_share().times(min(len(member.homes) for member in members))):
-        return Catalogue(url, commit, members)
+    share = storage.access.share.times(min(len(member.directories) for member in members))
+    return Catalogue(storage.url, commit, members, _Found(storage.access.holding(share)))
 
 
-def _member(directory: str, manifest: Manifest) -> _Member:
+def _member(storage: Storage, manifest: Manifest) -> _Member:
+    directory = storage.url
     rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
-    for row in rows:
-        if row.dtype not in DTYPES:
-            raise CorruptCheckpointError(
-                f"{row.key!r} has the dtype {row.dtype!r}, which this smckpt does not know",
-                remedy="install a newer smckpt, or use another checkpoint",
-                path=directory,
-            )
-    spread = manifest.spread
-    if spread is not None:
-        storage, part = open_storage(directory), manifest.parts[0].name
-        spread = found_spread(storage, spread, part)
-    homes = spread.homes(directory) if spread else [directory]
-    return _Member(directory, manifest, rows, tuple(homes))
+    prefix_sharding = manifest.prefix_sharding
+    if prefix_sharding is not None:
+        prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
+    directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
+    return _Member(directory, manifest, rows, tuple(directories))

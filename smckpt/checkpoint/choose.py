@@ -1,11 +1,24 @@
-"""Which commit at a place counts: the newest whose manifest, or record, exists."""
+"""Choose the commit that counts at a place: the newest one whose manifest, or record, exists."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import Manifest, Record, open_json, parse_name
+from smckpt.checkpoint.foreign import foreign_format, natural_order
+from smckpt.checkpoint.format import (
+    SENSELESS,
+    Manifest,
+    Part,
+    PartRecord,
+    Record,
+    manifest_name,
+    parse_name,
+)
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -13,72 +26,162 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.pool import pool_here
+from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["READERS", "Commit", "choose_commit", "commits_at", "read_manifest", "read_record"]
+__all__ = [
+    "READERS",
+    "Commit",
+    "choose_commit",
+    "commits_at",
+    "read_manifest",
+    "read_part",
+    "read_record",
+    "what_is_here",
+]
 
-READERS = 16  # files read at once; a shared file system answers each in milliseconds
-_TURNS = 10  # times that a place is looked at anew because a sweep was under way
-_LEVELS = 3  # directories above that an error message looks into
-_BELOW = 16  # and directories below
+READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
+_TURNS = 10  # how often we look again because a sweep was under way
+_LEVELS = 3  # how many directories above are searched for the error message
+_BELOW = 16  # and how many directories below
+_COMMITS = ("record-", "manifest-")
 
-# A candidate: (epoch, number), "record" or "manifest", name.
+# A candidate: (fencing token, number), "record" or "manifest", name.
 Candidate = tuple[tuple[int, int], str, str]
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit: the name of the file that makes it, when, and the manifests it holds with their
-    directories. `name`: of the file here by which it was found, the group's manifest or that."""
+    """A commit: the name of the file that makes it, when it was made, and its manifests with their
+    directories. `name`: the file in this directory by which it was found."""
 
     identity: str
     name: str
     committed_at: int
     order: tuple[int, int]
     manifests: tuple[tuple[str, Manifest], ...]
-    through_record: bool = False  # opened where the record stands: all groups are here
+    through_record: bool = False  # opened in the record's directory, so all groups are here
 
 
 def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
-    """A manifest, checked against its own checksum and, when given, the record's."""
-    path = file_url(storage.url, name)
-    data = storage.read(name)
-    body = open_json(data, path)
+    """Read a manifest and compare it with its own checksum, its name and, if given, the record's
+    checksum.
+
+    Raises:
+        CheckpointNotFoundError: it is not there.
+        CorruptCheckpointError, FormatVersionError: it differs from what was written under this
+            name.
+    """
+    data, path = storage.read(name, most=MAX_JSON_BYTES), file_url(storage.url, name)
     if crc is not None and hex64(crc64(data)) != crc:
         raise CorruptCheckpointError(
-            "the manifest is not the one that the record names (checksum differs)",
+            "the manifest differs from the one that was written (checksum differs)",
             remedy="use an older checkpoint, and check the file system",
             path=path,
         )
-    try:
-        return Manifest.from_json(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _senseless(path, error) from error
+    return _named(Manifest, open_json(data, path), name, path)
 
 
 def read_record(storage: Storage, name: str) -> Record:
-    """A record, checked against its own checksum."""
+    """Read a record and compare it with its own checksum and its name.
+
+    Raises:
+        As `read_manifest`.
+    """
     path = file_url(storage.url, name)
-    body = open_json(storage.read(name), path)
+    return _named(Record, open_json(storage.read(name, most=MAX_JSON_BYTES), path), name, path)
+
+
+def read_part(storage: Storage, said: PartRecord, manifest: Manifest) -> dict[str, Any]:
+    """Read the part of a rank and compare it with the manifest that names it.
+
+    Raises:
+        CheckpointNotFoundError: it is not there.
+        CorruptCheckpointError, FormatVersionError: it differs from the one that the manifest names.
+    """
+    path = file_url(storage.url, said.name)
+    data = storage.read(said.name, most=MAX_JSON_BYTES)
+    if hex64(crc64(data)) != said.crc64:
+        raise CorruptCheckpointError(
+            "the part record differs from the one that the manifest names (checksum differs)",
+            remedy="use an older checkpoint, and check the file system",
+            path=path,
+        )
+    body = open_json(data, path)
+    part = _sensible(Part, body, path)
+    for key in ("rank", "files"):
+        if getattr(part, key) != getattr(said, key):
+            raise _contradicts(path, key, getattr(part, key), getattr(said, key), "the manifest")
+    _refuse_unlike(part, manifest, ("attempt", "group_ranks", "kind", "step"), path, "the manifest")
+    return body
+
+
+_Body = TypeVar("_Body", Manifest, Record, Part)
+
+
+def _named(cls: type[_Body], body: dict[str, Any], name: str, path: str) -> _Body:
+    """Parse a body and compare it with the file's name. That finds a whole file that was put under
+    another name."""
+    made = _sensible(cls, body, path)
+    parsed = parse_name(name)
+    if parsed is not None:
+        _refuse_unlike(
+            made, parsed, ("fencing_token", "number", "session"), path, "the name of the file"
+        )
+    return made
+
+
+def _sensible(cls: type[_Body], body: dict[str, Any], path: str) -> _Body:
     try:
-        return Record.from_json(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _senseless(path, error) from error
+        return cls.from_json(body)
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the file cannot be decoded: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
 
 
-def _senseless(path: str, error: Exception) -> CorruptCheckpointError:
+def _refuse_unlike(ours: Any, other: Any, keys: Iterable[str], path: str, where: str) -> None:
+    for key in keys:
+        if getattr(ours, key) != getattr(other, key):
+            raise _contradicts(path, key, getattr(ours, key), getattr(other, key), where)
+
+
+def _contradicts(path: str, key: str, ours: Any, other: Any, where: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"the file does not make sense: {type(error).__name__} {error}",
-        remedy="use an older checkpoint",
+        f"{key} is {str(ours)[:200]!r} here, but {str(other)[:200]!r} in {where}: files of "
+        "different saves were mixed",
+        remedy="use an older checkpoint, and find out what changes files there",
         path=path,
     )
 
 
+def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manifest]]) -> None:
+    """Check that the manifests of the record at `at` are of one step, point back to it, and share
+    no rank."""
+    owner: dict[int, str] = {}
+    for directory, manifest in manifests:
+        path = file_url(
+            directory, manifest_name(manifest.fencing_token, manifest.number, manifest.session)
+        )
+        _refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
+        way = manifest.record
+        back = way and file_url(join_url(directory, way.rpartition("/")[0]), way.rpartition("/")[2])
+        if back != at:
+            raise _contradicts(path, "record", way, at, "the record that names it")
+        for rank in manifest.group_ranks:
+            if owner.setdefault(rank, directory) != directory:
+                raise _contradicts(
+                    path, f"the directory of rank {rank}", directory, owner[rank], at
+                )
+
+
 def commits_at(storage: Storage) -> list[Candidate]:
-    """Candidates here, newest first, a record before a manifest of its own. Not yet read."""
-    names = [info.name for kind in ("record", "manifest") for info in storage.list(f"{kind}-")]
+    """Candidates here, newest first, a record before a manifest of its own. Not yet read: what has
+    such a name and is no file is told then, and no older commit is taken in its place."""
+    names = [info.name for prefix in _COMMITS for info in storage.list(prefix)]
+    names += storage.list_no_files(_COMMITS)
     return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)
 
 
@@ -86,18 +189,19 @@ def _candidate(name: str) -> Candidate | None:
     parsed = parse_name(name)
     if parsed is None or parsed.kind not in ("record", "manifest"):
         return None
-    return (parsed.epoch, parsed.number), parsed.kind, name
+    return (parsed.fencing_token, parsed.number), parsed.kind, name
 
 
 def choose_commit(storage: Storage, choose: str | None = None, name: str | None = None) -> Commit:
-    """The newest commit here, or the one named `choose`.
+    """Find the newest commit here, or the one named `choose`.
 
     Args:
-        name: the `Commit.name` of who found it here. Nothing is listed then, unless it is gone.
+        name: the `Commit.name` under which a peer found it here. Then nothing is listed, unless the
+            file is gone.
 
     Raises:
-        CheckpointNotFoundError: none; says what is here instead.
-        CorruptCheckpointError: the newest is damaged. What is older is not taken silently.
+        CheckpointNotFoundError: there is none. The message says what is here instead.
+        CorruptCheckpointError: the newest is damaged. An older one is never taken silently.
         FormatVersionError: a newer major version wrote the newest.
     """
     told = None if name is None else _candidate(name)
@@ -110,20 +214,20 @@ def choose_commit(storage: Storage, choose: str | None = None, name: str | None 
                 return commit
         except CheckpointNotFoundError as error:
             failure = error
-        # A save that landed meanwhile may have swept what we were about to read.
+        # A newer save may have swept what we were about to read.
         before, candidates = candidates, commits_at(storage)
         if candidates != before:
             continue
         if failure is None:
             raise _nothing(storage, choose, bool(candidates))
         raise CorruptCheckpointError(
-            "a file that the commit is made of is missing",
-            remedy="see who deletes files there; use an older checkpoint",
+            "a file of the commit is missing",
+            remedy="find out what deletes files there; use an older checkpoint",
             path=failure.path,
         ) from failure
     raise StorageError(
-        f"commits came and went {_TURNS} times while this one was read",
-        remedy="load when fewer saves land here",
+        f"newer saves replaced the commit {_TURNS} times while it was read",
+        remedy="load at a time when fewer saves are made here",
         path=storage.url,
     )
 
@@ -132,7 +236,7 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
     if choose is not None:
         named = _candidate(choose)
         if named is None:
-            raise UsageError(f"{choose!r} is no commit", remedy="pass Catalogue.identity")
+            raise UsageError(f"{choose!r} is not a commit", remedy="pass Catalogue.identity")
         candidates = [c for c in candidates if c[0][0] == named[0][0]]
     for order, kind, name in candidates:
         if kind == "record":
@@ -148,11 +252,12 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     record = read_record(storage, name)
 
     def one(group: dict[str, str]) -> tuple[str, Manifest]:
-        here = open_storage(join_url(storage.url, group["directory"]))
+        here = storage.at(join_url(storage.url, group["directory"]))
         return here.url, read_manifest(here, group["manifest"], group["crc64"])
 
-    with pool_here(max(1, min(READERS, len(record.groups)))) as pool:
+    with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))
+    _refuse_mixed(record, file_url(storage.url, name), manifests)
     return Commit(name, name, record.committed_at, order, manifests, through_record=True)
 
 
@@ -176,7 +281,7 @@ def _through_record(
     record_name = manifest.record.rsplit("/", 1)[-1]
     if choose not in (None, record_name):
         return None
-    parent = open_storage(parent_url(path))
+    parent = storage.at(parent_url(path))
     try:
         record = read_record(parent, record_name)
     except CheckpointNotFoundError:
@@ -185,48 +290,56 @@ def _through_record(
         if group["manifest"] == name and join_url(parent.url, group["directory"]) == storage.url:
             checked = read_manifest(storage, name, group["crc64"])
             manifests = ((storage.url, checked),)
+            _refuse_mixed(record, file_url(parent.url, record_name), manifests)
             return Commit(record_name, name, record.committed_at, order, manifests)
     return None
 
 
-# -- what to say when there is nothing ---------------------------------------------------------
+# -- the error when nothing is committed -----------------------------------------------------------
 
 
 def _nothing(storage: Storage, choose: str | None, candidates: bool) -> CheckpointNotFoundError:
-    remedy = "give the directory of a finished save; `smckpt ls` lists what is below a directory"
+    remedy = "pass the directory of a finished save; `smckpt ls` lists what is below a directory"
     if choose is not None:
         what = f"the commit {choose}, which another group loads, is not here"
         remedy = "all groups of a step load from directories of the same step"
     elif candidates:
         what = "there are manifests, but the record that would commit their step is missing"
-        remedy = "the save was cut short: use an older step; a group's directory that was copied "
-        remedy += "elsewhere needs the record at its place too"
+        remedy = "the save was interrupted: use an older step. If you copied a group's directory "
+        remedy += "elsewhere, copy the record too, to the same relative place"
     else:
-        what = _what_is_here(storage)
+        what, of_foreign = what_is_here(storage)
+        remedy = of_foreign or remedy
     return CheckpointNotFoundError(
         f"no committed checkpoint: {what}", remedy=remedy, path=storage.url
     )
 
 
-def _what_is_here(storage: Storage) -> str:
-    directories = storage.list_dirs()
+def what_is_here(storage: Storage) -> tuple[str, str]:
+    """What a place without a commit has instead, and the remedy if it holds another format."""
+    names = [info.name for info in storage.list()]
+    known = foreign_format(names, storage.url)
+    return known or (_ours_nearby(storage, names), "")
+
+
+def _ours_nearby(storage: Storage, names: list[str]) -> str:
+    directories = sorted(storage.list_dirs(), key=natural_order)
     below = [d for d in directories[:_BELOW] if _holds_commit(storage.join(d))]
     if below:
-        return f"but there are some below, in {', '.join(below[:4])}"
+        return f"but checkpoints are below, in {', '.join(below[:4])}"
     above = storage
     for _ in range(_LEVELS):
         try:
-            above = open_storage(parent_url(above.url))
+            above = storage.at(parent_url(above.url))
         except UsageError:
             break  # a whole bucket
         if _holds_commit(above):
-            return f"but there is one above, in {above.url}"
-    names = [info.name for info in storage.list()]
+            return f"but a checkpoint is above, in {above.url}"
     ours = [name for name in names if parse_name(name) is not None]
     if ours:
-        return f"only {len(ours)} files of unfinished saves"
+        return f"the directory holds only {len(ours)} files of unfinished saves"
     if names or directories:
-        return f"{len(names)} other files and {len(directories)} directories"
+        return f"the directory holds {len(names)} other files and {len(directories)} directories"
     return "the directory is empty or missing"
 
 

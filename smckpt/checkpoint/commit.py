@@ -1,98 +1,95 @@
-"""Publishing: what a coordinator does when all parts are written. Runs in the worker.
+"""What a coordinator does when all parts are written: it publishes. This runs in the worker.
 
-Each function takes plain values and gives a JSON-able dict. Nothing that exists is ever replaced:
-epochs, manifests and records are created exclusively.
+Each function takes the access to stores and plain values, and gives a JSON-able dict. Nothing that
+exists is ever replaced: leases, manifests and records are created exclusively.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from smckpt.checkpoint.claims import claim_epoch, later_run, mark_epoch, probe
+from smckpt.checkpoint.choose import read_manifest
 from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import (
+from smckpt.checkpoint.format import Manifest, Record, manifest_name, nested, record_name
+from smckpt.checkpoint.gather import READERS, gather_parts
+from smckpt.checkpoint.leases import later_run, mark_lease, probe, take_lease
+from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.sealed import (
     FORMAT_VERSION,
-    SPREAD_VERSION,
-    Manifest,
-    Record,
-    manifest_name,
+    MAX_JSON_BYTES,
+    PREFIX_SHARDING_VERSION,
     open_json,
-    record_name,
     seal_json,
 )
-from smckpt.checkpoint.gather import READERS, gather_parts
-from smckpt.checkpoint.spread import Homes, Spread
-from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
+from smckpt.checkpoint.sweep import discard_attempt, sweep
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     StateError,
     StorageError,
     UsageError,
 )
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.pool import pool_here
+from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, join_url
 
 # The worker looks up here what a request names.
 __all__ = [
-    "claim_epoch",
     "probe",
     "publish_manifest",
     "publish_record",
     "sweep",
-    "sweep_records",
+    "take_lease",
 ]
 
 
 def publish_manifest(
+    access: Access,
     directory: str,
     attempt: str,
     session: str,
     number: int,
-    epoch: int,
+    fencing_token: int,
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
     record: str | None,
-    spread: Mapping[str, Any] | None = None,
+    prefix_sharding: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read all parts back, see that they belong together, and create the manifest.
+    """Read all parts back, check that they belong together, and create the manifest.
 
     When it returns for a group whose `record` is None, the checkpoint is committed.
 
     Args:
         directory: URL of the group's directory.
-        attempt, session, number: of the save.
-        epoch: claimed in `directory`, or in the directory of the record.
-        ranks: of the group.
+        attempt, session, number: those of the save.
+        fencing_token: of the lease of `directory`, or of the record's directory.
+        ranks: the ranks of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
-        record: the relative way from `directory` to the record that will commit it, or None.
-        spread: how the ranks' files are spread over prefixes, as `Spread.to_json` gives it.
+        record: the relative path from `directory` to the record that will commit it, or None.
+        prefix_sharding: of the ranks' files, as `PrefixSharding.to_json` gives it.
 
     Returns:
         "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
-        "tensors" (rows of the merged table).
+        "tensors" (how many rows the merged table has).
 
     Raises:
-        StorageError: a part is missing (the directory is not shared), a later run has claimed the
-            directory, or another writer has the name.
-        CorruptCheckpointError: a part reads back otherwise than it was written.
+        StorageError: a part is missing (the directory is not shared), a later run has a lease of
+            the directory, or another writer has the name.
+        CorruptCheckpointError: a part reads back with other bytes than were written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage, over = open_storage(directory), Spread.from_json(spread)
-    homes = Homes(storage, over)
-    try:  # also where it was claimed before: the directory may have been removed meanwhile
-        mark_epoch(storage, epoch, session, over, ranks)
+    storage, over = access.open(directory), PrefixSharding.from_json(prefix_sharding)
+    stores = PrefixStores(storage, over)
+    try:  # also where it was taken before: the directory may have been removed meanwhile
+        mark_lease(storage, fencing_token, session, over, ranks)
     except StorageError as error:
-        _take_back(homes, attempt, error)
-    # Before the parts are looked at: a run that gives up this attempt says so before it deletes,
-    # so either we see that here or it sees our claim and leaves the files alone.
-    _refuse_fenced(homes, epoch, attempt)
-    gathered = gather_parts(homes, attempt, ranks, parts)
+        _take_back(stores, attempt, error)
+    # This comes before the parts are read. A run that gives up this attempt fences it before it
+    # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
+    _refuse_fenced(stores, fencing_token, attempt)
+    gathered = gather_parts(stores, attempt, ranks, parts)
     manifest = Manifest(
         checkpoint_id=gathered.head["checkpoint_id"],
         kind=gathered.head["kind"],
@@ -100,21 +97,21 @@ def publish_manifest(
         attempt=attempt,
         session=session,
         number=number,
-        epoch=epoch,
+        fencing_token=fencing_token,
         group_ranks=tuple(sorted(ranks)),
         committed_at=time.time_ns(),
         record=record,
         parts=gathered.parts,
         layout=gathered.layout,
-        spread=over,
+        prefix_sharding=over,
         optimizers=gathered.optimizers,
         topology=gathered.head["topology"],
         metadata=gathered.head["metadata"],
         versions=gathered.head["versions"],
-        format=SPREAD_VERSION if over else FORMAT_VERSION,
+        format=PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
     )
-    _refuse_fenced(homes, epoch, attempt)
-    name = manifest_name(epoch, number, session)
+    _refuse_fenced(stores, fencing_token, attempt)
+    name = manifest_name(fencing_token, number, session)
     data = _create(storage, name, manifest.to_json())
     return {
         "manifest": name,
@@ -126,61 +123,63 @@ def publish_manifest(
     }
 
 
-def _refuse_fenced(homes: Homes, epoch: int, attempt: str) -> None:
-    """A later run has the directory: take back what we wrote, which nobody else would find."""
-    error = later_run(homes.directory, epoch, [homes.directory.url], attempt)
+def _refuse_fenced(stores: PrefixStores, fencing_token: int, attempt: str) -> None:
+    """If a later run owns the directory, delete what we wrote, because nobody else would find
+    it."""
+    error = later_run(stores.directory, fencing_token, [stores.directory.url], attempt)
     if error is not None:
-        _take_back(homes, attempt, error)
+        _take_back(stores, attempt, error)
 
 
-def _take_back(homes: Homes, attempt: str, error: StorageError) -> NoReturn:
+def _take_back(stores: PrefixStores, attempt: str, error: StorageError) -> NoReturn:
     try:
-        discard_attempt(homes, attempt)
+        discard_attempt(stores, attempt)
     except CheckpointError as other:
         raise error from other
     raise error
 
 
 def publish_record(
+    access: Access,
     directory: str,
     session: str,
     number: int,
-    epoch: int,
+    fencing_token: int,
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Create the record that commits the manifests of several groups.
 
     Args:
-        directory: URL in which the record will stand.
-        session, number, epoch: of the step; they make the record's name.
+        directory: URL of the directory of the record.
+        session, number, fencing_token: of the step; they make the record's name.
         groups: {"directory" (relative), "manifest", "crc64", "coordinator"} of each.
 
     Returns:
         "record" (name), "bytes" (of all data files of all groups).
 
     Raises:
-        UsageError: two groups share a directory, or are of different kinds or steps.
-        StateError: the groups' manifests are not of one save.
-        StorageError: a manifest is not here, or a later run has claimed the directories.
+        UsageError: two groups share a directory, or have different kinds or steps.
+        StateError: the groups' manifests belong to different saves.
+        StorageError: a manifest is not here, or a later run has a lease of the directories.
     """
-    storage = open_storage(directory)
+    storage = access.open(directory)
     urls = [join_url(storage.url, group["directory"]) for group in groups]
     _refuse_nested(urls, storage.url)
-    name = record_name(epoch, number, session)
-    with pool_here(min(READERS, len(groups))) as pool:
-        manifests = list(pool.map(_read_manifest, urls, groups))
-    _check_step(manifests, urls, join_url(storage.url, name), epoch)
+    name = record_name(fencing_token, number, session)
+    with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
+        manifests = list(pool.map(_read_manifest, map(storage.at, urls), groups))
+    _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
     record = Record(
         session=session,
         number=number,
-        epoch=epoch,
+        fencing_token=fencing_token,
         kind=manifests[0].kind,
         step=manifests[0].step,
         committed_at=time.time_ns(),
         nbytes=sum(f.size for m in manifests for p in m.parts for f in p.files),
         groups=tuple(dict(group) for group in groups),
     )
-    error = later_run(storage, epoch, urls)
+    error = later_run(storage, fencing_token, urls)
     if error is not None:
         raise error
     _create(storage, name, record.to_json())
@@ -188,47 +187,30 @@ def publish_record(
 
 
 def _refuse_nested(urls: Sequence[str], root: str) -> None:
-    ordered = sorted(url.rstrip("/") + "/" for url in urls)
-    for a, b in itertools.pairwise(ordered):
-        if b.startswith(a):
-            raise UsageError(
-                f"two groups have one directory, {a}" if a == b else f"{b} lies within {a}",
-                remedy="give each group a directory of its own, side by side: put what tells them "
-                "apart (the TP, EP, PP and shard coordinates) in the path",
-                path=root,
-            )
+    if pair := nested(urls):
+        a, b = pair
+        raise UsageError(
+            f"two groups have one directory, {a}" if a == b else f"{b} lies within {a}",
+            remedy="give each group a directory of its own, none inside another: put the TP, EP, "
+            "PP and shard coordinates that distinguish them into the path",
+            path=root,
+        )
 
 
-def _read_manifest(url: str, group: Mapping[str, Any]) -> Manifest:
-    storage = open_storage(url)
-    path = join_url(url, group["manifest"])
+def _read_manifest(storage: Storage, group: Mapping[str, Any]) -> Manifest:
     try:
-        data = storage.read(group["manifest"])
+        return read_manifest(storage, group["manifest"], group["crc64"])
     except CheckpointNotFoundError as error:
         raise StorageError(
-            f"the manifest that rank {group['coordinator']} published is not seen from here: the "
-            "directory is not shared by all hosts",
+            f"this host does not see the manifest that rank {group['coordinator']} published: the "
+            "hosts do not share the directory",
             remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-            path=path,
-        ) from error
-    if hex64(crc64(data)) != group["crc64"]:
-        raise CorruptCheckpointError(
-            "the manifest reads back otherwise than it was written",
-            remedy="check the file system; the step is not committed",
-            path=path,
-        )
-    try:
-        return Manifest.from_json(open_json(data, path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(
-            f"the manifest does not make sense: {type(error).__name__} {error}",
-            remedy="this is a fault of smckpt: please report it",
-            path=path,
+            path=file_url(storage.url, group["manifest"]),
         ) from error
 
 
 def _check_step(
-    manifests: Sequence[Manifest], urls: Sequence[str], record: str, epoch: int
+    manifests: Sequence[Manifest], urls: Sequence[str], record: str, fencing_token: int
 ) -> None:
     first = manifests[0]
     owner: dict[int, str] = {}
@@ -237,20 +219,20 @@ def _check_step(
             ours, theirs = getattr(manifest, key), getattr(first, key)
             if ours != theirs:
                 raise UsageError(
-                    f"{key} is {ours!r} in {url}, {theirs!r} in {urls[0]}",
+                    f"{key} is {ours!r} in {url}, but {theirs!r} in {urls[0]}",
                     remedy=f"pass the same {key} in all groups of a step",
                     path=url,
                 )
         if manifest.number != first.number:
             raise StateError(
-                f"save {manifest.number} of one group would be committed with save "
-                f"{first.number} of another, which may be another step",
-                remedy="all groups must save equally often: restart the job, or give saves that "
-                "only some groups make a queue= of their own",
+                f"save {manifest.number} of one group would be committed with save {first.number} "
+                "of another group, and the two may be different steps",
+                remedy="restart the job; all groups must save equally often, so give a save that "
+                "only some groups make a queue= of its own",
                 path=url,
             )
         way = manifest.record
-        if manifest.epoch != epoch or way is None or join_url(url, way) != record:
+        if manifest.fencing_token != fencing_token or way is None or join_url(url, way) != record:
             raise StateError(
                 f"the manifest there does not name the record {record}",
                 remedy="this is a fault of smckpt: please report it",
@@ -259,8 +241,8 @@ def _check_step(
         for rank in manifest.group_ranks:
             if rank in owner:
                 raise StateError(
-                    f"rank {rank} wrote to {owner[rank]} and to {url}",
-                    remedy="make the groups of a step disjoint",
+                    f"rank {rank} is in two groups: it wrote to {owner[rank]} and to {url}",
+                    remedy="put each rank into only one group of a step",
                     path=url,
                 )
             owner[rank] = url
@@ -269,17 +251,18 @@ def _check_step(
 def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     """Create the file, once; what stands under the name afterwards.
 
-    That our own earlier call succeeded, though its answer was lost, counts as success.
+    If the name exists with the same content, our own earlier call succeeded and its answer was
+    lost. That counts as success.
     """
     data = seal_json(body)
     if storage.put_exclusive(name, data):
         return data
     path = file_url(storage.url, name)
-    stands = storage.read(name)
+    stands = storage.read(name, most=MAX_JSON_BYTES)
     there = {**open_json(stands, path), "committed_at": body["committed_at"]}
     if seal_json(there) != data:
         raise StorageError(
-            "another writer has created a file of this name with other contents",
+            "another writer has created a file with this name and other content",
             remedy="two jobs write to one directory: give each its own",
             path=path,
         )

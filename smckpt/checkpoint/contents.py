@@ -1,5 +1,5 @@
-"""The files that one committed checkpoint is made of, group by group: what a copy takes along and a
-removal removes, and nothing else."""
+"""The files of one committed checkpoint, group by group. A copy takes exactly these files, and a
+removal deletes exactly these."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from smckpt.checkpoint.choose import choose_commit, read_record
 from smckpt.checkpoint.format import FileRecord, Manifest
-from smckpt.errors import CorruptCheckpointError, UsageError
-from smckpt.storage import open_storage
+from smckpt.errors import UsageError
+from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url
 
-__all__ = ["Contents", "Group", "contents_of"]
+__all__ = ["Contents", "GroupContents", "contents_of"]
 
 
 @dataclass(frozen=True)
-class Group:
-    """One group's share. directory: relative to the checkpoint's, "" where it is the same.
-    manifest_crc64: what the record says of the manifest's file; None without a record."""
+class GroupContents:
+    """One group's share. directory: relative to the checkpoint's directory, "" if it is the same.
+    manifest_crc64: the checksum of the manifest's file according to the record; None without a
+    record."""
 
     directory: str
     manifest_name: str
@@ -33,11 +34,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Contents:
-    """A committed checkpoint at `url`; record: the name of the file that commits several groups."""
+    """A committed checkpoint in the directory `storage`. record: the name of the file that commits
+    several groups."""
 
-    url: str
+    storage: Storage
     record: str | None
-    groups: tuple[Group, ...]
+    groups: tuple[GroupContents, ...]
+
+    @property
+    def url(self) -> str:
+        return self.storage.url
 
     @property
     def identity(self) -> str:
@@ -50,45 +56,38 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """Of all data files."""
+        """Bytes of all data files."""
         return sum(file.size for group in self.groups for file in group.data)
 
     @property
     def files(self) -> int:
-        """How many files, commits and checksums included."""
+        """How many files, with commits and checksums."""
         each = (1 + sum(1 + 2 * len(p.files) for p in g.manifest.parts) for g in self.groups)
         return sum(each) + (self.record is not None)
 
 
-def contents_of(url: str) -> Contents:
-    """What the newest commit at `url` names.
+def contents_of(storage: Storage) -> Contents:
+    """List what the newest commit in a directory names.
 
     Raises:
         CheckpointNotFoundError: nothing committed is here.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
-        UsageError: this is one group of a step, which is no checkpoint without the others.
+        UsageError: this is one group of a step; it is no checkpoint without the other groups.
     """
-    storage = open_storage(url)
     commit = choose_commit(storage)
     if commit.through_record:
         record = read_record(storage, commit.identity)
-        groups = []
-        for told, (directory, manifest) in zip(record.groups, commit.manifests, strict=True):
-            # A record is made in the common parent: one that names other places is not ours.
-            if directory != storage.join(told["directory"]).url:
-                raise CorruptCheckpointError(
-                    f"the record names {directory}, which is not below it",
-                    remedy="use an older checkpoint",
-                    path=join_url(storage.url, commit.identity),
-                )
-            groups.append(Group(told["directory"], told["manifest"], told["crc64"], manifest))
-        return Contents(storage.url, commit.identity, tuple(groups))
+        groups = (
+            GroupContents(told["directory"], told["manifest"], told["crc64"], manifest)
+            for told, (_, manifest) in zip(record.groups, commit.manifests, strict=True)
+        )
+        return Contents(storage, commit.identity, tuple(groups))
     ((directory, manifest),) = commit.manifests
     if manifest.record is not None:
         above = parent_url(join_url(directory, manifest.record))
         raise UsageError(
-            "this is one group of a step, and no checkpoint without the others",
-            remedy=f"name the directory of the step, {above}",
+            "this is one group of a step; it is no checkpoint without the other groups",
+            remedy=f"pass the directory of the step, {above}",
             path=storage.url,
         )
-    return Contents(storage.url, None, (Group("", commit.identity, None, manifest),))
+    return Contents(storage, None, (GroupContents("", commit.identity, None, manifest),))

@@ -1,4 +1,5 @@
-"""CRC-64/NVME: what S3 computes and keeps for an object, 9–11 GB/s a core, composable."""
+"""CRC-64/NVME: S3 computes and keeps it for an object, a core computes 9–11 GB/s, and the values of
+two parts can be combined."""
 
 from __future__ import annotations
 
@@ -6,21 +7,22 @@ from awscrt import checksums
 
 __all__ = ["BLOCK", "combine", "crc64", "hex64"]
 
-BLOCK = 1 << 20  # the unit of the sidecars: a changed byte is found within one MiB
+BLOCK = 1 << 20  # bytes that one checksum covers, so a changed byte is found within one MiB
 
 
 def crc64(data: bytes | memoryview, previous: int = 0) -> int:
-    """CRC-64/NVME of `data`, going on from `previous`. Lets go of the GIL on long data."""
+    """CRC-64/NVME of `data` after bytes whose value is `previous`. Releases the GIL on long
+    data."""
     value: int = checksums.crc64nvme(data, previous)
     return value
 
 
 def combine(first: int, second: int, second_length: int) -> int:
-    """The CRC of two pieces one after the other, the second `second_length` bytes long."""
+    """The CRC of two consecutive pieces. The second has `second_length` bytes."""
     value: int = checksums.combine_crc64nvme(first, second, second_length)
     return value
 
 
 def hex64(value: int) -> str:
-    """16 hex digits, as the JSON files have it."""
+    """16 hex digits, as in the JSON files."""
     return f"{value:016x}"

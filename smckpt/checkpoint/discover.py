@@ -4,148 +4,262 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import os
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from smckpt.calls import alone
 from smckpt.checkpoint.choose import Commit, choose_commit, commits_at
-from smckpt.checkpoint.spread import is_prefix
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import relative_url
+from smckpt.checkpoint.foreign import natural_order
+from smckpt.checkpoint.format import SENSELESS, parse_name
+from smckpt.checkpoint.prefixes import is_prefix
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
+from smckpt.storage import Storage, access_to
+from smckpt.storage.urls import normal_url, relative_url
 
-__all__ = ["Found", "find_checkpoints", "latest"]
+__all__ = ["FoundCheckpoint", "find_checkpoints", "latest"]
 
 log = logging.getLogger("smckpt")
 
-# What the store answers for as long as nobody changes the place: not ours, or of no use to us.
+# Errors that stay until somebody changes the place. The place is not ours, or useless to us.
 _FOREIGN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
-DEPTH = 3  # levels of directories below the root that are looked at
+_SKEW = 60 * 10**9  # nanoseconds by which the clocks of healthy hosts may differ
+DEPTH = 3  # how many levels of directories below the root are searched
 
 
-@dataclass(frozen=True)
-class Found:
-    """A committed checkpoint, usable as a path.
+@dataclass(frozen=True, repr=False, eq=False)
+class FoundCheckpoint(str):
+    """A committed checkpoint. It is the text of its path, or of its URL without the last slash.
+
+    So you can pass it wherever a path is expected: `load(checkpoint_id=found)`, `open(found /
+    "notes.txt")`, `f"{found}/part0"`, `Path(found)`. It also knows what the commit says:
 
     Args:
-        path: where it is opened.
-        step: as the save was told, or None.
-        epoch, number: which session made it, and its how-manieth save it was.
+        path: the same text.
+        step: the step that the save recorded, or None.
+        fencing_token, number: which session made it, and the number of the save in that session.
         committed_at: nanoseconds since 1970.
         kind: "LOCAL", "SHARDED", "FULL" or None.
         nbytes: of all data files.
         groups: the groups' directories, relative to `path`.
         identity: the name of the file that commits it.
+        metadata: as the save was told.
     """
 
     path: str
     step: int | None
-    epoch: int
+    fencing_token: int
     number: int
     committed_at: int
     kind: str | None
     nbytes: int
     groups: tuple[str, ...]
     identity: str
+    metadata: dict[str, Any] = field(default_factory=dict)
 
-    def __fspath__(self) -> str:
-        return self.path
+    def __new__(cls, path: str, *_: Any, **__: Any) -> FoundCheckpoint:
+        return super().__new__(cls, path)
+
+    def __repr__(self) -> str:
+        return f"FoundCheckpoint({self.path!r}, step={self.step})"
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> str:
+        """The path of something inside it, written with `/` as for `pathlib`."""
+        return f"{self.path.rstrip('/')}/{os.fspath(name)}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Found:
-        return cls(**{**data, "groups": tuple(data["groups"])})
+    def from_json(cls, data: Any) -> FoundCheckpoint:
+        """What a peer sent.
+
+        Raises:
+            PeerError: the data is something else.
+        """
+        try:
+            return cls(**{**data, "groups": tuple(data["groups"])})
+        except SENSELESS as error:
+            raise PeerError(
+                f"a peer's message about a checkpoint cannot be decoded: {type(error).__name__} "
+                f"{error}",
+                remedy="all ranks must run one version of smckpt",
+            ) from error
 
 
-def find_checkpoints(root: str, depth: int = DEPTH, *, sure: bool = False) -> list[Found]:
-    """All committed checkpoints at and below `root`, oldest first; one for each place: the newest
-    there. Oldest by step where all have one, else by when they were committed.
+@alone()
+def find_checkpoints(
+    root: str | os.PathLike[str],
+    depth: int = DEPTH,
+    *,
+    sure: bool = False,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> list[FoundCheckpoint]:
+    """Find all committed checkpoints at and below `root`, oldest first. Each directory gives one,
+    its newest. If all have a step, they are ordered by step. Otherwise the saves of one session are
+    ordered by their numbers, and sessions by their clocks; a warning says where those clocks cannot
+    be right.
 
-    Unfinished, half-written and foreign directories are passed over; so is one that cannot be read,
-    with a warning in the log. A group's directory is found as a part of its step, or by itself
-    where it is the root.
+    Unfinished, half-written and foreign directories are skipped. A directory that cannot be read is
+    skipped with a warning in the log. A group's directory is found as a part of its step, or by
+    itself if it is the root.
 
     Args:
-        sure: a directory that the store fails to read just now is not passed over.
+        sure: raise if the store fails to read a directory at this moment, instead of skipping it.
+        s3_region, s3client_config: as for `smckpt.load`.
 
     Raises:
-        StorageError: the root itself cannot be read; or `sure`, and one below.
+        StorageError: the root cannot be read; with `sure`, also a directory below it.
     """
-    top = open_storage(root)
-    top.list_dirs()  # a root that cannot be read is no empty root
+    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    return found_below(access.open(root), depth, sure=sure)
+
+
+def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list[FoundCheckpoint]:
+    """`find_checkpoints` for a directory that is already open."""
+    top.list_dirs()  # raises if the root cannot be read: it must not look empty
     found = []
-    for storage in _directories(top, depth, sure):
+    refused: set[str] = set()  # so that each is logged once
+    for storage in _directories(top, depth, sure, refused):
         try:
-            commit = choose_commit(storage) if commits_at(storage) else None
-        except CheckpointNotFoundError:
-            continue  # manifests of steps that were not finished
+            one = found_at(storage, group=storage is top)
         except CheckpointError as error:
             _pass_over(error, sure)
+            refused.add(storage.url)
             continue
-        if commit is not None and (storage is top or not _of_a_step(commit)):
-            found.append(_found(storage, commit))
-    return sorted(found, key=_order(found))
+        if one is not None:
+            found.append(one)
+    return _in_order(found)
 
 
-def latest(root: str, depth: int = DEPTH) -> Found | None:
-    """The newest of `find_checkpoints`, or None.
+def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None:
+    """The newest commit in this very directory, or None.
+
+    Args:
+        group: also where it is one group of a step.
 
     Raises:
-        StorageError: the store fails to read a directory just now. It may hold the newest: a job
-            that went on without would begin at an older step, or anew.
+        CheckpointError: it cannot be read.
     """
-    found = find_checkpoints(root, depth, sure=True)
+    try:
+        commit = choose_commit(storage) if commits_at(storage) else None
+    except CheckpointNotFoundError:
+        return None  # a manifest of a step that was never committed
+    if commit is None or (_of_a_step(commit) and not group):
+        return None
+    return _found(storage, commit)
+
+
+def latest(root: Storage, depth: int = DEPTH) -> FoundCheckpoint | None:
+    """The newest of `found_below`, or None.
+
+    Raises:
+        StorageError: the store fails to read a directory at this moment. It may hold the newest
+            checkpoint; without it a job would begin at an older step, or from the start.
+    """
+    found = found_below(root, depth, sure=True)
     return found[-1] if found else None
 
 
 def _pass_over(error: CheckpointError, sure: bool) -> None:
-    """Log why a directory is not looked into; where it may be ours and only the moment is bad,
-    raise that."""
+    """Log why a directory is skipped. With `sure`, raise if the directory may be ours and may be
+    readable later."""
     its = error.__cause__
     foreign = isinstance(its, OSError) and its.errno in _FOREIGN
     if sure and isinstance(error, StorageError) and not foreign:
         raise error
-    log.warning("passed over: %s", error)
+    log.warning("skipped: %s", error)
 
 
-def _order(found: list[Found]) -> Any:
+def _in_order(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """Sort, oldest first. A step never goes back, and neither does the number of a session's save,
+    but a clock may."""
     if all(f.step is not None for f in found):
-        return lambda f: (f.step, f.committed_at, f.epoch, f.number)
-    return lambda f: (f.committed_at, f.epoch, f.number)
+        return sorted(found, key=lambda f: (f.step, f.committed_at, f.fencing_token, f.number))
+    seen: dict[str, int] = {}  # session → its latest time so far
+    times: dict[str, int] = {}
+    for one in sorted(found, key=lambda f: (f.number, f.committed_at)):
+        session = _session(one)
+        seen[session] = max(seen.get(session, 0), one.committed_at)
+        times[one.path] = seen[session]
+    ordered = sorted(found, key=lambda f: (times[f.path], f.number, f.fencing_token))
+    if len(seen) > 1:
+        _doubt(ordered)
+    return ordered
+
+
+def _session(found: FoundCheckpoint) -> str:
+    name = parse_name(found.identity)
+    return name.session if name else ""
+
+
+def _doubt(ordered: list[FoundCheckpoint]) -> None:
+    """Warn if the order of sessions, which depends on clocks, cannot be trusted."""
+    newest = ordered[-1]
+    why = ""
+    if newest.committed_at > time.time_ns() + _SKEW:
+        why = "its time lies in the future, so a host's clock is or was wrong"
+    for other in ordered[:-1]:
+        if _session(other) != _session(newest) and _follows(other, newest):
+            why = f"{other} has a higher number, but was committed earlier by its host's clock"
+    if why:
+        log.warning(
+            "%s is taken as the newest checkpoint, but %s. Not all checkpoints here record their "
+            "step: pass step= to async_save, or put a whole number 'step' into the state. To "
+            "resume from another checkpoint, pass its directory",
+            newest,
+            why,
+        )
+
+
+def _follows(one: FoundCheckpoint, other: FoundCheckpoint) -> bool:
+    """Whether the paths differ only in numbers, and `one` has the higher ones."""
+    a, b = natural_order(one.path), natural_order(other.path)
+    return a > b and [text for _, text in a] == [text for _, text in b]
 
 
 def _of_a_step(commit: Commit) -> bool:
-    """Whether it is one group of a step, whose record stands elsewhere."""
+    """Whether it is one group of a step whose record is in another directory."""
     return not commit.through_record and commit.manifests[0][1].record is not None
 
 
-def _found(storage: Storage, commit: Commit) -> Found:
+def _found(storage: Storage, commit: Commit) -> FoundCheckpoint:
     first = commit.manifests[0][1]
-    return Found(
-        path=storage.url,
+    return FoundCheckpoint(
+        path=_as_text(storage.url),
         step=first.step,
-        epoch=commit.order[0],
+        fencing_token=commit.order[0],
         number=commit.order[1],
         committed_at=commit.committed_at,
         kind=first.kind,
         nbytes=sum(f.size for _, m in commit.manifests for p in m.parts for f in p.files),
         groups=tuple(relative_url(url, storage.url) for url, _ in commit.manifests),
         identity=commit.identity,
+        metadata=first.metadata,
     )
 
 
-def _directories(root: Storage, depth: int, sure: bool) -> Iterator[Storage]:
+def _as_text(url: str) -> str:
+    """A location without the slash at its end, so that `/name` can be appended."""
+    return url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url
+
+
+def _directories(
+    root: Storage, depth: int, sure: bool, refused: Collection[str]
+) -> Iterator[Storage]:
     yield root
     if depth == 0:
         return
     try:
         names = root.list_dirs()
     except CheckpointError as error:
-        _pass_over(error, sure)
+        if root.url not in refused:
+            _pass_over(error, sure)
         return
     for name in names:
-        if is_prefix(name):  # the ranks' files of what lies beside it
+        if is_prefix(name):  # it holds ranks' files of the checkpoints beside it
             continue
-        yield from _directories(root.join(name), depth - 1, sure)
+        yield from _directories(root.join(name), depth - 1, sure, refused)

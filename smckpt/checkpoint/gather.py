@@ -1,4 +1,4 @@
-"""Reading the parts of a group back from storage, and seeing that they belong together."""
+"""Read the parts of a group back from storage and check that they belong together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from smckpt.checkpoint.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.format import FileRecord, PartRecord, open_sections
+from smckpt.checkpoint.format import FileRecord, PartRecord
+from smckpt.checkpoint.prefixes import PrefixStores
 from smckpt.checkpoint.rows import RowMerger
-from smckpt.checkpoint.spread import Homes
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_sections
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -25,18 +26,18 @@ from smckpt.storage.urls import file_url
 
 __all__ = ["READERS", "Gathered", "gather_parts"]
 
-READERS = 16  # files looked at at once; a shared file system answers each in milliseconds
+READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
 _BATCH = 256  # parts in memory at once
-_SAME = ("checkpoint_id", "kind", "step", "group_ranks")  # which a user may pass differently
-_OURS = ("attempt", "session", "number")  # which the engine numbers
+_SAME = ("checkpoint_id", "kind", "step", "group_ranks")  # which ranks may pass differently
+_OURS = ("attempt", "session", "number")  # the engine sets these
 _HEAD = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
 _NEEDED = {*_SAME, *_OURS, *_HEAD, "rank", "host", "files", "classes", "layout", "optimizers"}
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a group's parts say together. head: kind, step, topology, metadata, versions and
-    checkpoint_id as the lowest rank has them; optimizers: of all ranks, the lowest first."""
+    """The parts of a group, combined. head: kind, step, topology, metadata, versions and
+    checkpoint_id of the lowest rank. optimizers: those of all ranks, the lowest rank's first."""
 
     head: dict[str, Any]
     optimizers: dict[str, Any]
@@ -45,30 +46,30 @@ class Gathered:
 
 
 def gather_parts(
-    homes: Homes, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
+    stores: PrefixStores, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
 ) -> Gathered:
-    """Read all parts and look at all files that they name.
+    """Read all parts and check all files that they name.
 
     Args:
-        ranks: of the group.
+        ranks: the ranks of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}, as the ranks reported.
 
     Raises:
-        StorageError: a part or file is not here: the directory is not shared by the hosts.
-        CorruptCheckpointError: a part or file reads back otherwise than it was written.
+        StorageError: a part or file is missing here, because the hosts do not share the directory.
+        CorruptCheckpointError: a part or file reads back with other bytes than were written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage = homes.directory
+    storage = stores.directory
     if sorted(map(int, parts)) != sorted(ranks):
         raise StateError(
-            f"ranks {sorted(map(int, parts))} wrote, the group is {sorted(ranks)}",
+            f"ranks {sorted(map(int, parts))} wrote, but the group is {sorted(ranks)}",
             remedy="all ranks of process_group must save",
             path=storage.url,
         )
     group = _Group(storage, attempt)
     with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
         for batch in _batches(sorted(map(int, parts))):
-            read = pool.map(lambda rank: _read(homes.of(rank), rank, parts[str(rank)]), batch)
+            read = pool.map(lambda rank: _read(stores.of(rank), rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
     if group.unseen:
@@ -79,19 +80,21 @@ def gather_parts(
 
 @dataclass(frozen=True)
 class _Read:
-    """A part as read: the JSON of each section, and its files if all of them are as it says."""
+    """A part that was read: the JSON of each section, and its files if all of them are as it
+    says."""
 
     sections: dict[str, bytes]
     files: tuple[FileRecord, ...]
 
 
 class _Group:
-    """The parts so far. What is the same in many ranks is kept, and parsed, once."""
+    """The parts that were read so far. What is the same for many ranks is kept and parsed only
+    once."""
 
     def __init__(self, storage: Storage, attempt: str) -> None:
         self.storage = storage
         self.attempt = attempt
-        self.unseen: dict[int, str] = {}  # rank → what of it is not here
+        self.unseen: dict[int, str] = {}  # rank → which of its files is missing here
         self.classes: dict[int, dict[str, str]] = {}
         self.layouts: dict[int, bytes] = {}
         self._merger = RowMerger()
@@ -148,35 +151,35 @@ class _Group:
             here, there = sections[key].decode(), self._first[key].decode()
             if key in _SAME:
                 raise UsageError(
-                    f"{key} is {here[:200]} on rank {rank}, {there[:200]} on rank {first}",
+                    f"{key} is {here[:200]} on rank {rank}, but {there[:200]} on rank {first}",
                     remedy=f"pass the same {key} on all ranks of process_group",
                     **where,
                 )
             self._refuse_attempt(f"{key} is {here} on rank {rank}, {there} on rank {first}", where)
         if self.value(sections["rank"]) != rank or self.value(sections["attempt"]) != self.attempt:
             said = f"rank {sections['rank'].decode()}, attempt {sections['attempt'].decode()}"
-            self._refuse_attempt(f"rank {rank} wrote a part of {said}, not {self.attempt}", where)
+            self._refuse_attempt(f"the part of rank {rank} says {said}, not {self.attempt}", where)
 
     def _refuse_attempt(self, what: str, where: Mapping[str, Any]) -> NoReturn:
         remedy = "this is a fault of smckpt: please report it"
-        raise StateError(f"parts of different saves: {what}", remedy=remedy, **where)
+        raise StateError(f"the parts belong to different saves: {what}", remedy=remedy, **where)
 
 
 def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
-    """The part of a rank, or the name of what is not here."""
+    """Read the part of a rank, or return the name of the file that is missing here."""
     name = said["part"]
     path = file_url(storage.url, name)
     where: dict[str, Any] = {"path": path, "rank": rank, "host": said["host"]}
     try:
-        data = storage.read(name)
+        data = storage.read(name, most=MAX_JSON_BYTES)
         if hex64(crc64(data)) != said["crc64"]:
             raise CorruptCheckpointError(
-                "the part record reads back otherwise than it was written",
-                remedy="check the file system of that host; the save is not committed",
+                "the part record reads back with other bytes than were written",
+                remedy="check the file system of that host; the save was not committed",
                 **where,
             )
         sections = open_sections(data, path)
-        sections = {key: sections[key] for key in _NEEDED}  # not the objects: they may be large
+        sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
         files = tuple(map(FileRecord.from_json, json.loads(sections["files"])))
         for file in files:
             name = file.name
@@ -187,7 +190,7 @@ def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
         return name
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
-            f"the part record does not make sense: {type(error).__name__} {error}",
+            f"the part record cannot be decoded: {type(error).__name__} {error}",
             remedy="this is a fault of smckpt: please report it",
             **where,
         ) from error
@@ -198,8 +201,8 @@ def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]
     found = storage.size(name)
     if found != size:
         raise StorageError(
-            f"{name} has {found} bytes, {size} were written",
-            remedy="check the file system; the save is not committed",
+            f"{name} has {found} bytes, but {size} were written",
+            remedy="check the file system; the save was not committed",
             **{**where, "path": file_url(storage.url, name)},
         )
 
@@ -212,8 +215,8 @@ def _not_shared(
     here = socket.gethostname()
     name = next(iter(unseen.values()))
     if blind == [here]:
-        what = f"{name}, which rank {next(iter(unseen))} wrote on this host, is gone"
-        remedy = "see who deletes files here: the save is not committed"
+        what = f"{name}, which rank {next(iter(unseen))} wrote on this host, is missing"
+        remedy = "find out what deletes files here; the save was not committed"
     else:
         what = (
             f"the directory is not shared by the hosts of the group: what {_few(blind)} wrote "
@@ -228,7 +231,8 @@ def _not_shared(
 
 
 def _check_classes(url: str, group: _Group) -> None:
-    """Ranks that share the writing of tensors must agree on which: else a cut leaves a hole."""
+    """Ranks that share the writing of tensors must agree on the tensors; otherwise some elements
+    would be written by nobody."""
     digests: dict[str, dict[int, str]] = {}
     for rank, classes in group.classes.items():
         for writers, digest in classes.items():
@@ -242,19 +246,19 @@ def _check_classes(url: str, group: _Group) -> None:
         like = min(by_rank)
         differ = _differing(group.layouts.get(like), group.layouts.get(odd[0]))
         raise StateError(
-            f"ranks {_few(members)} share the writing of what they hold in common, but rank "
-            f"{odd[0]} holds other tensors than rank {like}: {differ}",
-            remedy="give replicas the same state: initialise optimizer state on all of them "
-            "(init_optim_state), and save what differs between ranks as plain tensors",
+            f"ranks {_few(members)} share the writing of their common tensors, but rank {odd[0]} "
+            f"holds other tensors than rank {like}: {differ}",
+            remedy="give all replicas the same state: initialise optimizer state on all of them "
+            "(init_optim_state), and save values that differ between ranks as plain tensors",
             path=url,
             rank=odd[0],
         )
 
 
 def _differing(ours: bytes | None, theirs: bytes | None) -> str:
-    """The first keys that two tables do not have alike."""
+    """The first keys in which two tables differ."""
     if ours is None or theirs is None:
-        return "it wrote nothing"
+        return "one of the two wrote nothing"
     a, b = ({json.dumps(row) for row in _named(text)} for text in (ours, theirs))
     keys = sorted({".".join(map(str, json.loads(row)[0])) for row in a ^ b})
     return _few(keys) if keys else "the same names and shapes, placed differently"

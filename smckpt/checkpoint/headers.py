@@ -1,14 +1,14 @@
-"""Reading a shard file's header: every bound is checked before anything in it is believed."""
+"""Read the header of a data file. Every bound is checked before a value is used."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.crc import BLOCK
+from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
 
@@ -21,8 +21,8 @@ _SIZES = {
 
 
 class HeaderEntry(NamedTuple):
-    """One array in the file: bytes [offset, offset + nbytes) of the file; elements
-    `elements` = [start, stop) of the entry, or None for all of it."""
+    """One array in the file: bytes [offset, offset + nbytes) of the file. `elements`: it holds the
+    elements [start, stop) of the entry; None: all of them."""
 
     code: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class HeaderEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """The arrays of a shard file by key. `data_start`: where the header ends, in bytes."""
+    """The arrays of a data file by key. `data_start`: the byte at which the header ends."""
 
     data_start: int
     entries: dict[str, HeaderEntry]
@@ -43,31 +43,31 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
     """Read and check the header of a file of `size` bytes.
 
     Args:
-        read: gives the bytes [start, stop) of the file.
-        path: of the file, for errors.
+        read: returns the bytes [start, stop) of the file.
+        path: the file's path, for errors.
 
     Raises:
-        CorruptCheckpointError: naming what is wrong with which key.
+        CorruptCheckpointError: the header is damaged; the message names the key and the fault.
     """
     if size < 8:
-        _bad(path, f"{size} bytes hold no header")
+        _bad(path, f"the file has {size} bytes, too few for a header")
     head = read(0, min(BLOCK, size))
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        _bad(path, f"bytes 0 to 8 say the header has {length} bytes, the file has {size}")
+        _bad(path, f"bytes 0 to 8 say that the header has {length} bytes, but the file has {size}")
     start = 8 + length
     if start > len(head):
         head = head + read(len(head), start)
     try:
-        table = json.loads(head[8:start].decode("utf-8"), object_pairs_hook=_unique)
+        table = strict_json(head[8:start].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        _bad(path, f"the header (bytes 8 to {start}) is no JSON object: {error}")
+        _bad(path, f"the header (bytes 8 to {start}) is not a JSON object: {error}")
     if not isinstance(table, dict):
-        _bad(path, "the header is no JSON object")
+        _bad(path, "the header is not a JSON object")
     slices = _slices(table.pop("__metadata__", {}), path)
     entries = _entries(table, start, size, slices, path)
     if stray := sorted(slices.keys() - entries.keys()):
-        _bad(path, f"slices of {stray[0]!r}, which is not in the file")
+        _bad(path, f"it has slices of {stray[0]!r}, which is not in the file")
     return Header(start, entries)
 
 
@@ -84,7 +84,7 @@ def _entries(
         at += entry.nbytes
         entries[key] = entry
     if at != size:
-        _bad(path, f"the arrays end at byte {at}, the file at {size}")
+        _bad(path, f"the arrays end at byte {at}, but the file at byte {size}")
     return entries
 
 
@@ -101,11 +101,11 @@ def _entry(
     if not isinstance(code, str) or code not in _SIZES:
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        _bad(path, f"{key!r} has the shape {shape!r}")
+        _bad(path, f"{key!r} has the impossible shape {shape!r}")
     if math.prod(shape) * _SIZES[code] != high - low:
         _bad(path, f"{key!r}: {code} {shape} does not take {high - low} bytes")
     if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):
-        _bad(path, f"{key!r}: elements {slice_[0]} to {slice_[1]} in the shape {shape}")
+        _bad(path, f"{key!r} claims elements {slice_[0]} to {slice_[1]}, but has the shape {shape}")
     return HeaderEntry(code, tuple(shape), start + low, high - low, slice_)
 
 
@@ -122,30 +122,23 @@ def _offsets(data: Any, path: str) -> tuple[int, int]:
 
 
 def _slices(metadata: Any, path: str) -> dict[str, tuple[int, int]]:
-    """The elements that the file has of entries which it does not have whole."""
+    """For entries that are not whole in the file: the elements that the file has."""
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        _bad(path, "its metadata is no object of texts")
+        _bad(path, "its metadata is not a JSON object with text values")
     try:
-        slices = json.loads(metadata.get(SLICES_KEY, "{}"), object_pairs_hook=_unique)
+        slices = strict_json(metadata.get(SLICES_KEY, "{}"))
     except (ValueError, RecursionError) as error:
-        _bad(path, f"the slices in its metadata are no JSON object: {error}")
+        _bad(path, f"the slices in its metadata are not a JSON object: {error}")
     if not isinstance(slices, dict):
-        _bad(path, "the slices in its metadata are no JSON object")
+        _bad(path, "the slices in its metadata are not a JSON object")
     for key, pair in slices.items():
         if (
             not isinstance(pair, list)
             or [type(n) for n in pair] != [int, int]
             or not 0 <= pair[0] <= pair[1]
         ):
-            _bad(path, f"{key!r} has the slice {pair!r}")
+            _bad(path, f"{key!r} has the impossible slice {pair!r}")
     return {key: (pair[0], pair[1]) for key, pair in slices.items()}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
-    return table
 
 
 def _bad(path: str, what: str) -> NoReturn:

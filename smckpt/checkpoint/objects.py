@@ -1,56 +1,61 @@
-"""Values that are no tensors: exact JSON where JSON can hold them, torch.save bytes where it must.
+"""Values that are no tensors: exact JSON if JSON can hold them, otherwise bytes of torch.save.
 
 What JSON cannot hold stands as {"~": tag, "v": …}: tuples, sets, bytes, complex numbers, non-finite
-floats, very large integers, dicts whose keys are not strings, numpy scalars and arrays, torch
-dtypes and sizes. Anything else is refused, unless it reads back with `weights_only=True`, for which
-its type may be allowed by name. Nothing that is read is ever executed.
+floats, very large integers, dicts whose keys are not strings, paths, time spans, BytesIO,
+argparse's Namespace, numpy scalars and arrays, torch dtypes and sizes. Anything else is refused,
+unless it reads back with `weights_only=True`, for which its type may be allowed by name. Nothing
+that is read is ever executed.
 """
 
 from __future__ import annotations
 
 import base64
+import datetime
 import io
 import json
 import math
 import struct
-from collections import OrderedDict
+import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
+from smckpt.layout.containers import FACTORIES, container_kind
 
 __all__ = ["decode_object", "encode_object"]
 
 _TAG = "~"
-_PLAIN_INT = 1 << 63  # beyond it other languages' JSON fails, and Python's at 4,300 digits
+_PLAIN_INT = 1 << 63  # JSON parsers of other languages fail above it, Python's at 4,300 digits
 _NAN = struct.pack("<d", float("nan"))
 _NUMPY_KINDS = frozenset("biufcSUmM")  # numbers, text and times: never objects
 
 
 def encode_object(value: Any, allow: Sequence[type] = (), path: str = "") -> Any:
-    """A JSON-able form of `value`, from which `decode_object` makes an equal one.
+    """A form of `value` for JSON, from which `decode_object` makes an equal value.
 
     Args:
-        allow: types that may be stored with torch.save though they are no plain data; reading
-            them back needs `torch.serialization.add_safe_globals`.
-        path: where the value stands, for errors.
+        allow: types that may be stored with torch.save although they are not plain data. To read
+            them back, `torch.serialization.add_safe_globals` is needed.
+        path: where the value is in the state, for errors.
 
     Raises:
-        StateError: the value, or something in it, cannot be stored safely; names where.
+        StateError: the value, or something in it, cannot be stored safely; the message says where.
     """
     try:
         return _Encoder(allow).encode(value, path)
     except RecursionError as error:
         raise StateError(
             f"the value at {path or 'the top'} is nested too deeply",
-            remedy="store it flatter, or as bytes",
+            remedy="store it with less nesting, or as bytes",
         ) from error
 
 
 class _Encoder:
     def __init__(self, allow: Sequence[type]) -> None:
         self._allow = tuple(allow)
-        self._open: set[int] = set()  # the containers that we are in
+        self._open: set[int] = set()  # the containers around the present value
 
     def encode(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, str):
@@ -82,12 +87,15 @@ class _Encoder:
                 return self._items(value, path)
             if kind in (dict, OrderedDict):
                 return self._dict(value, kind is dict, path)
+            if type(value) is defaultdict and (factory := container_kind(value)) is not None:
+                pairs = self._dict(value, False, path)["v"]
+                return _tagged("defaultdict", [factory.partition(":")[2], pairs])
             if kind is tuple:
                 return _tagged("tuple", self._items(value, path))
             if type(value).__module__ == "torch" and type(value).__name__ == "Size":
                 return _tagged("torch.Size", list(value))
             if kind in (set, frozenset):
-                # In an order of their own: equal sets give equal bytes.
+                # Sorted, so that equal sets give equal bytes.
                 items = sorted(self._items(value, path), key=json.dumps)
                 return _tagged(kind.__name__, items)
             return self._foreign(value, path)
@@ -106,7 +114,22 @@ class _Encoder:
         ]
         return _tagged("dict" if plain else "ordered", pairs)
 
+    def _standard(self, value: Any, path: str) -> Any:
+        """A value of a few more types of Python's library; None for any other."""
+        if type(value) is type(Path()) or type(value) in (PurePosixPath, PureWindowsPath):
+            kind = "Path" if isinstance(value, Path) else type(value).__name__
+            return _tagged("path", [kind, str(value)])
+        if type(value) is datetime.timedelta:
+            return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
+        if type(value) is io.BytesIO:
+            return _tagged("BytesIO", [base64.b64encode(value.getvalue()).decode(), value.tell()])
+        if f"{type(value).__module__}.{type(value).__qualname__}" == "argparse.Namespace":
+            return _tagged("Namespace", self.encode(vars(value), path))
+        return None
+
     def _foreign(self, value: Any, path: str) -> Any:
+        if (known := self._standard(value, path)) is not None:
+            return known
         library = type(value).__module__.split(".")[0]
         if library == "numpy" and (encoded := _numpy(value)) is not None:
             return encoded
@@ -122,7 +145,7 @@ class _Encoder:
             torch.save(value, buffer)
             with torch.serialization.safe_globals(list(self._allow)):
                 torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:  # pickling runs the object's own code: anything may come
+        except Exception as error:  # pickling runs the object's own code, which may raise anything
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise StateError(
@@ -134,11 +157,11 @@ class _Encoder:
 
 
 def _known_kind(value: Any) -> type | None:
-    """The container type as which `value` is stored, None for a type that we do not know."""
+    """The container type as which `value` is stored; None for an unknown type."""
     kind = type(value)
     if kind in (list, dict, tuple, set, frozenset, OrderedDict):
         return kind
-    if kind.__module__.split(".")[0] == "smckpt":  # what our own state dicts are made of
+    if kind.__module__.split(".")[0] == "smckpt":  # the containers of our own state dicts
         return list if isinstance(value, list) else dict if isinstance(value, dict) else None
     return None
 
@@ -148,7 +171,7 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
 
 
 def _float_text(value: float) -> str:
-    """ "inf", "-inf", "nan", or the bytes in hex of a NaN with another sign or payload."""
+    """ "inf", "-inf", "nan", or, for a NaN with another sign or payload, its bytes in hex."""
     if math.isinf(value) or struct.pack("<d", value) == _NAN:
         return repr(value)
     return struct.pack("<d", value).hex()
@@ -171,18 +194,28 @@ def _numpy(value: Any) -> dict[str, Any] | None:
 
 
 def decode_object(data: Any) -> Any:
-    """The value that `encode_object` took.
+    """The value that `encode_object` was given.
 
     Raises:
         CorruptCheckpointError: an unknown tag, or a value that does not fit its tag.
-        StateError: a torch.save payload whose types are not allowed here.
+        StateError: torch.save wrote the value and its types are not allowed here, or torch is not
+            installed.
     """
+    try:
+        return _decoded(data)
+    except RecursionError as error:
+        raise CorruptCheckpointError(
+            "a value is nested too deeply", remedy="use an older checkpoint"
+        ) from error
+
+
+def _decoded(data: Any) -> Any:
     if isinstance(data, list):
-        return [decode_object(item) for item in data]
+        return [_decoded(item) for item in data]
     if not isinstance(data, dict):
         return data
     if _TAG not in data:
-        return {key: decode_object(item) for key, item in data.items()}
+        return {key: _decoded(item) for key, item in data.items()}
     tag = data[_TAG]
     decoder = _DECODERS.get(tag) if isinstance(tag, str) else None
     if decoder is None:
@@ -191,17 +224,41 @@ def decode_object(data: Any) -> Any:
         )
     try:
         return decoder(data["v"])
-    except CheckpointError:
+    except (CheckpointError, RecursionError):
         raise
-    except Exception as error:  # whatever numpy, torch or a constructor makes of bad data
+    except ImportError as error:
+        raise StateError(
+            f"a value with the tag {tag!r} needs a library that is not installed: {error}",
+            remedy="install it",
+        ) from error
+    except Exception as error:  # numpy, torch or a constructor may raise anything for bad data
         raise CorruptCheckpointError(
-            f"a value of tag {tag!r} does not make sense: {type(error).__name__} {error}",
+            f"a value with the tag {tag!r} cannot be decoded: {type(error).__name__} {error}",
             remedy="use an older checkpoint",
         ) from error
 
 
 def _pairs(data: Any) -> list[tuple[Any, Any]]:
-    return [(decode_object(key), decode_object(item)) for key, item in data]
+    return [(_decoded(key), _decoded(item)) for key, item in data]
+
+
+_PATHS: dict[str, type[PurePath]] = {
+    "Path": Path,
+    "PurePosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+}
+
+
+def _decode_namespace(data: Any) -> Any:
+    import argparse
+
+    return argparse.Namespace(**_decoded(data))
+
+
+def _decode_stream(data: Any) -> io.BytesIO:
+    stream = io.BytesIO(base64.b64decode(data[0], validate=True))
+    stream.seek(data[1])
+    return stream
 
 
 def _decode_float(text: str) -> float:
@@ -246,26 +303,43 @@ def _decode_device(text: str) -> Any:
 def _decode_torch(text: str) -> Any:
     import torch
 
+    data = base64.b64decode(text, validate=True)
+    _refuse_inflating(data)
     try:
-        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+        return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
         raise StateError(
-            f"a stored object may not be read: {str(error).splitlines()[0]}",
+            f"a stored object has a type that is not allowed: {str(error).splitlines()[0]}",
             remedy="call torch.serialization.add_safe_globals with its type before loading",
         ) from error
+
+
+def _refuse_inflating(data: bytes) -> None:
+    """Refuse an archive that claims to hold more than its own bytes; it could fill the memory.
+    torch.save does not compress."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        inside = archive.infolist()
+    packed = any(info.compress_type != zipfile.ZIP_STORED for info in inside)
+    if packed or sum(info.file_size for info in inside) > len(data):
+        raise ValueError("the archive is compressed, or claims to hold more than its own bytes")
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
     "float": _decode_float,
-    "complex": lambda v: complex(decode_object(v[0]), decode_object(v[1])),
+    "complex": lambda v: complex(_decoded(v[0]), _decoded(v[1])),
     "bytes": lambda v: base64.b64decode(v, validate=True),
     "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
-    "tuple": lambda v: tuple(decode_object(item) for item in v),
-    "set": lambda v: {decode_object(item) for item in v},
-    "frozenset": lambda v: frozenset(decode_object(item) for item in v),
+    "tuple": lambda v: tuple(_decoded(item) for item in v),
+    "set": lambda v: {_decoded(item) for item in v},
+    "frozenset": lambda v: frozenset(_decoded(item) for item in v),
     "dict": lambda v: dict(_pairs(v)),
     "ordered": lambda v: OrderedDict(_pairs(v)),
+    "defaultdict": lambda v: defaultdict(FACTORIES[v[0]], _pairs(v[1])),
+    "path": lambda v: _PATHS[v[0]](v[1]),
+    "timedelta": lambda v: datetime.timedelta(*v),
+    "BytesIO": _decode_stream,
+    "Namespace": _decode_namespace,
     "numpy": lambda v: _decode_array([*v, [1]])[0],
     "ndarray": _decode_array,
     "torch.dtype": _decode_dtype,

@@ -1,42 +1,30 @@
-"""Read plans: which bytes of which files go where in this rank's arrays. Only headers are read.
+"""Read plans: which bytes of which files go where in this rank's arrays. To plan, only headers are
+read.
 
-By logical name (`plan_logical`) from whatever mesh the state was saved on; by key (`plan_local`,
-in `twins`) where the shard degree is the same.
+`plan_logical` plans by logical name, from any mesh that the state was saved on. `plan_local`
+(module `plan_local`) plans by key, if the shard degree is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from smckpt.checkpoint.catalogue import Catalogue, StoredSlot
+from smckpt.checkpoint.coordinates import ANYWHERE, ParallelCoordinates
 from smckpt.checkpoint.mismatch import (
     ambiguous,
     other_tensor,
-    refuse_misfit,
     refuse_names,
     uncovered,
 )
-from smckpt.checkpoint.places import ANYWHERE, Places
-from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
-from smckpt.checkpoint.rows import Row
-from smckpt.checkpoint.sources import Source, remaining_after, row_shape
-from smckpt.checkpoint.twins import plan_local
-from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import Box, KeptGeometry, MeshGeometry, Piece
+from smckpt.checkpoint.plan_local import plan_local
+from smckpt.checkpoint.read import ReadPlan, StoredCopy
+from smckpt.checkpoint.sources import SavedPiece
+from smckpt.layout.entries import Entry, Path
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, covered
 
-__all__ = ["Direct", "Gather", "ReadPlan", "followed_rank", "plan_local", "plan_logical"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """`box`, from a saved piece into a piece of target number `target`."""
-
-    target: int
-    itemsize: int
-    piece: Piece
-    source: Source
-    box: Box
+__all__ = ["ReadPlan", "followed_rank", "plan_local", "plan_logical", "whole_tensors"]
 
 
 def plan_logical(
@@ -46,23 +34,25 @@ def plan_logical(
     rank: int,
     group_ranks: Sequence[int],
     strict: bool = True,
-    places: Places = ANYWHERE,
+    coordinates: ParallelCoordinates = ANYWHERE,
 ) -> ReadPlan:
-    """Fill entries by logical name, from whatever mesh they were saved on.
+    """Plan to fill entries by logical name, from any mesh that they were saved on.
 
-    What ranks kept each for themselves follows a rank (`followed_rank`).
+    A per-rank tensor is taken from one saved rank (`followed_rank`).
 
     Args:
         entries: this rank's arrays, the targets.
         rank: this global rank.
         group_ranks: the ranks that load together.
-        strict: names in only one of checkpoint and target are refused; else listed in the plan.
-        places: whose tensors are meant, of ranks that saved their own under one name.
+        strict: refuse names that are in only one of checkpoint and target. If False, the plan
+            lists them.
+        coordinates: which saved ranks to take a tensor from, if ranks saved their own under
+            one name.
 
     Raises:
         KeysMismatchError, TensorMismatchError: names, or global shapes and dtypes, differ.
-        TopologyError: which of several saved tensors of one name is meant cannot be told.
-        CorruptCheckpointError: an element would be left unwritten, or a header is damaged.
+        TopologyError: several saved tensors have one name, and nothing says which one is meant.
+        CorruptCheckpointError: an element would not be written, or a header is damaged.
     """
     here = {e.logical_name(f) for e in entries for f in e.geometry.fqns}
     plan = ReadPlan(
@@ -71,121 +61,162 @@ def plan_logical(
     )
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
-    finder = _Finder(catalogue, rank, sorted(group_ranks), places)
-    copies = [copy for number, entry in enumerate(entries) for copy in finder.copies(number, entry)]
-    catalogue.read_headers(r for copy in copies for r in copy.source.holders)
+    finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
+    found = [
+        (source, copy, number, entry.itemsize)
+        for number, entry in enumerate(entries)
+        for source, copy in finder.copies(entry)
+    ]
+    catalogue.read_headers({r for source, *_ in found for r in source.holders})
     known: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
-    for copy in copies:
-        row, holders = copy.source.row, copy.source.holders
-        if (id(row), holders) not in known:
-            known[id(row), holders] = catalogue.slots(row, holders)
-        slots = known[id(row), holders]
-        plan.add_box(slots, copy.source.piece, copy.target, copy.piece, copy.box, copy.itemsize)
+    for source, copy, number, itemsize in found:
+        array = id(source.row), source.holders
+        if array not in known:
+            known[array] = catalogue.slots(source.row, source.holders)
+        plan.copies.append(StoredCopy(known[array], copy, number, itemsize))
     return plan
 
 
 def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
-    """The saved rank whose own values (RNG, buffers, counters) this rank takes: its own, if it was
-    there; else the i-th rank of the group takes those of the i-th saved rank, modulo their number.
+    """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
+    was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank, modulo their
+    number.
     """
     ordered = sorted(saved)
     return rank if rank in ordered else ordered[sorted(group_ranks).index(rank) % len(ordered)]
 
 
-def _nothing_of(geometry: MeshGeometry) -> Piece:
-    """The piece of a rank that holds no element of the tensor."""
-    shape = geometry.shape
-    return Piece(geometry.fqn, shape, Box((0,) * len(shape), (0,) * len(shape)), 0, shape)
+def whole_tensors(
+    catalogue: Catalogue,
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    coordinates: ParallelCoordinates = ANYWHERE,
+) -> Iterator[tuple[Path, str, Shape]]:
+    """All tensors that a rank can load, whole: the path by which `plan_logical` finds it, its
+    dtype and shape."""
+    finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
+    for name in catalogue.logical:
+        row, fqn = finder.rows(name)[0]
+        # Its own path where the name is that path: a fqn is text, a key may be a number.
+        yield (
+            row.path if row.key == name else row.logical_path(fqn),
+            row.dtype,
+            row.geometry.shape_of(fqn),
+        )
 
 
 class _Finder:
-    """What of the saved arrays goes into this rank's."""
+    """Finds which elements of the saved arrays go into this rank's arrays."""
 
     def __init__(
-        self, catalogue: Catalogue, rank: int, group_ranks: Sequence[int], places: Places
+        self,
+        catalogue: Catalogue,
+        rank: int,
+        group_ranks: Sequence[int],
+        coordinates: ParallelCoordinates,
     ) -> None:
-        self._places = places
+        self._coordinates = coordinates
         self._catalogue = catalogue
         self._rank = rank
         self._group_ranks = group_ranks
         self._pieces = catalogue.pieces
+        self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
-    def copies(self, number: int, entry: Entry) -> list[_Copy]:
-        """The copies that fill all of the entry that the checkpoint has names for."""
-        refuse_misfit(entry, self._rank)
+    def copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
+        """The copies that fill those tensors of the entry whose names the checkpoint has."""
         known = self._catalogue.logical
         pieces = entry.geometry.pieces(self._rank)
-        if not pieces and isinstance(entry.geometry, MeshGeometry):
-            pieces = [_nothing_of(entry.geometry)]
+        here = {piece.name for piece in pieces}
+        for fqn in entry.geometry.fqns:
+            if fqn not in here and entry.logical_name(fqn) in known:
+                self._candidates(entry, fqn)  # this checks shape and dtype
         pieces = [p for p in pieces if entry.logical_name(p.name) in known]
-        if isinstance(entry.geometry, KeptGeometry):
-            pieces = pieces[:1]  # one value, whatever number of names it stands for
+        if entry.geometry.per_rank:
+            pieces = pieces[:1]  # one value, for any number of names
         out = []
         for piece in pieces:
-            if piece.box.numel:
-                for source, box in self._cover(entry, piece):
-                    out.append(_Copy(number, entry.itemsize, piece, source, box))
-            else:
-                self._candidates(entry, piece)  # shape and dtype are checked all the same
+            if not piece.box.numel:
+                self._candidates(entry, piece.name)
+                continue
+            for source, box in self._cover(entry, piece):
+                out.append((source, Copy(source.piece.part(box), piece.part(box))))
         return out
 
-    def _cover(self, entry: Entry, piece: Piece) -> list[tuple[Source, Box]]:
+    def _cover(self, entry: Entry, piece: Piece) -> list[tuple[SavedPiece, Box]]:
         name = entry.logical_name(piece.name)
         sources = [
             source
-            for row, fqn in self._candidates(entry, piece)
+            for row, fqn in self._candidates(entry, piece.name)
             for source in self._pieces.meeting(row, fqn, piece.box)
-            if row.geometry is not None or source.holders == (self._followed(name),)
+            if not row.geometry.per_rank or source.holders == (self._followed(name),)
         ]
         self._refuse_ambiguous(entry, piece, sources)
-        # What this rank wrote itself may still be in the page cache of its host.
+        # Prefer files that this rank wrote: they may still be in its host's page cache.
         sources.sort(key=lambda source: self._rank not in source.holders)
-        out, left = [], [piece.box]
-        for source in sources:
-            if not left:
-                break
-            out += [(source, c) for b in left if (c := b.intersect(source.piece.box)) is not None]
-            left = remaining_after(left, source.piece.box)
-        if left:
+        shares = self._shared(piece.box, tuple(source.piece.box for source in sources))
+        if shares is None:
+            left = piece.box.subtract(*(source.piece.box for source in sources))
             raise uncovered(name, piece, left, self._catalogue, self._rank)
-        return out
+        return [(sources[number], part) for number, part in shares]
 
-    def _candidates(self, entry: Entry, piece: Piece) -> list[tuple[Row, str]]:
-        """The rows to look into, all of the piece's shape and dtype."""
-        name = entry.logical_name(piece.name)
-        rows = self._pieces.by_name[name]
-        if any(row.geometry is None for row, _ in rows):
-            chosen = self._followed(name)
-            rows = [(r, f) for r, f in rows if r.geometry is not None or chosen in r.ranks]
-        for row, _ in rows:
-            self._places.refuse_guess(row, self._rank, self._catalogue.url)
-        rows = self._of_place(rows)
+    def _shared(self, box: Box, among: tuple[Box, ...]) -> list[tuple[int, Box]] | None:
+        """The parts of a box, each out of one of several boxes; None where the proof fails that
+        these fill it exactly once. The layers of a model are cut alike: each cut is proven once.
+        """
+        key = box, among
+        if key not in self._cuts:
+            found = box.shared(among)
+            exact = covered(box, (part for _, part in found)).exact
+            self._cuts[key] = found if exact else None
+        return self._cuts[key]
+
+    def _candidates(self, entry: Entry, wanted: str) -> list[tuple[Entry, str]]:
+        """The rows that may hold a tensor. All have its shape and dtype."""
+        name, whole = entry.logical_name(wanted), entry.geometry.shape_of(wanted)
+        rows = self.rows(name)
         fqns = {id(row): fqn for row, fqn in rows}
         ours = self._pieces.own_family(entry.geometry, [row for row, _ in rows])
         rows = [(row, fqns[id(row)]) for row in ours]
         for row, fqn in rows:
-            shape = row_shape(row, fqn)
-            if row.dtype != entry.dtype or shape != piece.shape:
-                raise other_tensor(name, (row.dtype, shape), (entry.dtype, piece.shape),
+            shape = row.geometry.shape_of(fqn)
+            if row.dtype != entry.dtype or shape != whole:
+                raise other_tensor(name, (row.dtype, shape), (entry.dtype, whole),
                                    self._catalogue.url, self._rank)  # fmt: skip
         return rows
 
+    def rows(self, name: str) -> list[tuple[Entry, str]]:
+        """The rows of a name that this rank may follow."""
+        rows = self._pieces.by_name[name]
+        if any(row.geometry.per_rank for row, _ in rows):
+            chosen = self._followed(name)
+            rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
+        for row, _ in rows:
+            self._coordinates.refuse_guess(row, self._rank, self._catalogue.url)
+        return self._alike(rows)
+
     def _followed(self, name: str) -> int:
-        """The saved rank whose own value of this name is taken."""
-        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry is None]
+        """The saved rank whose per-rank value of this name is taken."""
+        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
         saved = {rank for row, _ in rows for rank in row.ranks}
         filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
-        own = self._places.of_own(saved & filled or saved)
+        own = self._coordinates.of_own(saved & filled or saved)
         return followed_rank(own, self._rank, self._group_ranks)
 
-    def _of_place(self, rows: list[tuple[Row, str]]) -> list[tuple[Row, str]]:
-        """Of several rows those whose ranks stand where this one does, if there are such."""
-        alike = self._places.alike
+    def _alike(self, rows: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
+        """Of several rows, those of ranks with this rank's coordinates, if there are any."""
+        alike = self._coordinates.alike
         if alike is None or len(rows) < 2:
             return rows
-        return [(r, f) for r, f in rows if self._pieces.family(r) <= alike] or rows
+        mine = [
+            (row, fqn)
+            for row, fqn in rows
+            if (frozenset(row.ranks) if row.geometry.explicit else self._pieces.family(row))
+            <= alike
+        ]
+        return mine or rows
 
-    def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[Source]) -> None:
+    def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[SavedPiece]) -> None:
         rows = {id(source.row): source.row for source in sources}
         first = next(iter(rows.values()), None)
         if first is None or all(self._pieces.one_tensor(first, row) for row in rows.values()):

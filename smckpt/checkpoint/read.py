@@ -1,42 +1,74 @@
-"""Carrying out a read plan: straight into the targets, every block against its checksum."""
+"""Read plans, and how they are carried out: straight into the targets, with every block checked.
+
+A plan is a list of copies out of stored arrays. If a copy has long contiguous runs, each run is
+read straight to its place in the target. Otherwise a range of the stored array is read into
+scratch, and the copy takes its elements from there.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from smckpt.checkpoint.blocks import (
     SCRATCH_BYTES,
     BlockReader,
+    Destination,
     Readers,
     SavedFile,
-    Segment,
     requests,
 )
+from smckpt.checkpoint.catalogue import StoredSlot
 from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.ranges import Direct, Gather, ReadPlan
 from smckpt.errors import CorruptCheckpointError
-from smckpt.storage.urls import is_s3_url
+from smckpt.layout.strided import Box, Copy, elements
+from smckpt.layout.strided import execute as copy_elements
 
-__all__ = ["ReadStats", "Readers", "execute"]
+__all__ = ["ReadPlan", "ReadStats", "Readers", "StoredCopy", "execute"]
 
 Task = Callable[[], None]
 
-# Bytes of a request, if the storage takes so many: fewer cost more each, and what little there is
-# to read should still keep all threads busy, twice.
+# Bytes of a request, if the storage takes so many. Smaller requests cost more per byte, but even a
+# small read should give each thread two requests.
 _LEAST = 16 << 20
 
-# Threads help who waits. Where a rank has one processor, and the bytes are in the page cache,
-# several would take it from each other in the midst of a stretch that is in its caches; and nobody
-# waits for a share, so that requests may be large.
-_ALONE = 64 << 20  # bytes of a request then
-_FEW_WAITS = 2  # of a task: above that it has waited for data
+# Threads help while a read waits. If a rank has one processor and the bytes are in the page cache,
+# several threads would only take the processor from each other, in the middle of a stretch that is
+# in its caches. One thread then reads alone, and its requests may be large.
+_ALONE = 64 << 20  # bytes of a request of one thread
+_FEW_WAITS = 2  # a task with more waits than this has waited for data
+
+
+RUN_BYTES = 64 << 10  # shorter contiguous runs go through scratch: own reads would cost more
+
+
+class StoredCopy(NamedTuple):
+    """A copy out of a stored array to target number `target`. Files hold the array in `slots`; an
+    element has `itemsize` bytes."""
+
+    slots: Sequence[StoredSlot]
+    copy: Copy
+    target: int
+    itemsize: int
+
+
+@dataclass
+class ReadPlan:
+    """What one rank reads. Targets are numbered in the order of the entries.
+
+    missing: names that only the target has. unexpected: names that only the checkpoint has. Both
+        are empty in a strict plan.
+    """
+
+    copies: list[StoredCopy] = field(default_factory=list)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,77 +82,178 @@ class ReadStats:
 def execute(
     plan: ReadPlan,
     buffers: Sequence[memoryview],
+    readers: Readers,
     *,
     threads: int = 4,
-    verify: bool = True,
     preverify: bool = False,
-    readers: Readers | None = None,
 ) -> ReadStats:
-    """Read everything that the plan says.
+    """Carry out a read plan.
 
     Args:
         plan: made by `plan_local` or `plan_logical`.
-        buffers: writable contiguous bytes of each target's local array.
-        threads: that read and check.
-        verify: check blocks against their checksums.
-        preverify: check all needed blocks first, so that a bad one leaves the targets untouched.
-        readers: kept open by the caller over many calls, which say then whether to verify.
+        buffers: the writable, contiguous bytes of each target's local array.
+        readers: read the plan's files, and know whether to compare blocks with their checksums.
+            They stay open.
+        threads: how many threads read and check.
+        preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
 
     Raises:
-        CorruptCheckpointError: a block differs, a file is cut short or missing. The targets are
-            undefined then, unless `preverify` found it.
+        CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
+            then undefined, unless `preverify` found the fault.
     """
     began = time.perf_counter()
-    opened = readers or Readers(verify)
-    try:
-        if preverify:
-            checking = opened if verify else Readers(verify=True)
-            _run(list(_preverify_tasks(plan, checking)), threads)
-        _fill(plan, buffers, opened, threads)
-    finally:
-        if readers is None:
-            opened.close()
-    return ReadStats(plan.nbytes, time.perf_counter() - began)
+    reads = _Reads(plan, buffers)
+    if preverify:
+        checking = readers if readers.verify else Readers(readers.access)
+        _run(list(reads.checks(checking)), threads)
+    reads.fill(readers, threads)
+    return ReadStats(reads.nbytes, time.perf_counter() - began)
 
 
-def _fill(plan: ReadPlan, buffers: Sequence[memoryview], readers: Readers, threads: int) -> None:
-    copies: list[tuple[memoryview, memoryview]] = []
-    try:
-        most = max(_LEAST, -(-plan.nbytes // (2 * threads) // BLOCK) * BLOCK)
-        crowded = _crowded(plan)
-        tasks: Sequence[Task] = [
-            *_direct_tasks(plan, buffers, readers, copies, most, _ALONE if crowded else 0),
-            *(_gather_task(gather, buffers, readers) for gather in plan.gathers),
-        ]
-        if crowded:
-            tasks = _run_until_one_waits(tasks)
-        _run(tasks, threads)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error.message}; the targets are undefined now", remedy=error.remedy, path=error.path
-        ) from error
-    for source, target in copies:
-        target[:] = source
+class _Gather(NamedTuple):
+    """`reads` (with offsets in the scratch) fill the scratch with a range of a stored array. Then
+    `copy` moves elements of `itemsize` bytes from there to `target`."""
+
+    reads: list[tuple[int, _Range]]
+    copy: Copy
+    itemsize: int
+    target: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch that it needs."""
+        return self.copy.source.extent * self.itemsize
 
 
-def _crowded(plan: ReadPlan) -> bool:
-    """Whether this rank has less than two processors, and reads from a file system."""
-    if not hasattr(resource, "RUSAGE_THREAD"):
-        return False
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    files = (read.file for read in itertools.chain(plan.directs, *(g.reads for g in plan.gathers)))
-    return _processors() < 2 * ranks and not any(is_s3_url(file.directory) for file in files)
+class _Range(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file."""
+
+    file: SavedFile
+    offset: int
+    nbytes: int
+
+
+class _Reads:
+    """A plan as reads: those that go straight to targets, by file, and those that are gathered."""
+
+    def __init__(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
+        self.direct: dict[SavedFile, list[Destination]] = {}
+        self.gathers: list[_Gather] = []
+        for slots, copy, number, itemsize in plan.copies:
+            target = buffers[number]
+            outer, run = copy.stretch()
+            if run * itemsize < RUN_BYTES and math.prod(copy.sizes[:outer]) > 1:
+                self.gathers += _gathers(slots, copy, itemsize, target)
+                continue
+            for low, to, count in copy.runs():
+                for at, (file, offset, nbytes) in _ranges(slots, low, low + count, itemsize):
+                    place = to * itemsize + at
+                    segment = Destination(offset, target[place : place + nbytes])
+                    self.direct.setdefault(file, []).append(segment)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read from files for targets and for the scratch of gathers."""
+        return sum(found.nbytes for found in self._all())
+
+    def _all(self) -> Iterator[_Range]:
+        for file, segments in self.direct.items():
+            yield from (_Range(file, s.offset, len(s.buffer)) for s in segments)
+        for gather in self.gathers:
+            yield from (found for _, found in gather.reads)
+
+    def fill(self, readers: Readers, threads: int) -> None:
+        repeated: list[tuple[memoryview, memoryview]] = []
+        try:
+            most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
+            crowded = self._crowded(readers)
+            least = _ALONE if crowded else 0
+            tasks: Sequence[Task] = [
+                *(
+                    request
+                    for file, segments in self.direct.items()
+                    for layer in _disjoint(segments, repeated)
+                    for request in requests(readers.of(file), layer, most, least)
+                ),
+                *(_gather_task(gather, readers) for gather in self.gathers),
+            ]
+            if crowded:
+                tasks = _run_until_one_waits(tasks)
+            _run(tasks, threads)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{error.message}; the tensors of the target are now undefined",
+                remedy=error.remedy,
+                path=error.path,
+            ) from error
+        for source, target in repeated:
+            target[:] = source
+
+    def checks(self, readers: Readers) -> Iterator[Task]:
+        """Tasks that compare each wanted block with its checksum and store it nowhere."""
+        needed: dict[SavedFile, set[int]] = {}
+        for file, offset, nbytes in self._all():
+            if nbytes:
+                last = (offset + nbytes - 1) // BLOCK
+                needed.setdefault(file, set()).update(range(offset // BLOCK, last + 1))
+        for file, blocks in needed.items():
+            reader = readers.of(file)
+            most = max(reader.storage.request_bytes // BLOCK, 1)
+            for first, last in _stretches(sorted(blocks), most):
+                yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
+
+    def _crowded(self, readers: Readers) -> bool:
+        """Whether this rank has fewer than two processors and reads from a file system."""
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            return False
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        places = {found.file.directory for found in self._all()}
+        return _processors() < 2 * ranks and all(
+            readers.storage(place).is_file_system for place in places
+        )
+
+
+def _gathers(
+    slots: Sequence[StoredSlot], copy: Copy, itemsize: int, target: memoryview
+) -> Iterator[_Gather]:
+    """Cut a copy into parts whose source fits the scratch, by halving the dimension with the widest
+    reach."""
+    sizes, low, strides = copy.sizes, copy.source.start, copy.source.strides
+    extent = copy.source.extent
+    if extent * itemsize <= SCRATCH_BYTES or max(sizes) == 1:
+        reads = list(_ranges(slots, low, low + extent, itemsize))
+        yield _Gather(reads, copy.from_start(), itemsize, target)
+        return
+    dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
+    half = Box((0,) * len(sizes), (*sizes[:dim], sizes[dim] // 2, *sizes[dim + 1 :]))
+    for box in (half, *Box.whole(sizes).subtract(half)):
+        yield from _gathers(slots, copy.part(box), itemsize, target)
+
+
+def _ranges(
+    slots: Sequence[StoredSlot], low: int, high: int, itemsize: int
+) -> Iterator[tuple[int, _Range]]:
+    """Where elements [low, high) of a stored array are in files: for each range, the bytes before
+    it and the range."""
+    done = low
+    for first, last, file, offset in slots:
+        start = first if first > done else done
+        stop = last if last < high else high
+        if stop > start:
+            found = _Range(file, offset + (start - first) * itemsize, (stop - start) * itemsize)
+            yield (start - low) * itemsize, found
+            done = stop
 
 
 def _processors() -> int:
-    """How many this process may use."""
+    """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
-    """Run tasks here for as long as none of them waits; gives back those that are left."""
+    """Run tasks in this thread as long as none of them waits. Returns the tasks that are left."""
     for done, task in enumerate(tasks, 1):
         before = _waits()
         task()
@@ -130,12 +263,13 @@ def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
 
 
 def _waits() -> int:
-    """How often this thread gave its processor up, for data or for a lock."""
+    """How often this thread gave up its processor to wait for data or a lock."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _run(tasks: Sequence[Task], threads: int) -> None:
-    """Run all; the first failure cancels what has not begun, waits for the rest, and is raised."""
+    """Run all tasks. The first failure cancels those that have not begun, waits for the others, and
+    is raised."""
     if threads == 1 or not tasks:
         for task in tasks:
             task()
@@ -150,34 +284,17 @@ def _run(tasks: Sequence[Task], threads: int) -> None:
             raise
 
 
-def _direct_tasks(
-    plan: ReadPlan,
-    buffers: Sequence[memoryview],
-    readers: Readers,
-    copies: list[tuple[memoryview, memoryview]],
-    most: int,
-    least: int,
-) -> Iterable[Task]:
-    by_file: dict[SavedFile, list[Direct]] = {}
-    for direct in plan.directs:
-        by_file.setdefault(direct.file, []).append(direct)
-    for file, directs in by_file.items():
-        segments = [Segment(d.offset, buffers[d.target][d.at : d.at + d.nbytes]) for d in directs]
-        for layer in _disjoint(segments, copies):
-            yield from requests(readers.of(file), layer, most, least)
-
-
 def _disjoint(
-    segments: list[Segment], copies: list[tuple[memoryview, memoryview]]
-) -> list[list[Segment]]:
-    """Layers of segments that do not overlap. Bytes that several targets want whole (a flat
-    parameter's step) are read once and copied."""
-    first: dict[tuple[int, int], Segment] = {}
-    layers: list[list[Segment]] = [[]]
+    segments: list[Destination], repeated: list[tuple[memoryview, memoryview]]
+) -> list[list[Destination]]:
+    """Layers of segments that do not overlap. Bytes that several targets need whole (such as the
+    step of a flat parameter) are read once and copied."""
+    first: dict[tuple[int, int], Destination] = {}
+    layers: list[list[Destination]] = [[]]
     for segment in sorted(segments, key=lambda s: (s.offset, s.end)):
-        twin = first.setdefault((segment.offset, segment.end), segment)
-        if twin is not segment:
-            copies.append((twin.buffer, segment.buffer))
+        same = first.setdefault((segment.offset, segment.end), segment)
+        if same is not segment:
+            repeated.append((same.buffer, segment.buffer))
             continue
         for layer in layers:
             if not layer or layer[-1].end <= segment.offset:
@@ -186,19 +303,6 @@ def _disjoint(
         else:
             layers.append([segment])
     return layers
-
-
-def _preverify_tasks(plan: ReadPlan, readers: Readers) -> Iterable[Task]:
-    needed: dict[SavedFile, set[int]] = {}
-    for read in itertools.chain(plan.directs, *(g.reads for g in plan.gathers)):
-        if read.nbytes:
-            last = (read.offset + read.nbytes - 1) // BLOCK
-            needed.setdefault(read.file, set()).update(range(read.offset // BLOCK, last + 1))
-    for file, blocks in needed.items():
-        reader = readers.of(file)
-        most = min(reader.storage.request_bytes, SCRATCH_BYTES) // BLOCK
-        for first, last in _stretches(sorted(blocks), most):
-            yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
 
 
 def _stretches(blocks: Sequence[int], most: int) -> Iterable[tuple[int, int]]:
@@ -214,29 +318,14 @@ def _check(reader: BlockReader, low: int, high: int) -> Task:
     return lambda: reader.fill(low, high, [])
 
 
-def _gather_task(gather: Gather, buffers: Sequence[memoryview], readers: Readers) -> Task:
-    chosen = [(readers.of(read.file), read) for read in gather.reads]
+def _gather_task(gather: _Gather, readers: Readers) -> Task:
+    chosen = [(readers.of(found.file), at, found) for at, found in gather.reads]
 
     def run() -> None:
         scratch = readers.scratch.take("gather", gather.nbytes)
-        for reader, read in chosen:
-            reader.read_range(read.offset, scratch[read.at : read.at + read.nbytes])
-        _strided_copy(gather, scratch, buffers[gather.target])
+        for reader, at, (_, offset, nbytes) in chosen:
+            reader.read_range(offset, scratch[at : at + nbytes])
+        source, target = (elements(data, gather.itemsize) for data in (scratch, gather.target))
+        copy_elements(gather.copy, source, target)
 
     return run
-
-
-def _strided_copy(gather: Gather, scratch: memoryview, target: memoryview) -> None:
-    import numpy
-    from numpy.lib.stride_tricks import as_strided
-
-    kind = numpy.dtype(f"V{gather.itemsize}")
-    if gather.itemsize in (1, 2, 4, 8):
-        kind = numpy.dtype(f"u{gather.itemsize}")
-
-    def view(data: memoryview, start: int, strides: Sequence[int]) -> Any:
-        flat = numpy.frombuffer(data, dtype=kind)[start:]
-        return as_strided(flat, gather.sizes, [s * gather.itemsize for s in strides])
-
-    source = view(scratch, 0, gather.source_strides)
-    view(target, gather.start, gather.strides)[...] = source

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.claims import claims_at
 from smckpt.checkpoint.contents import Contents
 from smckpt.checkpoint.format import parse_name
-from smckpt.checkpoint.spread import Homes, found_spread
+from smckpt.checkpoint.leases import leases_at
+from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores, found_prefix_sharding
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from smckpt.storage import Storage, open_storage
-from smckpt.storage.pool import pool_here
+from smckpt.storage import Storage
 
-__all__ = ["RemoveReport", "remove_checkpoint"]
+__all__ = ["Doomed", "DoomedGroup", "RemoveReport", "carry_out", "doomed_of", "remove_checkpoint"]
 
 _DELETERS = 16
 _WRITTEN = ("record", "manifest", "part", "data", "crc")
@@ -38,41 +38,104 @@ class RemoveReport:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class DoomedGroup:
+    """The files of a group. directory: relative to the checkpoint's. parts: (rank, names of its
+    part, data and checksums, in the order in which they go)."""
+
+    directory: str
+    manifest: str
+    fencing_token: int
+    session: str
+    parts: tuple[tuple[int, tuple[str, ...]], ...]
+    prefix_sharding: PrefixSharding | None
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """All files of a checkpoint that is to go: enough to finish when what named them is gone."""
+
+    record: str | None
+    groups: tuple[DoomedGroup, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Doomed:
+        """
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it names what is no file of ours.
+        """
+        groups = tuple(
+            DoomedGroup(
+                str(group["directory"]),
+                _ours(group["manifest"], "manifest"),
+                int(group["fencing_token"]),
+                str(group["session"]),
+                tuple(
+                    (int(rank), tuple(_ours(name, "part", "data", "crc") for name in names))
+                    for rank, names in group["parts"]
+                ),
+                PrefixSharding.from_json(group["prefix_sharding"]),
+            )
+            for group in data["groups"]
+        )
+        if not groups or not all(names for group in groups for _, names in group.parts):
+            raise ValueError("it names no group, or a rank without files")
+        record = data["record"]
+        return cls(None if record is None else _ours(record, "record"), groups)
+
+
+def _ours(name: Any, *kinds: str) -> str:
+    parsed = parse_name(name) if isinstance(name, str) else None
+    if parsed is None or parsed.kind not in kinds:
+        raise ValueError(f"{name!r} is no {' or '.join(kinds)}")
+    return str(name)
+
+
+def doomed_of(contents: Contents) -> Doomed:
+    """The files that a removal of this checkpoint deletes.
+
+    Raises:
+        UsageError: a group's directory is a link, which would lead to somebody else's files.
+    """
+    groups = []
+    for group in contents.groups:
+        place = contents.storage.join(group.directory)
+        place.refuse_links()
+        manifest = group.manifest
+        parts = []
+        for part in manifest.parts:
+            names = [part.name, *(f.name for f in part.files), *(f.crc_name for f in part.files)]
+            parts.append((part.rank, tuple(names)))
+        first = manifest.parts[0].name
+        groups.append(
+            DoomedGroup(
+                group.directory,
+                group.manifest_name,
+                manifest.fencing_token,
+                manifest.session,
+                tuple(parts),
+                found_prefix_sharding(place, manifest.prefix_sharding, first),
+            )
+        )
+    return Doomed(contents.record, tuple(groups))
+
+
 def remove_checkpoint(contents: Contents) -> RemoveReport:
     """Delete the files of a checkpoint: first what commits it, so that a removal which is cut short
     leaves no half checkpoint, but files that nothing takes for one.
 
-    Files that are already gone are fine. Where nothing of ours is left, its claims of epochs go
+    Files that are already gone are fine. Where nothing of ours is left, its leases go
     last, and directories that are empty then, the checkpoint's own included.
 
     Raises:
+        UsageError: a group's directory is a link, which would lead to somebody else's files.
         StorageError: the store refused; what is left can be loaded only if nothing was deleted.
     """
-    top = open_storage(contents.url)
-    places = [top.join(group.directory) for group in contents.groups]
-    homes = [
-        Homes(place, found_spread(place, group.manifest.spread, group.manifest.parts[0].name))
-        for place, group in zip(places, contents.groups, strict=True)
-    ]
-    parts = [
-        (home.of(part.rank), part)
-        for home, group in zip(homes, contents.groups, strict=True)
-        for part in group.manifest.parts
-    ]
-    if contents.record is not None:
-        top.delete(contents.record)
-    with pool_here(_DELETERS, "smckpt-remove") as pool:
-
-        def all_of(deletions: Iterable[tuple[Callable[[str], None], str]]) -> None:
-            for done in pool.map(lambda each: each[0](each[1]), deletions):
-                assert done is None
-
-        pairs = zip(places, contents.groups, strict=True)
-        all_of((place.delete, group.manifest_name) for place, group in pairs)
-        all_of((home.delete, part.name) for home, part in parts)
-        all_of((home.delete, file.name) for home, part in parts for file in part.files)
-        all_of((home.delete, file.crc_name) for home, part in parts for file in part.files)
-    _tidy(top, contents, places, homes)
+    top = contents.storage
+    carry_out(top, doomed_of(contents))
     try:
         left = choose_commit(top).identity
     except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept one
@@ -80,37 +143,73 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     return RemoveReport(contents.url, contents.identity, contents.files, contents.nbytes, left)
 
 
-def _tidy(
-    top: Storage, contents: Contents, places: Sequence[Storage], homes: Sequence[Homes]
-) -> None:
-    """Remove the claim under which the checkpoint was made, and directories that are empty now.
+def carry_out(top: Storage, doomed: Doomed) -> None:
+    """Delete the files, in the directory `top` and below; again after it was cut short, too.
 
-    Claims tell later runs from earlier ones: those before it go only where no save has left
+    Raises:
+        As `remove_checkpoint`.
+    """
+    places = [top.join(group.directory) for group in doomed.groups]
+    sharded = [
+        PrefixStores(place, group.prefix_sharding)
+        for place, group in zip(places, doomed.groups, strict=True)
+    ]
+    for stores in sharded:  # all, before anything goes
+        for place in stores.all():
+            place.refuse_links()
+    if doomed.record is not None:
+        top.delete(doomed.record)
+    with ThreadPoolExecutor(_DELETERS, "smckpt-remove") as pool:
+
+        def all_of(deletions: Iterable[tuple[Callable[[str], None], str]]) -> None:
+            for done in pool.map(lambda each: each[0](each[1]), deletions):
+                assert done is None
+
+        pairs = list(zip(places, sharded, doomed.groups, strict=True))
+        all_of((place.delete, group.manifest) for place, _, group in pairs)
+        ranks = [
+            (at.of(rank).delete, names) for _, at, group in pairs for rank, names in group.parts
+        ]
+        all_of((delete, names[0]) for delete, names in ranks)
+        all_of((delete, name) for delete, names in ranks for name in names[1:])
+    _tidy(top, doomed, places, sharded)
+
+
+def _tidy(
+    top: Storage, doomed: Doomed, places: Sequence[Storage], sharded: Sequence[PrefixStores]
+) -> None:
+    """Remove the lease under which the checkpoint was made, and directories that are empty now.
+
+    Leases tell later runs from earlier ones: those before it go only where no save has left
     anything, and those after it stay.
     """
     urls = {place.url for place in places}
-    names = {i.name for home in homes for place in home.all() for i in place.list()}
+    names = {i.name for stores in sharded for place in stores.all() for i in place.list()}
     written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
-    epoch = max(group.manifest.epoch for group in contents.groups)
-    ours = not any(p.epoch == epoch for p in written)
-    sessions = {group.manifest.session for group in contents.groups}
+    fencing_token = max(group.fencing_token for group in doomed.groups)
+    ours = not any(p.fencing_token == fencing_token for p in written)
+    sessions = {group.session for group in doomed.groups}
     for place in {place.url: place for place in (*places, top)}.values():
         try:
-            claims = claims_at(place)
+            leases = leases_at(place)
         except CheckpointError as error:
-            log.warning("claims of epochs stay: %s", error)
+            log.warning("leases stay: %s", error)
             return
         for info in place.list("probe-"):
             if (probe := parse_name(info.name)) is not None and probe.session in sessions:
                 place.delete(info.name)
-        for claim in claims:
-            over = ours if claim.epoch == epoch else claim.epoch < epoch and not written
-            if over and claim.scope <= urls:
-                place.delete(claim.name)
-    for home in homes:
-        for place in home.all()[1:]:
+        for lease in leases:
+            over = (
+                ours
+                if lease.fencing_token == fencing_token
+                else lease.fencing_token < fencing_token and not written
+            )
+            if over and lease.scope <= urls:
+                place.delete(lease.name)
+    for stores in sharded:
+        for place in stores.all()[1:]:
             place.remove_directory()
-    for group in contents.groups:
+    for group in doomed.groups:
         way = group.directory.split("/") if group.directory else []
         for depth in range(len(way), 0, -1):
             top.join("/".join(way[:depth])).remove_directory()

@@ -1,4 +1,4 @@
-"""Telling a checkpoint that a newer save swept while it was read from one that is damaged."""
+"""Distinguish a damaged checkpoint from one that a newer save swept while it was read."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from contextlib import closing, contextmanager
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.format import parse_name
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
-from smckpt.storage import open_storage
+from smckpt.storage import Storage
 
 __all__ = ["noticing_replacement", "replacement"]
 
 
 @contextmanager
-def noticing_replacement(url: str, identity: str, doing: str = "load") -> Iterator[None]:
-    """What is missing of the commit `identity` at `url` may be missing because a newer save has
-    committed there and swept it.
+def noticing_replacement(storage: Storage, identity: str, doing: str = "load") -> Iterator[None]:
+    """If a file of the commit `identity` is missing in the block, check whether a newer save has
+    committed in its directory and swept it.
 
     Args:
-        doing: what is to be done again then.
+        doing: what the error tells the user to repeat.
 
     Raises:
-        CheckpointReplacedError: instead of the error in the block, where that is so.
+        CheckpointReplacedError: a newer save swept it; replaces the error of the block.
     """
     try:
         yield
     except CheckpointError as error:
-        replaced = replacement(url, identity, doing) if _lacks_file(error) else None
+        replaced = replacement(storage, identity, doing) if _lacks_file(error) else None
         if replaced is None:
             raise
         raise replaced from error
 
 
-def replacement(url: str, identity: str, doing: str) -> CheckpointReplacedError | None:
-    """The error to raise where a newer save has committed at `url` than `identity`."""
-    newer = _newer(url, identity)
+def replacement(storage: Storage, identity: str, doing: str) -> CheckpointReplacedError | None:
+    """The error to raise if a newer save than `identity` has committed there; otherwise None."""
+    newer = _newer(storage, identity)
     if newer is None:
         return None
     return CheckpointReplacedError(
-        f"the checkpoint was replaced by a newer save while it was read: {newer} has committed "
-        f"and the files of {identity} are swept",
-        remedy=f"{doing} again; where saves land here faster than that takes, give each step a "
+        f"a newer save replaced the checkpoint while it was read: {newer} was committed, and the "
+        f"files of {identity} were deleted",
+        remedy=f"{doing} again; if saves here are faster than that, give each step a "
         "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
-        path=url,
+        path=storage.url,
     )
 
 
 def _lacks_file(error: BaseException | None) -> bool:
     looked_at: list[BaseException] = []
-    while error is not None and error not in looked_at:  # an error may be raised from itself
+    while error is not None and error not in looked_at:  # an error may be its own cause
         looked_at.append(error)
         if isinstance(error, CheckpointNotFoundError):
             return True
@@ -60,10 +60,10 @@ def _lacks_file(error: BaseException | None) -> bool:
     return False
 
 
-def _newer(url: str, identity: str) -> str | None:
+def _newer(storage: Storage, identity: str) -> str | None:
     """The newest commit here, if it is newer than `identity`."""
     try:
-        with closing(open_storage(url)) as storage:
+        with closing(storage):
             newest = choose_commit(storage).identity
     except CheckpointError:
         return None
@@ -72,4 +72,4 @@ def _newer(url: str, identity: str) -> str | None:
 
 def _order(identity: str) -> tuple[int, int]:
     parsed = parse_name(identity)
-    return (0, 0) if parsed is None else (parsed.epoch, parsed.number)
+    return (0, 0) if parsed is None else (parsed.fencing_token, parsed.number)

@@ -1,86 +1,48 @@
-"""Entries as rows of a table: the geometry by rule, once for all ranks that share it.
+"""Entries as rows of a table. A geometry is written as a rule, once for all ranks that share it.
 
-A part carries the table of one rank. A manifest carries the tables of all its parts merged: equal
-rows stand once, whatever the number of ranks; meshes and flat units stand once and are referred to
-by number. A row that not every rank of the group has says which ranks have it. Ranks are written as
-runs [first, count, stride].
+A part has the table of one rank. A manifest has the merged tables of all its parts: equal rows are
+written once, for any number of ranks; meshes and flat units are written once and referred to by
+number. A row that only some ranks of the group have lists those ranks. Ranks are written as runs
+[first, count, stride].
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
+from smckpt.checkpoint.format import SENSELESS
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import Entry, Path, dotted
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Segment,
-)
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement, Shape
-from smckpt.layout.remembered import remembered
+from smckpt.layout.strided import Box
 
-__all__ = ["Row", "RowMerger", "decode_rows", "encode_rows", "merge_rows"]
+__all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merge_rows"]
 
-_MOST_RANKS = 1 << 24  # that a table may name: a crafted one cannot fill the memory
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the ranks in `ranks` hold under one key; `geometry` is None for a kept row, whose
-    `fqns` and `shape` then say it."""
-
-    path: Path
-    dtype: str
-    before: Path
-    after: Path
-    geometry: MeshGeometry | FlatGeometry | BoxGeometry | None
-    fqns: tuple[str, ...]
-    shape: Shape
-    ranks: tuple[int, ...]
-
-    @remembered
-    def key(self) -> str:
-        return dotted(self.path)
-
-    def local_shape(self, rank: int) -> Shape:
-        """Of the array that rank `rank` saved."""
-        return self.shape if self.geometry is None else self.geometry.local_shape(rank)
-
-    def coordinate(self, rank: int) -> Shape:
-        """Equal for two of the ranks exactly when they hold the same array."""
-        return (rank,) if self.geometry is None else self.geometry.coordinate(rank)
-
-    def entry(self, rank: int) -> Entry:
-        """The entry as rank `rank` saved it."""
-        geometry: Geometry = self.geometry or KeptGeometry(self.fqns, self.shape, rank)
-        return Entry(
-            self.path, self.dtype, geometry.local_shape(rank), geometry, self.before, self.after
-        )
-
-    def logical_path(self, fqn: str) -> Path:
-        return (*self.before, fqn, *self.after)
+# These limits keep a forged table of a kilobyte from filling the memory or keeping a reader busy
+# for minutes.
+_MOST_RANKS = 1 << 20  # in all runs of meshes, holders and rows together
+_MOST_REPLICAS = 64  # and so many more for each row
+_MOST_DIMS = 64  # of a mesh and of a tensor; torch has no more
+_MOST_CHUNKS = 1 << 12  # per rank, into which placements may cut one tensor
 
 
 # -- writing -----------------------------------------------------------------------------------
 
 
 class _Table:
-    """Distinct values in order of appearance, by their JSON."""
+    """Distinct values in order of appearance, compared by their JSON."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._index: dict[str, int] = {}
-        self._known: dict[int, tuple[object, int]] = {}  # by identity; holds what it knows
+        self._known: dict[int, tuple[object, int]] = {}  # by id(); it keeps the objects alive
 
     def add(self, value: Any) -> int:
         text = json.dumps(value)
@@ -90,15 +52,22 @@ class _Table:
         return self._index[text]
 
     def number(self, of: Mesh | FlatUnit) -> int:
-        """The number of a mesh or unit. Geometries share these objects: each is encoded once."""
+        """The number of a mesh or unit. Geometries share these objects, so each is encoded once."""
         if id(of) not in self._known:
             number = self.add(_mesh(of) if isinstance(of, Mesh) else _unit(of))
             self._known[id(of)] = (of, number)
         return self._known[id(of)][1]
 
 
-def encode_rows(entries: Iterable[Entry]) -> dict[str, Any]:
-    """One rank's table: {"meshes": […], "units": […], "rows": […]}."""
+def encode_rows(
+    entries: Iterable[Entry], containers: Mapping[Path, str] | None = None
+) -> dict[str, Any]:
+    """One rank's table: {"meshes": […], "units": […], "rows": […], "containers": […]}.
+
+    Args:
+        containers: path of a container above tensors → its kind, where it is no dict; None where
+            that is not known.
+    """
     meshes, units = _Table(), _Table()
     rows = [
         {
@@ -110,31 +79,20 @@ def encode_rows(entries: Iterable[Entry]) -> dict[str, Any]:
         }
         for entry in entries
     ]
-    return {"meshes": meshes.values, "units": units.values, "rows": rows}
+    table = {"meshes": meshes.values, "units": units.values, "rows": rows}
+    if containers is None:
+        return table
+    return {**table, "containers": [[list(path), kind] for path, kind in containers.items()]}
 
 
 def _geometry(geometry: Geometry, meshes: _Table, units: _Table) -> dict[str, Any]:
-    if isinstance(geometry, MeshGeometry):
-        return {
-            "mesh": meshes.number(geometry.mesh),
-            "placements": [str(p) for p in geometry.placements],
-            "fqn": geometry.fqn,
-            "shape": list(geometry.shape),
-        }
-    if isinstance(geometry, FlatGeometry):
-        return {
-            "unit": units.number(geometry.unit),
-            "mesh": meshes.number(geometry.mesh),
-            "member": geometry.member,
-        }
-    if isinstance(geometry, BoxGeometry):
-        return {
-            "boxes": [[list(b.offsets), list(b.sizes)] for b in geometry.boxes],
-            "holders": _runs(geometry.holders),
-            "fqn": geometry.fqn,
-            "shape": list(geometry.shape),
-        }
-    return {"kept": list(geometry.fqns), "shape": list(geometry.shape)}
+    record = geometry.record()
+    for key, table in (("mesh", meshes), ("unit", units)):
+        if key in record:
+            record[key] = table.number(record[key])
+    if "holders" in record:
+        record["holders"] = _runs(record["holders"])
+    return record
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any]:
@@ -169,16 +127,16 @@ def _runs(ranks: Sequence[int]) -> list[list[int]]:
 
 
 class RowMerger:
-    """The tables of several ranks, added one by one, as one.
+    """Merges the tables of several ranks, which are added one by one.
 
-    Most ranks of a mesh have the very same table. `same` lets a caller that has a table's bytes
-    (or a digest of them) skip reading it again: at 16,384 ranks that is the difference between
-    minutes and nothing.
+    Most ranks of a mesh have identical tables. A caller that has a table's bytes (or their digest)
+    asks `same` and need not parse the table again. At 16,384 ranks that saves minutes.
     """
 
     def __init__(self) -> None:
         self._meshes, self._units = _Table(), _Table()
         self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        self._containers: _Table | None = None
         self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
         self._count = 0
 
@@ -199,6 +157,10 @@ class RowMerger:
         for row in table["rows"]:
             moved = {**row, "geometry": _moved(row["geometry"], at_mesh, at_unit)}
             lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
+        if "containers" in table:
+            self._containers = self._containers or _Table()
+            for container in table["containers"]:
+                self._containers.add(container)
         if token is not None:
             self._seen[token] = lists
         for ranks in lists:
@@ -206,16 +168,17 @@ class RowMerger:
         self._count += 1
 
     def merged(self) -> dict[str, Any]:
-        """The table of all; rows that some ranks lack get "ranks"."""
+        """The merged table. Rows that some ranks lack get "ranks"."""
         rows = [
             row if len(ranks) == self._count else {**row, "ranks": _runs(sorted(ranks))}
             for row, ranks in self._rows.values()
         ]
-        return {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
+        out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
+        return out if self._containers is None else {**out, "containers": self._containers.values}
 
 
 def merge_rows(tables: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The tables of several ranks as one; rows that some ranks lack get "ranks"."""
+    """Merge the tables of several ranks. Rows that some ranks lack get "ranks"."""
     merger = RowMerger()
     for rank in sorted(tables):
         token = json.dumps(tables[rank])
@@ -236,97 +199,151 @@ def _moved(data: dict[str, Any], at_mesh: list[int], at_unit: list[int]) -> dict
 # -- reading -----------------------------------------------------------------------------------
 
 
-def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") -> list[Row]:
+def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") -> list[Entry]:
     """The rows of a table that belongs to `ranks`. Rows of the same ranks share one tuple.
 
     Raises:
-        CorruptCheckpointError: the table does not make sense.
+        CorruptCheckpointError: the table is malformed.
     """
     try:
-        return _Decoder(table, tuple(ranks)).rows()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        return _Decoder(table, tuple(ranks), path).rows()
+    except SENSELESS as error:
         raise CorruptCheckpointError(
-            f"the table of tensors does not make sense: {type(error).__name__} {error}",
+            f"the table of tensors cannot be decoded: {type(error).__name__} {error}",
             remedy="use an older checkpoint",
             path=path,
         ) from error
 
 
+def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, str] | None:
+    """Path → kind, of the containers that are no dicts; None where an older writer does not say.
+
+    Raises:
+        CorruptCheckpointError: the table does not make sense.
+    """
+    if "containers" not in table:
+        return None
+    try:
+        return {_path(where): _text(kind) for where, kind in table["containers"]}
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the kinds of containers do not make sense: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
+
+
+def _path(keys: Iterable[Any]) -> Path:
+    path = tuple(keys)
+    if not all(type(key) in (str, int) for key in path):
+        raise ValueError(f"{path} for a path")
+    return path
+
+
 class _Decoder:
-    def __init__(self, table: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
+    def __init__(self, table: Mapping[str, Any], ranks: tuple[int, ...], path: str) -> None:
+        self._path = path
         self._table = table
         self._ranks = ranks
         self._members = frozenset(ranks)
         self._subsets: dict[str, tuple[int, ...]] = {}
-        self._rules: dict[Any, MeshGeometry] = {}  # a parameter's state has the parameter's
+        self._rules: dict[Any, MeshGeometry] = {}  # optimizer state shares its parameter's
+        self._inside: set[tuple[int, int]] = set()
+        self._left = _MOST_RANKS + _MOST_REPLICAS * len(table["rows"])
         self._meshes = [
-            Mesh(_texts(m["names"]), _sizes(m["shape"]), _expanded(m["ranks"]))
+            Mesh(_texts(m["names"]), _shape(m["shape"]), self._expanded(m["ranks"]))
             for m in table["meshes"]
         ]
         self._units = [
-            FlatUnit(tuple(Segment(f, _sizes(s), n) for f, s, n in u["segments"]), u["shard_numel"])
+            FlatUnit(tuple(starmap(_segment, u["segments"])), *_sizes([u["shard_numel"]]))
             for u in table["units"]
         ]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Entry]:
         return [self._row(row) for row in self._table["rows"]]
 
-    def _row(self, row: Mapping[str, Any]) -> Row:
-        data = row["geometry"]
-        if "kept" in data:
-            geometry, fqns, shape = None, _texts(data["kept"]), _sizes(data["shape"])
-        else:
-            geometry = self._rule(data)
-            fqns = geometry.fqns
-            shape = () if isinstance(geometry, FlatGeometry) else geometry.shape
-        return Row(
+    def _row(self, row: Mapping[str, Any]) -> Entry:
+        ranks = self._subset(row["ranks"]) if "ranks" in row else self._ranks
+        rule = self._rule(row["geometry"], ranks)
+        self._refuse_outside(rule, ranks)
+        if (dtype := _text(row["dtype"])) not in DTYPES:
+            raise CorruptCheckpointError(
+                f"{dotted(row['path'])!r} has the dtype {dtype!r}, which this smckpt does not know",
+                remedy="install a newer smckpt, or use another checkpoint",
+                path=self._path,
+            )
+        return Entry(
             tuple(row["path"]),
-            _text(row["dtype"]),
+            dtype,
+            rule,
             tuple(row["before"]),
             tuple(row["after"]),
-            geometry,
-            fqns,
-            shape,
-            self._subset(row["ranks"]) if "ranks" in row else self._ranks,
+            ranks,
         )
 
-    def _rule(self, data: Mapping[str, Any]) -> MeshGeometry | FlatGeometry | BoxGeometry:
+    def _refuse_outside(self, rule: Geometry, ranks: tuple[int, ...]) -> None:
+        """Refuse a row of ranks that are not in the row's rule."""
+        known = id(rule.ranks), id(ranks)  # rows share both objects, and keep them alive
+        if known not in self._inside and not rule.per_rank:
+            if not set(rule.ranks).issuperset(ranks):
+                raise ValueError(f"{rule.fqns[:1]} is held by ranks outside its mesh")
+            self._inside.add(known)
+
+    def _rule(self, data: Mapping[str, Any], ranks: tuple[int, ...]) -> Geometry:
+        if "kept" in data:
+            return PerRankGeometry(_texts(data["kept"]), _shape(data["shape"]), ranks)
         if "placements" in data:
             key = data["fqn"], data["mesh"], *data["shape"], *data["placements"]
             if key not in self._rules:
                 placements = tuple(map(Placement.parse, data["placements"]))
+                if math.prod(p.split for p in placements) > _MOST_CHUNKS:
+                    raise ValueError(f"placements {data['placements']} cut into too many chunks")
                 mesh = self._meshes[data["mesh"]]
-                rule = MeshGeometry(data["fqn"], _sizes(data["shape"]), mesh, placements)
+                rule = MeshGeometry(data["fqn"], _shape(data["shape"]), mesh, placements)
                 self._rules[key] = rule
             return self._rules[key]
         if "unit" in data:
-            return FlatGeometry(
-                self._units[data["unit"]], self._meshes[data["mesh"]], data["member"]
-            )
-        boxes = tuple(Box(_sizes(o), _sizes(s)) for o, s in data["boxes"])
-        return BoxGeometry(data["fqn"], _sizes(data["shape"]), boxes, _expanded(data["holders"]))
+            unit, member = self._units[data["unit"]], data["member"]
+            if member is not None and _sizes([member])[0] >= len(unit.segments):
+                raise ValueError(f"member {member} of {len(unit.segments)} segments")
+            return FlatGeometry(unit, self._meshes[data["mesh"]], member)
+        boxes = tuple(Box(_shape(o), _shape(s)) for o, s in data["boxes"])
+        return BoxGeometry(
+            data["fqn"], _shape(data["shape"]), boxes, self._expanded(data["holders"])
+        )
+
+    def _expanded(self, runs: list[list[int]]) -> tuple[int, ...]:
+        self._left -= sum(_sizes(map(itemgetter(1), runs)))
+        if self._left < 0:
+            raise ValueError(f"runs stand for more than {_MOST_RANKS} ranks")
+        return tuple(first + i * stride for first, count, stride in runs for i in range(count))
 
     def _subset(self, runs: list[list[int]]) -> tuple[int, ...]:
         key = json.dumps(runs)
         if key not in self._subsets:
-            ranks = _expanded(runs)
+            ranks = self._expanded(runs)
             if not self._members.issuperset(ranks):
-                raise ValueError(f"a row of ranks {runs} in a group without them")
+                raise ValueError(f"a row has ranks {runs}, which are not in the group")
             self._subsets[key] = ranks
         return self._subsets[key]
 
 
-def _expanded(runs: list[list[int]]) -> tuple[int, ...]:
-    if sum(_sizes(map(itemgetter(1), runs))) > _MOST_RANKS:
-        raise ValueError(f"more than {_MOST_RANKS} ranks")
-    return tuple(first + i * stride for first, count, stride in runs for i in range(count))
+def _segment(fqn: Any, shape: Sequence[Any], numel: Any) -> Segment:
+    return Segment(None if fqn is None else _text(fqn), _shape(shape), *_sizes([numel]))
+
+
+def _shape(values: Sequence[Any]) -> Shape:
+    if len(values) > _MOST_DIMS:
+        raise ValueError(f"{len(values)} dimensions")
+    return _sizes(values)
 
 
 def _sizes(values: Iterable[Any]) -> Shape:
-    """As whole numbers from 0: what a crafted table has instead would be met far from here."""
+    """Check that the sizes are whole numbers from 0. Other values of a forged table would fail far
+    from here."""
     sizes = tuple(values)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise ValueError(f"{list(sizes)} for sizes")
+        raise ValueError(f"the sizes are {list(sizes)}")
     return sizes
 
 
@@ -336,5 +353,5 @@ def _texts(values: Iterable[Any]) -> tuple[str, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} for a name")
+        raise ValueError(f"a name is {value!r}, not text")
     return value

@@ -1,9 +1,9 @@
 """Deleting what a newer commit supersedes, and what dead attempts left.
 
-Only files whose names are ours, only of attempts that are over: of sessions of earlier epochs, or
-of earlier numbers of the same session. Nothing goes before the commit that supersedes it has been
-looked at. Records go first, then manifests, then what they name, so that nothing half deleted can
-be taken for a checkpoint.
+Only files whose names are ours, only of attempts that are over: of sessions with earlier leases,
+or of earlier numbers of the same session. Nothing goes before the commit that supersedes it has
+been looked at. Records go first, then manifests, then what they name, so that nothing half deleted
+can be taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.claims import Claim, claims_at, later_run, places_at, raise_fence
+from smckpt.checkpoint.choose import read_manifest, read_record
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import (
     Manifest,
     ParsedName,
     Record,
     fence_name,
-    open_json,
     parse_name,
     parse_temporary,
 )
-from smckpt.checkpoint.spread import Homes, Spread
+from smckpt.checkpoint.leases import Lease, later_run, leases_at, places_at, raise_fence
+from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -33,20 +34,21 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import FileInfo, Storage, open_storage
-from smckpt.storage.urls import file_url, is_s3_url, join_url, parent_url, relative_url
+from smckpt.storage import Access, FileInfo, Storage
+from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
 _DELETERS = 16
-# What names others goes before what it names; claims, which tell old from new, near the end.
-_ORDER = ("record", "manifest", "part", "data", "crc", "probe", "epoch", "fence")
+# What names others goes before what it names; leases, which tell old from new, near the end.
+_ORDER = ("record", "manifest", "part", "data", "crc", "probe", "lease", "fence")
 
 
 def sweep(
+    access: Access,
     directory: str,
     keep: Sequence[str],
-    epoch: int,
+    fencing_token: int,
     record_directory: str | None = None,
     keep_records: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def sweep(
         directory: URL of the group's directory.
         keep: names of manifests to keep, with all that they name. Each must be committed, and its
             files must be here.
-        epoch: of the caller. If a later run has claimed the directory nothing is deleted.
+        fencing_token: of the caller. If a later run has a lease of the directory nothing is
+            deleted.
         record_directory, keep_records: given by the lead of several groups alone: the superseded
             records go first.
 
@@ -73,21 +76,23 @@ def sweep(
             remedy="name the newest: only it says what is old",
             path=directory,
         )
-    storage = open_storage(directory)
-    if later_run(storage, epoch, [storage.url]) is not None:
+    storage = access.open(directory)
+    if later_run(storage, fencing_token, [storage.url]) is not None:
         return {"deleted": 0}
     here = storage.list()
-    kept = [_manifest(storage, name) for name in keep]
-    claims = [claim for claim in claims_at(storage) if storage.url in claim.scope]
+    kept = [read_manifest(storage, name) for name in keep]
+    leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
     others = [info.name for info in here if info.name not in keep]
-    spreads = [*(m.spread for m in kept), *_old_spreads(storage, others, claims)]
-    files = _Files(here, places_at(storage, spreads))
+    shardings = [*(m.prefix_sharding for m in kept), *_old_shardings(storage, others, leases)]
+    files = _Files(here, places_at(storage, shardings))
     for name, manifest in zip(keep, kept, strict=True):
         _refuse_unwhole(storage, name, manifest, files.sizes)
     deleted = 0
     if record_directory is not None:
-        deleted += int(sweep_records(record_directory, keep_records, epoch)["deleted"])
-    attempts = _Attempts.of(storage, kept, epoch, claims)
+        deleted += int(
+            sweep_records(access, record_directory, keep_records, fencing_token)["deleted"]
+        )
+    attempts = _Attempts.of(storage, kept, fencing_token, leases)
     given_up = _give_up(storage, [*files.sizes, *files.begun], attempts)
 
     def over(name: str) -> ParsedName | None:
@@ -113,7 +118,9 @@ def sweep(
     return {"deleted": deleted}
 
 
-def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, Any]:
+def sweep_records(
+    access: Access, directory: str, keep: Sequence[str], fencing_token: int
+) -> dict[str, Any]:
     """Delete the records that those in `keep` supersede: older ones that speak of a directory of
     theirs. Records of other jobs, which may stand beside them, are not touched.
 
@@ -123,23 +130,23 @@ def sweep_records(directory: str, keep: Sequence[str], epoch: int) -> dict[str, 
     Raises:
         CorruptCheckpointError: a record to keep is damaged; nothing was deleted.
     """
-    storage = open_storage(directory)
-    kept = [_record(storage, name) for name in keep]
+    storage = access.open(directory)
+    kept = [read_record(storage, name) for name in keep]
     scope = frozenset(url for record in kept for url in _urls(storage, record))
-    if not kept or later_run(storage, epoch, scope) is not None:
+    if not kept or later_run(storage, fencing_token, scope) is not None:
         return {"deleted": 0}
-    newest = max((record.epoch, record.number) for record in kept)
+    newest = max((record.fencing_token, record.number) for record in kept)
     doomed = []
     for info in storage.list("record-"):
         parsed = parse_name(info.name)
-        if parsed is None or info.name in keep or (parsed.epoch, parsed.number) >= newest:
+        if parsed is None or info.name in keep or (parsed.fencing_token, parsed.number) >= newest:
             continue
-        if _urls(storage, _record(storage, info.name)) & scope:
+        if _urls(storage, read_record(storage, info.name)) & scope:
             doomed.append((parsed.kind, info.name))
     doomed += [
-        ("epoch", claim.name)
-        for claim in claims_at(storage)
-        if claim.epoch < epoch and claim.scope & scope
+        ("lease", lease.name)
+        for lease in leases_at(storage)
+        if lease.fencing_token < fencing_token and lease.scope & scope
     ]
     return {"deleted": _delete(storage.delete, doomed)}
 
@@ -154,31 +161,31 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
     Returns:
         How many.
     """
-    epochs = {manifest.epoch for manifest in kept}
+    tokens = {manifest.fencing_token for manifest in kept}
     led = {parent_url(join_url(storage.url, m.record)) for m in kept if m.record is not None}
     deleted = 0
     for name in doomed:
         parsed = parse_name(name)
-        if parsed is None or parsed.epoch in epochs:
+        if parsed is None or parsed.fencing_token in tokens:
             continue  # grouped as what is kept
         with contextlib.suppress(CheckpointError):  # damaged, or without its record
-            way = _manifest(storage, name).record
+            way = read_manifest(storage, name).record
             at = storage.url if way is None else join_url(storage.url, way)
             its = parse_name(at.rsplit("/", 1)[-1])
             if its is None or its.kind != "record" or parent_url(at) in led:
                 continue
-            parent, record = open_storage(parent_url(at)), at.rsplit("/", 1)[-1]
-            named = {(u["directory"], u["manifest"]) for u in _record(parent, record).groups}
+            parent, record = storage.at(parent_url(at)), at.rsplit("/", 1)[-1]
+            named = {(u["directory"], u["manifest"]) for u in read_record(parent, record).groups}
             if (relative_url(storage.url, parent.url), name) in named:
                 parent.delete(record)
                 deleted += 1
     return deleted
 
 
-def discard_attempt(homes: Homes, attempt: str) -> int:
+def discard_attempt(stores: PrefixStores, attempt: str) -> int:
     """Delete the files of an attempt that was not, and will not be, committed; how many."""
     deleted = 0
-    for place in homes.all():
+    for place in stores.all():
         names = [info.name for info in place.list()]
         ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
         deleted += _delete(place.delete, ours)
@@ -216,48 +223,48 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Attempts:
-    """Which attempts in a directory are over, seen from epoch `epoch`.
+    """Which attempts in a directory are over, seen by the session with `fencing_token`.
 
     kept: (session, number) of what is kept. newest: the highest number kept, by session. older:
-    sessions that claimed, or published under, an earlier epoch and no later one. unclaimed: those
-    that had files here when our epoch was claimed, and never claimed one. claims: files that this
-    directory's epochs supersede.
+    sessions that have, or published under, an earlier lease and no later one. without_lease: those
+    that had files here when our lease was taken, and never took one. leases: files of those that
+    ours supersedes.
     """
 
-    epoch: int
+    fencing_token: int
     kept: frozenset[tuple[str, int]]
     newest: Mapping[str, int]
     older: frozenset[str]
-    unclaimed: frozenset[str]
-    claims: frozenset[str]
+    without_lease: frozenset[str]
+    leases: frozenset[str]
 
     @classmethod
     def of(
-        cls, storage: Storage, kept: Sequence[Manifest], epoch: int, claims: Sequence[Claim]
+        cls, storage: Storage, kept: Sequence[Manifest], fencing_token: int, leases: Sequence[Lease]
     ) -> _Attempts:
         newest: dict[str, int] = {}
         for manifest in kept:
-            if manifest.epoch == epoch:
+            if manifest.fencing_token == fencing_token:
                 known = newest.get(manifest.session, -1)
                 newest[manifest.session] = max(known, manifest.number)
-        last = _last_epochs(storage, claims)
-        before = frozenset(s for c in claims if c.epoch == epoch for s in c.before)
-        older = frozenset(s for s, at in last.items() if at < epoch) - newest.keys()
+        last = _last_tokens(storage, leases)
+        before = frozenset(s for c in leases if c.fencing_token == fencing_token for s in c.before)
+        older = frozenset(s for s, at in last.items() if at < fencing_token) - newest.keys()
         return cls(
-            epoch,
+            fencing_token,
             frozenset((manifest.session, manifest.number) for manifest in kept),
             newest,
             older,
             before - last.keys() - newest.keys(),
-            frozenset(claim.name for claim in claims if claim.epoch < epoch),
+            frozenset(lease.name for lease in leases if lease.fencing_token < fencing_token),
         )
 
     def over(self, name: str, parsed: ParsedName) -> bool:
-        if parsed.kind == "epoch":
-            return name in self.claims
+        if parsed.kind == "lease":
+            return name in self.leases
         if (parsed.session, parsed.number) in self.kept:
             return False
-        if parsed.kind in ("manifest", "record") and parsed.epoch > self.epoch:
+        if parsed.kind in ("manifest", "record") and parsed.fencing_token > self.fencing_token:
             return False
         if parsed.session in self.newest:
             # A session's probe has done its work once a save of that session is committed.
@@ -271,58 +278,51 @@ def _written(names: Iterable[str]) -> list[tuple[str, ParsedName]]:
     return [(n, p) for n, p in parsed if p is not None and p.kind in ("part", "data", "crc")]
 
 
-def _last_epochs(storage: Storage, claims: Iterable[Claim]) -> dict[str, int]:
-    """The latest epoch that each session claimed, or published under, here."""
+def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
+    """The latest fencing token that each session has, or published under, here."""
     last: dict[str, int] = {}
-    for claim in claims:
-        last[claim.session] = max(last.get(claim.session, 0), claim.epoch)
+    for lease in leases:
+        last[lease.session] = max(last.get(lease.session, 0), lease.fencing_token)
     for info in storage.list("manifest-"):
         parsed = parse_name(info.name)
         if parsed is not None:
-            last[parsed.session] = max(last.get(parsed.session, 0), parsed.epoch)
+            last[parsed.session] = max(last.get(parsed.session, 0), parsed.fencing_token)
     return last
 
 
 def _give_up(
     storage: Storage, names: Iterable[str], attempts: _Attempts
 ) -> frozenset[tuple[str, int]]:
-    """Attempts of sessions that began before us and never claimed an epoch: dead, most likely.
+    """Attempts of sessions that began before us and never took a lease: dead, most likely.
 
-    One of them may yet wake up and publish. So each is fenced first and looked at again: whoever
-    publishes claims first and looks for a fence before it counts its files, so that one of the two
-    sees the other.
+    One of them may yet wake up and publish. So each is fenced first and looked at again: a session
+    takes its lease before it publishes, and looks for a fence before it counts its files. So one of
+    the two sees the other.
     """
-    found = {(p.session, p.number) for _, p in _written(names) if p.session in attempts.unclaimed}
+    found = {
+        (p.session, p.number) for _, p in _written(names) if p.session in attempts.without_lease
+    }
     for session, number in found:
         raise_fence(storage, f"{session}-{number:08d}")
-    awake = set(_last_epochs(storage, claims_at(storage))) if found else set()
+    awake = set(_last_tokens(storage, leases_at(storage))) if found else set()
     for session, number in found:
         if session in awake:
             storage.delete(fence_name(f"{session}-{number:08d}"))
     return frozenset((session, number) for session, number in found if session not in awake)
 
 
-def _manifest(storage: Storage, name: str) -> Manifest:
-    """A manifest to keep."""
-    path = file_url(storage.url, name)
-    try:
-        return Manifest.from_json(open_json(storage.read(name), path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _not_kept(f"it does not make sense: {error}", path) from error
-
-
-def _old_spreads(
-    storage: Storage, names: Iterable[str], claims: Iterable[Claim]
-) -> Iterator[Spread | None]:
-    """Over which prefixes sessions before this one spread their files: they said so in their
-    claims, and a checkpoint that was copied here in its manifest."""
-    for claim in claims:
-        yield claim.spread
-    for name in names if is_s3_url(storage.url) else ():
+def _old_shardings(
+    storage: Storage, names: Iterable[str], leases: Iterable[Lease]
+) -> Iterator[PrefixSharding | None]:
+    """Over which prefixes sessions before this one sharded their files: they said so in their
+    leases, and a checkpoint that was copied here in its manifest."""
+    for lease in leases:
+        yield lease.prefix_sharding
+    for name in names if storage.shards_prefixes else ():
         parsed = parse_name(name)
         if parsed is not None and parsed.kind == "manifest":
             with contextlib.suppress(CheckpointError):  # damaged: it goes all the same
-                yield _manifest(storage, name).spread
+                yield read_manifest(storage, name).prefix_sharding
 
 
 def _refuse_unwhole(
@@ -338,13 +338,14 @@ def _refuse_unwhole(
                 raise _not_kept(f"{file.name} has {sizes.get(file.name)} of {file.size}", path)
     if manifest.record is not None:
         at = join_url(storage.url, manifest.record)
-        parent = open_storage(parent_url(at))
+        parent = storage.at(parent_url(at))
         try:
-            record = _record(parent, at[len(parent.url) :].strip("/"))
+            record = read_record(parent, at[len(parent.url) :].strip("/"))
         except CheckpointNotFoundError as error:
             raise _not_kept("the record that would commit it does not exist", path) from error
         named = {(join_url(parent.url, g["directory"]), g["crc64"]) for g in record.groups}
-        if (storage.url, hex64(crc64(storage.read(name)))) not in named:
+        stands = storage.read(name, most=MAX_JSON_BYTES)
+        if (storage.url, hex64(crc64(stands))) not in named:
             raise _not_kept(f"the record {at} does not name it", path)
 
 
@@ -354,18 +355,6 @@ def _not_kept(what: str, path: str) -> CorruptCheckpointError:
         remedy="run `smckpt verify` on the directory",
         path=path,
     )
-
-
-def _record(storage: Storage, name: str) -> Record:
-    path = file_url(storage.url, name)
-    try:
-        return Record.from_json(open_json(storage.read(name), path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(
-            f"the record does not make sense: {error}",
-            remedy="run `smckpt verify` on the directory",
-            path=path,
-        ) from error
 
 
 def _urls(storage: Storage, record: Record) -> frozenset[str]:

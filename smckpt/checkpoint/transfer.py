@@ -1,29 +1,32 @@
-"""Copying a committed checkpoint to another place, between any two stores.
+"""Copy a committed checkpoint to another place, between any two stores.
 
-Bytes are held against the checkpoint's checksums as they pass, so what arrives is what was saved.
-Data goes first, the manifests after it, the record last: a copy that is killed is no checkpoint,
-and copying again takes up what is whole already.
+Bytes are compared with the checkpoint's checksums on the way, so the copy is what was saved. Data
+goes first, then the manifests, then the record. A copy that is killed is no checkpoint, and the
+next copy skips the files that are already whole.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, Segment, not_missing
+from smckpt.calls import alone
+from smckpt.checkpoint.blocks import BlockReader, Destination, SavedFile, Scratch, not_missing
 from smckpt.checkpoint.choose import choose_commit, commits_at
-from smckpt.checkpoint.contents import Contents, Group, contents_of
+from smckpt.checkpoint.contents import Contents, GroupContents, contents_of
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
-from smckpt.checkpoint.format import FileRecord, PartRecord, open_json
+from smckpt.checkpoint.format import FileRecord, PartRecord
+from smckpt.checkpoint.prefixes import PrefixStores, found_prefix_sharding
 from smckpt.checkpoint.replaced import noticing_replacement
-from smckpt.checkpoint.spread import Homes, found_spread
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,13 +34,12 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import FileWriter, Storage, open_storage
-from smckpt.storage.pool import pool_here
-from smckpt.storage.urls import file_url, is_s3_url
+from smckpt.storage import FileWriter, Storage, access_to
+from smckpt.storage.urls import file_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
 
-_PIECE = 16 << 20  # bytes that a thread copies at once, where the target does not say
+_PIECE = 16 << 20  # bytes that a thread copies at once, if the target does not say
 
 Progress = Callable[[int, int], None]
 
@@ -46,7 +48,7 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What was copied, and how many of the files, and bytes of data, were there already."""
+    """What was copied, and how many files and bytes of data were already there."""
 
     source: str
     target: str
@@ -61,33 +63,42 @@ class CopyReport:
         return asdict(self)
 
 
+@alone()
 def copy_checkpoint(
-    source: str, target: str, *, threads: int = 4, progress: Progress | None = None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
 ) -> CopyReport:
     """Copy the newest committed checkpoint at `source` to the directory `target`, byte for byte.
 
-    Only what its record and manifests name is copied. A file that is at the target already, with
-    the size and checksum of the manifest, is left as it is; one that differs is replaced. Memory:
-    for each thread one part of an upload (64 MiB), or 16 MiB between file systems. Every file
-    appears whole. So of two copies to one place at one time both succeed or the earlier one fails,
-    and none spoils what the other has committed.
+    Only what its record and manifests name is copied. A file that the target already has with the
+    size and checksum of the manifest is kept; a file that differs is replaced. Memory: for each
+    thread one part of an upload (64 MiB), or 16 MiB between file systems. Every file appears whole.
+    If two copies to one place run at once, both succeed or the earlier one fails, and neither
+    damages what the other has committed.
 
     Args:
-        threads: that read, check and write.
-        progress: called with (bytes done, bytes in all), from any thread, one call at a time.
+        threads: how many threads read, check and write.
+        progress: called with (bytes done, bytes in total), from any thread, one call at a time.
+        s3_region, s3client_config: as for `smckpt.load`; they apply to both places.
 
     Raises:
         UsageError: the places are the same, `source` is one group of several, or another
             checkpoint is at `target`.
         CorruptCheckpointError: the source is damaged; nothing was committed at the target.
         CheckpointReplacedError: a newer save has swept the source meanwhile; nothing was committed.
-        StorageError: a store refused; what has been copied is taken up by the next call.
+        StorageError: a store refused. The next call keeps what was already copied.
     """
     began = time.monotonic()
-    contents = contents_of(source)
+    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    contents = contents_of(access.open(source))
     with ExitStack() as cleanup:
-        cleanup.enter_context(noticing_replacement(contents.url, contents.identity, "copy"))
-        copy = _Copy(contents, open_storage(contents.url), open_storage(target), progress)
+        cleanup.enter_context(noticing_replacement(contents.storage, contents.identity, "copy"))
+        copy = _Copy(contents, access.open(target), progress)
         copy.refuse_another()
         cleanup.callback(copy.close)
         workers = cleanup.enter_context(_Workers(threads))
@@ -109,25 +120,24 @@ def copy_checkpoint(
 
 
 class _Copy:
-    def __init__(
-        self, contents: Contents, source: Storage, target: Storage, progress: Progress | None
-    ) -> None:
+    def __init__(self, contents: Contents, target: Storage, progress: Progress | None) -> None:
+        source = contents.storage
         if source.url == target.url:
             raise UsageError(
-                "a checkpoint is not copied onto itself",
-                remedy="name another place",
+                "source and target are the same place",
+                remedy="choose another target",
                 path=target.url,
             )
         self.contents, self.source, self.target = contents, source, target
         self.present = _Count(progress, contents.nbytes)
-        self._memory = _Memory()
+        self._memory = _Pages()
         self._groups = [
             _GroupCopy(group, source.join(group.directory), target.join(group.directory))
             for group in contents.groups
         ]
 
     def refuse_another(self) -> None:
-        """A commit that is there would hide, or be hidden by, the one that is copied."""
+        """Refuse a target with another commit, because one of the two would hide the other."""
         ours = {self.contents.identity, *(g.manifest_name for g in self.contents.groups)}
         for place in [self.target, *(group.target for group in self._groups)]:
             if all(name in ours for _, _, name in commits_at(place)):
@@ -135,20 +145,20 @@ class _Copy:
             try:
                 found = choose_commit(place).identity
             except CheckpointNotFoundError:
-                continue  # the rest of an unfinished save or copy
+                continue  # left by an unfinished save or copy
             except CheckpointError as error:
-                found = f"one that cannot be read ({error.message})"
+                found = f"it cannot be read ({error.message})"
             if found not in ours:
                 raise UsageError(
-                    f"another checkpoint is there: {found}",
-                    remedy="choose an empty place, or remove that one with `smckpt rm`",
+                    f"the target already has another checkpoint: {found}",
+                    remedy="choose an empty directory, or remove that checkpoint with `smckpt rm`",
                     path=place.url,
                 )
 
-    # What is to be done, in this order; the calls of each are made by any threads.
+    # The steps, in this order. Any thread may make the calls of a step.
 
     def small_files(self) -> Iterator[_Call]:
-        """Parts and checksums."""
+        """Calls that copy parts and checksums."""
         for group in self._groups:
             group.look()
             for part in group.group.manifest.parts:
@@ -157,11 +167,11 @@ class _Copy:
                 yield self._sums, (group, file)
 
     def looks(self) -> Iterator[_Call]:
-        """At the data that the target has already."""
+        """Calls that look which data the target already has."""
         return ((self._look, (file,)) for group in self._groups for file in group.files)
 
     def pieces(self) -> Iterator[_Call]:
-        """Of the data that it has not."""
+        """Calls that copy the missing data in pieces."""
         for group in self._groups:
             for file in group.files:
                 if not file.present:
@@ -171,7 +181,7 @@ class _Copy:
         return ((self._manifest, (group,)) for group in self._groups)
 
     def record(self) -> None:
-        """It commits several groups."""
+        """Copy the record, which commits several groups."""
         name = self.contents.record
         if name is not None:
             data = _read(self.source, name)
@@ -180,7 +190,7 @@ class _Copy:
             self._create(self.target, name, data, there)
 
     def close(self) -> None:
-        """Abort the files that are not whole."""
+        """Abort unfinished files."""
         with ExitStack() as each:
             each.callback(self.source.close)
             each.callback(self.target.close)
@@ -226,10 +236,10 @@ class _Copy:
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
-        if not target.put_exclusive(name, data) and target.read(name) != data:
+        if not target.put_exclusive(name, data) and _read(target, name) != data:
             raise StorageError(
-                "a file of this name is there, with other bytes",
-                remedy="remove it, or choose an empty place",
+                "a file with this name and other bytes is already there",
+                remedy="remove it, or choose an empty directory",
                 path=file_url(target.url, name),
             )
         if there:
@@ -239,17 +249,20 @@ class _Copy:
 class _GroupCopy:
     """Where a group's files come from and go to.
 
-    there: the sizes of what the target holds. unfinished: names that were only begun there.
+    there: the sizes of the target's files. unfinished: names of files that were begun there and not
+        finished.
     """
 
-    def __init__(self, group: Group, source: Storage, target: Storage) -> None:
+    def __init__(self, group: GroupContents, source: Storage, target: Storage) -> None:
         self.group, self.source, self.target = group, source, target
         self.there: dict[str, int] = {}
         self.unfinished: frozenset[str] = frozenset()
-        spread = group.manifest.spread
-        self.from_ = Homes(source, found_spread(source, spread, group.manifest.parts[0].name))
-        # A file system has no prefixes that could be busy.
-        self.to = Homes(target, spread if is_s3_url(target.url) else None)
+        prefix_sharding = group.manifest.prefix_sharding
+        self.from_ = PrefixStores(
+            source, found_prefix_sharding(source, prefix_sharding, group.manifest.parts[0].name)
+        )
+        # On a file system, files need not be spread over prefixes.
+        self.to = PrefixStores(target, prefix_sharding if target.shards_prefixes else None)
         scratch = Scratch()
         self.files = [
             _FileCopy(self, self._reader(part.rank, file, scratch))
@@ -258,16 +271,16 @@ class _GroupCopy:
         ]
 
     def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
-        home = self.from_.of(rank)
-        return BlockReader(home, SavedFile(home.url, file, rank), True, scratch)
+        store = self.from_.of(rank)
+        return BlockReader(store, SavedFile(store.url, file, rank), True, scratch)
 
     def look(self) -> None:
-        """What is at the target, whole or begun by a copy that was killed."""
+        """Look which files the target has, whole or begun by a copy that was killed."""
         places = self.to.all()
         self.there = {info.name: info.size for place in places for info in place.list()}
         try:
             self.unfinished = frozenset(n for place in places for n in place.list_unfinished())
-        except StorageError as error:  # who may write need not have the right to look for them
+        except StorageError as error:  # we may have no right to list uploads, although we may write
             log.warning("unfinished uploads may stay and cost storage: %s", error)
 
 
@@ -286,9 +299,9 @@ class _FileCopy:
         self._left = 0
         self._whole = False
 
-    def look(self, memory: _Memory) -> bool:
-        """Whether the target has it, whole. What else it has there is replaced later: another copy
-        may have put the whole one in its place since."""
+    def look(self, memory: _Pages) -> bool:
+        """Whether the target has the whole file. Anything else with its name is replaced later,
+        because another copy may still put the whole file there."""
         name, target = self.record.name, self.target
         if name not in self._group.there:
             return False
@@ -300,20 +313,20 @@ class _FileCopy:
         return self.present
 
     def begin(self) -> Sequence[int]:
-        """Begin the file; where the pieces start."""
+        """Begin the file. Returns where its pieces start."""
         name, target = self.record.name, self.target
         if name in self._group.unfinished:
             target.discard_unfinished([name])
         self._writer = target.create_file(name, self.record.size, replace=True)
-        # Whole parts of an upload, so that none is gathered in memory a second time; of a small
-        # file all of it, which then is one request.
+        # Pieces are whole parts of an upload, so that no part is gathered in memory again. A small
+        # file is one piece and one request.
         self._step = self._writer.piece or max(_PIECE, self._small)
         starts = range(0, max(self.record.size, 1), self._step)
         self._left = len(starts)
         return starts
 
-    def copy(self, low: int, memory: _Memory) -> int:
-        """Copy a piece; the file is made durable with its last. Returns the piece's size."""
+    def copy(self, low: int, memory: _Pages) -> int:
+        """Copy a piece. The last piece also makes the file durable. Returns the piece's size."""
         assert self._writer is not None
         high = min(low + self._step, self.record.size)
         data = memory.take(self._step)[: high - low]
@@ -321,7 +334,7 @@ class _FileCopy:
             if len(data) == self._small:
                 self.reader.fetch(data)
             else:
-                self.reader.fill(low, high, [Segment(low, data)])
+                self.reader.fill(low, high, [Destination(low, data)])
             self._writer.write_at(low, data, self._sum(low, high))
         with self._lock:
             self._left -= 1
@@ -333,7 +346,7 @@ class _FileCopy:
 
     @property
     def _small(self) -> int:
-        """The size of a file that is fetched whole; 0 of others."""
+        """The size of a file that is fetched whole; 0 for others."""
         size = self.record.size
         return size if size <= self.reader.storage.request_bytes else 0
 
@@ -342,7 +355,7 @@ class _FileCopy:
             self._writer.abort()
 
     def _sum(self, low: int, high: int) -> int:
-        """Of bytes [low, high), which were just found to be those that the checksums speak of."""
+        """The checksum of bytes [low, high), which were just verified."""
         value = 0
         for at in range(low, high, BLOCK):
             value = combine(value, self.reader.stored_sum(at // BLOCK), min(BLOCK, high - at))
@@ -350,7 +363,7 @@ class _FileCopy:
 
 
 class _Count:
-    """What was there already, and how far the copy is."""
+    """Counts what was already there and how far the copy is."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.files = 0
@@ -359,7 +372,7 @@ class _Count:
         self._lock = threading.Lock()
 
     def add_file(self, nbytes: int) -> None:
-        """A file that is there already."""
+        """Count a file that is already there."""
         with self._lock:
             self.files += 1
             self.nbytes += nbytes
@@ -372,8 +385,8 @@ class _Count:
                 self._progress(self._done, self._total)
 
 
-class _Memory(threading.local):
-    """Page-aligned memory of one thread, which direct writes ask for."""
+class _Pages(threading.local):
+    """Page-aligned memory of one thread, which direct writes need."""
 
     def __init__(self) -> None:
         self._have = memoryview(b"")
@@ -388,14 +401,15 @@ _Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class _Workers:
-    """Threads, and no more calls begun than keep them busy: a file is open from its first piece."""
+    """Threads that make calls. Only as many calls begin as keep them busy, because a file stays
+    open from its first piece on."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = pool_here(threads, "smckpt-copy")
+        self._pool = ThreadPoolExecutor(threads, "smckpt-copy")
         self._most = 2 * threads
 
     def do(self, calls: Iterable[_Call]) -> None:
-        """Make all calls; the first failure ends it."""
+        """Make all calls. The first failure ends this."""
         pending: set[Future[None]] = set()
         try:
             for call, arguments in calls:
@@ -416,7 +430,7 @@ class _Workers:
 
 
 def _settled(pending: set[Future[None]]) -> set[Future[None]]:
-    """Wait for one or more; returns the others."""
+    """Wait until one or more have ended. Returns the others."""
     done, pending = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:
         future.result()
@@ -425,21 +439,21 @@ def _settled(pending: set[Future[None]]) -> set[Future[None]]:
 
 def _read(storage: Storage, name: str) -> bytes:
     with not_missing(file_url(storage.url, name)):
-        return storage.read(name)
+        return storage.read(name, most=MAX_JSON_BYTES)
 
 
 def _checked(storage: Storage, name: str, crc: str) -> bytes:
     data = _read(storage, name)
     if hex64(crc64(data)) != crc:
         raise CorruptCheckpointError(
-            "the file is not the one that the checkpoint names (checksum differs)",
+            "the file differs from the one that the checkpoint names (checksum differs)",
             remedy="use an older checkpoint, and check the file system",
             path=file_url(storage.url, name),
         )
     return data
 
 
-def _crc_of(storage: Storage, name: str, size: int, memory: _Memory) -> int:
+def _crc_of(storage: Storage, name: str, size: int, memory: _Pages) -> int:
     value = 0
     for low in range(0, size, _PIECE):
         data = memory.take(_PIECE)[: min(_PIECE, size - low)]

@@ -1,4 +1,4 @@
-"""Verifying a whole checkpoint: every byte against its checksum, every tensor covered once."""
+"""Verify a whole checkpoint: every byte has its checksum, and every tensor is covered once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from smckpt.calls import alone
 from smckpt.checkpoint.blocks import SavedFile, combined, not_missing
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, hex64
 from smckpt.checkpoint.replaced import replacement
-from smckpt.checkpoint.sources import remaining_after, row_shape
-from smckpt.errors import CheckpointError, CorruptCheckpointError
-from smckpt.layout.geometry import Box
-from smckpt.storage.pool import pool_here
-from smckpt.storage.s3_config import s3_options, using_s3
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
+from smckpt.layout.strided import Box, covered
+from smckpt.storage import Storage, access_to
 
 __all__ = ["Problem", "Report", "verify_checkpoint"]
 
@@ -28,8 +28,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong: in which file or directory, from which byte on (None: not in one
-    place), and what."""
+    """A fault: the file or directory, the byte at which it begins (None: it has no single place),
+    and what is wrong."""
 
     path: str
     what: str
@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What was looked at, and what is wrong with it."""
+    """What was verified, and what is wrong."""
 
     url: str
     identity: str
@@ -55,6 +55,7 @@ class Report:
         return {**asdict(self), "ok": self.ok}
 
 
+@alone()
 def verify_checkpoint(
     url: str | os.PathLike[str],
     *,
@@ -63,45 +64,42 @@ def verify_checkpoint(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> Report:
-    """Read everything that the newest commit at `url` names.
+    """Read and check everything that the newest commit at `url` names.
 
     Args:
-        threads: that read and check.
-        progress: called with (bytes done, bytes in all), from any thread, one call at a time.
-        s3_region, s3client_config: as `smckpt.load` has them.
+        threads: how many threads read and check.
+        progress: called with (bytes done, bytes in total), from any thread, one call at a time.
+        s3_region, s3client_config: as for `smckpt.load`.
 
     Returns:
-        A `Report`; all damage is listed there, not raised. Where the commit itself (a record or
-        manifest) is damaged, that is all it lists.
+        A `Report`, which lists all damage; damage is not raised. If the commit itself (a record or
+        manifest) is damaged, the report lists only that.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: there is nothing to verify.
-        CheckpointReplacedError: a newer save has swept it meanwhile.
+        CheckpointReplacedError: a newer save swept the checkpoint meanwhile.
     """
-    directory = os.fspath(url)
-    given = s3_region is not None or s3client_config is not None
-    options = s3_options(directory, s3_region, s3client_config) if given else None
-    with using_s3(options):  # else those in force hold
-        return _verified(directory, threads, progress)
+    access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
+    return _verified(access.open(url), os.fspath(url), threads, progress)
 
 
-def _verified(url: str, threads: int, progress: Progress | None) -> Report:
+def _verified(storage: Storage, url: str, threads: int, progress: Progress | None) -> Report:
     try:
-        catalogue = open_catalogue(url)
+        catalogue = open_catalogue(storage)
     except CorruptCheckpointError as error:
         return Report(url, "", 0, 0, 0, (_problem(error, url),))
     files = [_FileCheck(catalogue, file) for file in catalogue.files]
     total = sum(check.file.record.size for check in files)
     tell = _Teller(progress, total)
     problems: list[Problem] = []
-    with pool_here(threads, "smckpt-verify") as pool:
+    with ThreadPoolExecutor(threads, "smckpt-verify") as pool:
         reads = [pool.submit(check.read, low, tell) for check in files for low in check.starts()]
         parts = [pool.submit(_check_part, catalogue, rank) for rank in catalogue.object_ranks]
         for read in reads:
             read.result()
         for found in (*pool.map(_FileCheck.finish, files), *(part.result() for part in parts)):
             problems += found
-    if problems and (replaced := replacement(url, catalogue.identity, "verify")) is not None:
+    if problems and (replaced := replacement(storage, catalogue.identity, "verify")) is not None:
         raise replaced
     damaged = {check.file.rank for check in files if check.problems}
     problems += [*_stored_once(catalogue, damaged), *_covered(catalogue)]
@@ -145,11 +143,11 @@ class _FileCheck:
         self._there = self._look()
 
     def starts(self) -> range:
-        """Where the pieces begin that `read` reads."""
-        return range(0, self.file.record.size, PIECE)
+        """The bytes at which the pieces for `read` begin."""
+        return range(0, min(self.file.record.size, self._there), PIECE)
 
     def read(self, low: int, tell: _Teller) -> None:
-        """Read a piece, as far as the file goes."""
+        """Read a piece, up to the file's end."""
         high = min(low + PIECE, self.file.record.size)
         stop = min(high, self._there)
         try:
@@ -161,7 +159,7 @@ class _FileCheck:
         tell.add(high - low)
 
     def _read_again(self, low: int, stop: int) -> None:
-        """Blocks that differ, where a network may have changed them on their way."""
+        """Read blocks that differ again, because a network may have changed them."""
         for _ in range(self._reader.storage.rereads):
             for block in self._differing(range(low // BLOCK, -(-stop // BLOCK))):
                 start = block * BLOCK
@@ -171,11 +169,11 @@ class _FileCheck:
         return [n for n in blocks if self._sums[n] != self._reader.stored_sum(n)]
 
     def finish(self) -> list[Problem]:
-        """Once all is read: what is wrong."""
+        """What is wrong, after everything was read."""
         size = self.file.record.size
         try:
             bad = self._differing(sorted(self._sums))
-        except CheckpointError as error:  # the sidecar: what the manifest says remains
+        except CheckpointError as error:  # the sidecar is damaged; the manifest's checksum remains
             self.problems.append(_problem(error, self.file.path))
             sums = [value for _, value in sorted(self._sums.items())]
             if self._there == size and hex64(combined(sums, size)) != self.file.record.crc64:
@@ -184,14 +182,14 @@ class _FileCheck:
         for block in bad:
             if (block + 1) * BLOCK <= self._there or self._there >= size:
                 start, stop = block * BLOCK, min((block + 1) * BLOCK, size)
-                what = f"bytes {start} to {stop} are not those that were written"
+                what = f"bytes {start} to {stop} differ from what was written"
                 self.problems.append(Problem(self.file.path, what, start))
         if not self.problems:
             self._check_header()
         return self.problems
 
     def _look(self) -> int:
-        """The file's size as it is, 0 if it is missing."""
+        """The file's actual size, 0 if it is missing."""
         try:
             with not_missing(self.file.path):
                 size = self._reader.storage.size(self.file.record.name)
@@ -200,7 +198,7 @@ class _FileCheck:
             return 0
         written = self.file.record.size
         if size != written:
-            what = f"has {size} bytes, {written} were written"
+            what = f"has {size} bytes, but {written} were written"
             self.problems.append(Problem(self.file.path, what, min(size, written)))
         return size
 
@@ -213,20 +211,22 @@ class _FileCheck:
         for key in header.entries:
             rows = self._catalogue.rows_by_key.get(key, [])
             if not any(self.file.rank in row.ranks for row in rows):
-                what = f"holds {key!r}, of which the manifest does not know"
+                what = f"holds {key!r}, which the manifest does not list"
                 self.problems.append(Problem(self.file.path, what))
 
 
 def _check_part(catalogue: Catalogue, rank: int) -> list[Problem]:
     try:
-        catalogue.part(rank)
+        catalogue.objects(rank)
+    except StateError:  # the type must be allowed by the load, or a library is missing here
+        return []
     except CheckpointError as error:
         return [_problem(error, catalogue.parts[rank][0])]
     return []
 
 
 def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
-    """Every stored array whole, without overlaps. What damaged files hold is not known."""
+    """Check that every stored array is whole and has no overlaps. Damaged files are left out."""
     for row in catalogue.rows:
         for holders in catalogue.holders(row):
             if not damaged.isdisjoint(holders):
@@ -236,35 +236,32 @@ def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
             except CheckpointError as error:
                 yield _problem(error, catalogue.url)
                 continue
-            numel = math.prod(row.local_shape(holders[0]))
+            numel = math.prod(row.geometry.local_shape(holders[0]))
             written = sum(slot.stop - slot.start for slot in slots)
             if written != numel:
                 yield Problem(
                     catalogue.url,
-                    f"{row.key!r} of ranks {list(holders)} has {numel} elements, {written} are "
-                    "stored: some twice",
+                    f"{row.key!r} of ranks {list(holders)} has {numel} elements, but {written} "
+                    "are stored, so some are stored twice",
                 )
 
 
 def _covered(catalogue: Catalogue) -> Iterator[Problem]:
-    """The pieces of every logical tensor make all of it."""
+    """Check that the pieces of every logical tensor cover all of it."""
     if not catalogue.whole:
-        return  # one group of several: its tensors are whole only together with the others'
+        return  # one group of several: its tensors are whole only together with those of the others
     for name, rows in catalogue.pieces.by_name.items():
-        if any(row.geometry is None for row, _ in rows):
-            continue  # kept by each rank, whole
-        shape = row_shape(*rows[0])
-        if any(row_shape(row, fqn) != shape for row, fqn in rows):
-            continue  # tensors of several meshes under one name: each is its own
-        left = [Box.whole(shape)] if Box.whole(shape).numel else []
-        for source in catalogue.sources(name):
-            left = remaining_after(left, source.piece.box)
-            if not left:
-                break
-        if left:
-            missing = sum(box.numel for box in left)
+        if any(row.geometry.per_rank for row, _ in rows):
+            continue  # a per-rank tensor: each rank has it whole
+        shape = rows[0][0].geometry.shape_of(rows[0][1])
+        if any(row.geometry.shape_of(fqn) != shape for row, fqn in rows):
+            continue  # several meshes under one name: each has a tensor of its own
+        whole = Box.whole(shape)
+        boxes = {source.piece.box: None for source in catalogue.sources(name)}
+        if missing := covered(whole, boxes).never:
+            first = whole.subtract(*boxes)[0]
             yield Problem(
                 catalogue.url,
                 f"{missing} elements of {name!r} {list(shape)} are in no shard (first at "
-                f"{list(left[0].offsets)})",
+                f"{list(first.offsets)})",
             )

@@ -1,4 +1,4 @@
-"""The `smckpt` command: finding, showing, verifying and exporting checkpoints, without torch."""
+"""The `smckpt` command: find, show, verify and export checkpoints, without torch."""
 
 from smckpt.cli.app import main
 

@@ -1,9 +1,8 @@
 """The commands. Each imports what it needs when it runs, so that the others start at once.
 
-Exit status: 0 fine, 1 the checkpoint is bad, 2 the command could not be carried out.
+Exit status: 0 success, 1 the checkpoint is bad, 2 the command failed.
 
-Built on click: typer reads its options through pydantic, whose import alone takes longer than all
-of `smckpt ls`.
+It uses click, not typer: typer imports pydantic, which takes longer than all of `smckpt ls`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from smckpt.cli.output import (
     progress_bar,
     time_text,
 )
+from smckpt.cli.runs import doctor, prune, status
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.run.command import run
 
 __all__ = ["app", "main"]
 
@@ -42,9 +43,17 @@ threads = click.option(
 )
 
 
+class _Dtype(click.Choice[str]):
+    """A dtype by its name, or by the field's short one."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        return super().convert(short.get(value, value), param, ctx)
+
+
 def main() -> None:
     """The console script."""
-    if sys.stdout is None:  # `>&-`: nobody wants to see it
+    if sys.stdout is None:  # closed by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal must not end in a traceback
@@ -53,14 +62,20 @@ def main() -> None:
     try:
         app()
     except CheckpointError as error:
-        print_error(error)
+        print_error(error, _options(sys.argv[1:2]))
         sys.exit(2)
-    except OSError as error:  # of the output: what is read and written raises errors of ours
+    except OSError as error:  # an error of the output; files and stores raise smckpt's errors
         print(f"smckpt: cannot print: {error.strerror}", file=sys.stderr)
-        os._exit(2)  # what is left in the buffer would fail once more
+        os._exit(2)  # a normal exit would flush the buffer and fail again
 
 
-@click.group(name="smckpt")
+def _options(command: list[str]) -> list[str]:
+    """The names of a command's options."""
+    known = app.commands.get(*command) if command else None
+    return [option.name for option in known.params if option.name] if known else []
+
+
+@click.group(name="smckpt", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 def app() -> None:
     """Find, show, verify and export smckpt checkpoints."""
@@ -74,7 +89,7 @@ def ls(root: str, as_json: bool) -> None:
     from smckpt.checkpoint.discover import find_checkpoints
     from smckpt.storage.urls import is_local, local_path
 
-    # finding nothing in a mistyped directory would look like an answer
+    # an empty list for a mistyped directory would look like an answer
     if is_local(root) and not os.path.isdir(local_path(root)):
         raise CheckpointNotFoundError("no such directory", path=root)
     found = find_checkpoints(root)[::-1]
@@ -82,11 +97,12 @@ def ls(root: str, as_json: bool) -> None:
         print_json([one.to_json() for one in found])
         return
     if not found:
-        print_line(f"no committed checkpoint in or below {root}")
+        print_line(_nothing_below(root))
         return
+    print_line(f"in {root}:")
     rows = [
         (
-            one.path,
+            _below(root, one),
             one.step,
             one.kind,
             bytes_text(one.nbytes),
@@ -99,18 +115,39 @@ def ls(root: str, as_json: bool) -> None:
     print_table("", columns, rows, right=("step", "size", "groups"))
 
 
+def _nothing_below(root: str) -> str:
+    """The message for a directory without smckpt's checkpoints; it names another format."""
+    from smckpt.checkpoint.foreign import foreign_format
+    from smckpt.storage import open_storage
+
+    storage = open_storage(root)
+    known = foreign_format([info.name for info in storage.list()], storage.url)
+    return f"no committed checkpoint in or below {root}" + (
+        ": " + "; ".join(known) if known else ""
+    )
+
+
+def _below(root: str, path: str) -> str:
+    """A path as seen from the root."""
+    from smckpt.storage.urls import normal_url, relative_url
+
+    return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
+
+
 @app.command()
 @click.argument("checkpoint")
 @click.option(
     "--tensors", metavar="PATTERN", help="Only these tensors: a glob, or a part of the name."
 )
+@click.option("--stats", is_flag=True, help="Read the tensors: min, max, mean, std, NaN and inf.")
 @as_json
-def show(checkpoint: str, tensors: str | None, as_json: bool) -> None:
-    """Show what CHECKPOINT holds: topology, tensors, sizes, who wrote what, metadata."""
+def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> None:
+    """Show the contents of CHECKPOINT: topology, values, tensors, sizes, writers, metadata."""
     from smckpt.checkpoint.catalogue import open_catalogue
     from smckpt.cli.show import describe, print_description
+    from smckpt.storage import open_storage
 
-    facts = describe(open_catalogue(checkpoint), tensors)
+    facts = describe(open_catalogue(open_storage(checkpoint)), tensors, stats)
     if as_json:
         print_json(facts)
     else:
@@ -199,8 +236,8 @@ def _verify_hf(
 def cp(source: str, target: str, threads: int, as_json: bool) -> None:
     """Copy the checkpoint in SOURCE to the directory TARGET, on disk or in S3.
 
-    What its manifests name is copied, and checked on the way. Given again after it was cut short,
-    it takes up what is whole already.
+    The files that its manifests name are copied and checked. After a copy was cut short, run the
+    same command again: it copies the missing files only.
     """
     from smckpt.checkpoint.transfer import copy_checkpoint
 
@@ -224,11 +261,12 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
 def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
-    """Remove the newest CHECKPOINT at a place: the files that its manifests name, no others."""
+    """Remove the newest CHECKPOINT in a directory: the files that its manifests name, no others."""
     from smckpt.checkpoint.contents import contents_of
     from smckpt.checkpoint.remove import remove_checkpoint
+    from smckpt.storage import open_storage
 
-    contents = contents_of(checkpoint)
+    contents = contents_of(open_storage(checkpoint))
     step = "" if contents.step is None else f" of step {contents.step}"
     size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.nbytes)}"
     if not yes:
@@ -247,24 +285,26 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @app.command()
 @click.argument("checkpoint", nargs=-1, required=True)
 @click.argument("out")
-@click.option("--layout", help="The tensor-parallel layout; left out: found from the names.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, where not recorded.")
-@click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree, where not recorded.")
+@click.option("--layout", help="The tensor-parallel layout. By default found from the names.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, if not recorded.")
+@click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree, if not recorded.")
 @click.option(
-    "--etp", type=click.IntRange(1), help="At which experts are cut, where it is not --tp."
+    "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
 )
 @click.option(
     "--padded-vocab-size", type=click.IntRange(1),
-    help="Rows stored of the vocabulary, where they are not what trainers round vocab_size up to.",
+    help="Stored rows of the vocabulary, if trainers do not round vocab_size up to that number.",
 )  # fmt: skip
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Cast every floating tensor; left out: as saved.",
+    type=_Dtype(["float32", "bfloat16", "float16"]),
+    help="Cast every floating tensor; fp32, bf16 and fp16 work too. By default as saved.",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of one file: 512MiB.")
-@click.option("--prefix", help="Where the model stands in the saved state; left out: found.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="Largest file, such as 512MiB."
+)
+@click.option("--prefix", help="The model's key in the saved state. By default found.")
 @threads
 @click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
 @click.option("--allow-nonfinite", is_flag=True, help="Export weights that hold NaN or infinity.")
@@ -274,9 +314,16 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     help="Compare names and shapes with transformers' model of the config, where it is installed.",
 )
 @click.option(
+    "--naming",
+    type=click.Choice(["hub", "module"]),
+    default="hub",
+    show_default=True,
+    help="The names of released models, or those of the saved state dict.",
+)
+@click.option(
     "--lora",
     type=click.Choice(["adapter", "merge"]),
-    help="Of a PEFT model: its adapter alone, or merged into the base.",
+    help="For a PEFT model: the adapter alone, or merged into the base.",
 )
 @click.option("--lora-config", help="With --lora: adapter_config.json, or a directory with it.")
 @click.option("--base", help="With --lora merge: a directory with the base's weights.")
@@ -301,6 +348,7 @@ def export(
     overwrite: bool,
     allow_nonfinite: bool,
     against_model: bool,
+    naming: str,
     lora: str | None,
     lora_config: str | None,
     base: str | None,
@@ -309,15 +357,15 @@ def export(
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
 
-    Or the model in the files of all ranks, tensor-parallel ranks innermost. Under torchrun
-    (torchrun … -m smckpt.cli export …) the processes, of one or several hosts, share the files.
+    CHECKPOINT may also be the files of all ranks, tensor-parallel ranks innermost. Under torchrun
+    (torchrun … -m smckpt.cli export …) each process writes some of the files.
     """
     from smckpt.translate import export_hf
-    from smckpt.translate.crew import crew_of_environment
+    from smckpt.translate.export_group import export_group_of_environment
 
     files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
-    crew = crew_of_environment(timeout)
-    follows = crew is not None and not crew.leads
+    group = export_group_of_environment(timeout)
+    follows = group is not None and not group.leads
 
     with progress_bar("exporting", quiet=as_json or follows) as progress:
         report = export_hf(
@@ -337,10 +385,11 @@ def export(
             overwrite=overwrite,
             allow_nonfinite=allow_nonfinite,
             against_model=against_model,
+            naming=naming,
             lora=lora,
             lora_config=lora_config,
             base=base,
-            process_group=crew,
+            process_group=group,
             timeout=timeout,
         )
     if follows:
@@ -361,16 +410,16 @@ def export(
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
-    "--etp", type=click.IntRange(1), help="At which experts are cut, where it is not --tp."
+    "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
 )
-@click.option("--config", help="The model's config.json; left out: the one in DIRECTORY.")
+@click.option("--config", help="The model's config.json; by default the one in DIRECTORY.")
 @click.option(
     "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
-    help="Of each rank's rows of the vocabulary.",
+    help="Make each rank's rows of the vocabulary a multiple of this.",
 )  # fmt: skip
 @click.option(
     "--prefix", default="model", show_default=True,
-    help="Where the model stands in the state that will be loaded.",
+    help="The model's key in the state that will be loaded.",
 )  # fmt: skip
 @threads
 @click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
@@ -390,3 +439,7 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
         f"{report.layout}: {count_text(len(report.files), 'rank')}, "
         f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
     )
+
+
+for command in (doctor, prune, run, status):
+    app.add_command(command)

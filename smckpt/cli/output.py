@@ -6,6 +6,7 @@ rich is imported where a table is drawn: `smckpt --json` and `smckpt --version` 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ __all__ = [
     "print_table",
     "progress_bar",
     "time_text",
+    "visible",
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-# What a table may take where nobody wraps it: a pipe or a file gets every character.
+# The width of a table in a pipe or a file, where nothing wraps it.
 _UNBOUNDED = 100_000
 
 
@@ -55,16 +57,37 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def visible(text: str) -> str:
+    """Without terminal codes: names and values of a checkpoint may hold anything."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def print_line(text: str) -> None:
-    print(text)
+    print(visible(text))
 
 
-def print_error(error: CheckpointError) -> None:
-    """One line on stderr. Host and rank, which matter in a job, say nothing here."""
+def print_error(error: CheckpointError, options: Iterable[str] = ()) -> None:
+    """One line on stderr, without host and rank, which matter in a job only.
+
+    Args:
+        options: the Python names of the command's options. If a remedy names one of them, it is
+            printed as an option of the command.
+    """
     where = f"{error.path}: " if error.path and error.path not in error.message else ""
-    remedy = f" — {error.remedy}" if error.remedy else ""
+    remedy = f" — {_as_typed(error.remedy, options)}" if error.remedy else ""
     line = " ".join(f"{where}{error.message}{remedy}".split())
-    print(f"smckpt: {line}", file=sys.stderr)
+    print(f"smckpt: {visible(line)}", file=sys.stderr)
+
+
+def _as_typed(remedy: str, options: Iterable[str]) -> str:
+    """ "pass overwrite=True" → "pass --overwrite", "base=" → "--base"."""
+    for name in options:
+        flag = "--" + name.replace("_", "-")
+        remedy = re.sub(rf"\b{name}=False\b", flag.replace("--", "--no-", 1), remedy)
+        remedy = re.sub(rf"\b{name}=True\b", flag, remedy)
+        remedy = re.sub(rf"\b{name}=(?=\w|\")", flag + " ", remedy)
+        remedy = re.sub(rf"\b{name}=", flag, remedy)
+    return remedy
 
 
 def _print(thing: Any) -> None:
@@ -96,9 +119,9 @@ def print_table(
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*("-" if cell is None else str(cell) for cell in row))
+        table.add_row(*("-" if cell is None else visible(str(cell)) for cell in row))
     if title:
-        _print(Text(f"\n{title}", style="bold"))
+        _print(Text(f"\n{visible(title)}", style="bold"))
     _print(table)
 
 
@@ -107,18 +130,18 @@ def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    _print(Text(title, style="bold"))
+    _print(Text(visible(title), style="bold"))
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(f"  {name}", "-" if value is None else str(value))
+        table.add_row(f"  {name}", "-" if value is None else visible(str(value)))
     _print(table)
 
 
 @contextmanager
 def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes on stderr; yields what to call with (done, total).
+    """A bar of bytes on stderr; yields a function to call with (done, total).
 
-    Yields None where nobody would see it: `quiet`, or stderr is no terminal.
+    Yields None if `quiet`, or if stderr is not a terminal.
     """
     if quiet or not sys.stderr.isatty():
         yield None

@@ -1,12 +1,14 @@
-"""`smckpt show`: what a checkpoint is made of, as one JSON-able dict and as tables."""
+"""`smckpt show`: the contents of a checkpoint, as one dict of JSON values and as tables."""
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from smckpt.checkpoint.objects import decode_object
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -15,32 +17,39 @@ from smckpt.cli.output import (
     print_table,
     time_text,
 )
+from smckpt.cli.statistics import statistics
 from smckpt.layout.entries import DTYPES, dotted
-from smckpt.layout.geometry import FlatGeometry, MeshGeometry
+from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
-    from smckpt.checkpoint.rows import Row
+    from smckpt.layout.entries import Entry
 
 __all__ = ["describe", "print_description"]
 
-SHOWN = 20  # rows of a table that nobody asked for in full
+SHOWN = 20  # rows of a table, unless the user asks for all
+LONGEST = 60  # characters of a value
+STATISTICS = ("min", "max", "mean", "std", "nonfinite")
 
 
-def describe(catalogue: Catalogue, pattern: str | None) -> dict[str, Any]:
-    """Everything that `show` knows. `pattern` picks tensors: a glob, or a part of the name.
+def describe(catalogue: Catalogue, pattern: str | None, stats: bool = False) -> dict[str, Any]:
+    """All facts for `show`. `pattern` selects tensors: a glob, or a part of the name.
 
-    Reads one part record beside the manifests, and decodes none of its objects.
+    It reads the manifests, one part record and, for `stats`, the selected tensors.
     """
     first = catalogue.manifests[0]
     lowest = catalogue.object_ranks[0]
+    objects = catalogue.part(lowest)["objects"]
+    tensors = [t for t in _tensors(catalogue) if _picked(t["name"], pattern)]
+    for tensor in tensors if stats else ():
+        tensor["statistics"] = statistics(catalogue, tensor["name"])
     return {
         "path": catalogue.url,
         "identity": catalogue.identity,
         "kind": catalogue.kind,
         "step": catalogue.step,
-        "epoch": catalogue.epoch,
+        "fencing_token": catalogue.fencing_token,
         "number": catalogue.number,
         "committed_at": catalogue.committed_at,
         "format": list(first.format),
@@ -50,8 +59,12 @@ def describe(catalogue: Catalogue, pattern: str | None) -> dict[str, Any]:
         "bytes": sum(file.record.size for file in catalogue.files),
         "groups": [list(manifest.group_ranks) for manifest in catalogue.manifests],
         "writers": list(_writers(catalogue)),
-        "tensors": [t for t in _tensors(catalogue) if _picked(t["name"], pattern)],
-        "objects": {"rank": lowest, "keys": sorted(catalogue.part(lowest)["objects"])},
+        "tensors": tensors,
+        "objects": {
+            "rank": lowest,
+            "keys": sorted(objects),
+            "values": {key: _shown(objects[key]["value"]) for key in sorted(objects)},
+        },
         "optimizers": sorted(catalogue.optimizers),
     }
 
@@ -68,7 +81,7 @@ def _writers(catalogue: Catalogue) -> Iterator[dict[str, Any]]:
 
 
 def _tensors(catalogue: Catalogue) -> Iterator[dict[str, Any]]:
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[Entry]] = {}
     for row in catalogue.rows:
         for fqn in row.fqns:
             rows.setdefault(dotted(row.logical_path(fqn)), []).append(row)
@@ -82,19 +95,43 @@ def _tensors(catalogue: Catalogue) -> Iterator[dict[str, Any]]:
         }
 
 
-def _held(rows: list[Row]) -> str:
+def _held(rows: list[Entry]) -> str:
     """How ranks hold a tensor: "dp_replicate=2:R dp_shard=4:S0", "flat 1/4", "by each of 8"."""
     geometry = rows[0].geometry
-    if geometry is None:
-        ranks = {rank for row in rows for rank in row.ranks}
-        return "by its rank" if len(ranks) == 1 else f"by each of {len(ranks)} ranks"
-    if isinstance(geometry, MeshGeometry):
-        mesh = geometry.mesh
-        dims = zip(mesh.dim_names, mesh.shape, geometry.placements, strict=True)
-        return " ".join(f"{dim}={size}:{placement}" for dim, size, placement in dims)
-    if isinstance(geometry, FlatGeometry):
-        return f"flat 1/{geometry.shard_degree()}"
-    return "boxes"
+    if geometry.per_rank:  # one row for each shape
+        ranks = tuple({rank for row in rows for rank in row.ranks})
+        return str(PerRankGeometry((), (), ranks))
+    return str(geometry)
+
+
+def _shown(value: Any) -> Any:
+    """A short plain value as it is; any other as a text that describes it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else _text(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _text(value: Any) -> str:
+    """A text for an encoded value (`checkpoint.objects`), without torch."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if not isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if "~" not in value:
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+    tag, inside = value["~"], value["v"]
+    if tag in ("int", "float", "complex", "numpy"):
+        return str(decode_object(value))
+    if tag == "ndarray":
+        return f"array of {inside[0].strip('<>|=')}, {_shape(inside[2])}"
+    if tag in ("dict", "ordered"):
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in inside) + "}"
+    if isinstance(inside, list):
+        return "(" + ", ".join(map(_text, inside)) + ")"
+    if tag in ("bytes", "bytearray", "torch.save"):
+        return f"{tag}, {bytes_text(len(inside) * 3 // 4)}"
+    return f"{tag} {inside}"
 
 
 def _picked(name: str, pattern: str | None) -> bool:
@@ -106,7 +143,7 @@ def _picked(name: str, pattern: str | None) -> bool:
 
 
 def print_description(facts: dict[str, Any], pattern: str | None) -> None:
-    """The tables of `show`. Without a pattern, long ones are cut, and say so."""
+    """Print the tables of `show`. Without a pattern, long tables are cut, with a note."""
     print_facts(
         facts["path"],
         [
@@ -115,29 +152,44 @@ def print_description(facts: dict[str, Any], pattern: str | None) -> None:
             ("committed", f"{time_text(facts['committed_at'])} by {facts['identity']}"),
             ("size", _size(facts)),
             ("groups", _groups(facts["groups"])),
-            ("topology", _pairs(facts["topology"])),
             ("optimizers", ", ".join(facts["optimizers"]) or None),
-            (f"objects (rank {facts['objects']['rank']})", _cut(facts["objects"]["keys"])),
             ("metadata", _pairs(facts["metadata"])),
             ("written with", _pairs(facts["versions"])),
         ],
     )
+    if facts["topology"]:
+        rows = [(name, _value(value)) for name, value in facts["topology"].items()]
+        print_table("topology", ("degree", "ranks"), rows)
+    _print_values(facts["objects"])
     _print_tensors(facts["tensors"], pattern)
     _print_writers(facts["writers"])
+
+
+def _print_values(objects: dict[str, Any]) -> None:
+    values = list(objects["values"].items())
+    if values:
+        print_table(f"values of rank {objects['rank']}", ("key", "value"), values[:SHOWN])
+    if len(values) > SHOWN:
+        print_line(f"  … and {len(values) - SHOWN} more: --json lists all")
 
 
 def _print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
     shown = tensors if pattern is not None else tensors[:SHOWN]
     total = bytes_text(sum(tensor["bytes"] for tensor in tensors))
     matching = "" if pattern is None else f" that match {pattern!r}"
+    stats = STATISTICS if any("statistics" in tensor for tensor in tensors) else ()
     print_table(
         f"{count_text(len(tensors), 'tensor')}{matching}, {total}",
-        ("tensor", "dtype", "shape", "size", "held"),
+        ("tensor", "dtype", "shape", "size", *stats, "held"),
         [
-            (t["name"], t["dtype"], _shape(t["shape"]), bytes_text(t["bytes"]), t["held"])
+            (
+                *(t["name"], t["dtype"], _shape(t["shape"]), bytes_text(t["bytes"])),
+                *(_number((t["statistics"] or {}).get(name)) for name in stats),
+                t["held"],
+            )
             for t in shown
         ],
-        right=("size",),
+        right=("size", *stats),
     )
     if len(shown) < len(tensors):
         print_line(f"  … and {len(tensors) - len(shown)} more: --tensors '*' lists all")
@@ -165,6 +217,14 @@ def _print_writers(writers: list[dict[str, Any]]) -> None:
         print_line(f"  … and {len(rows) - SHOWN} more: --json lists all")
 
 
+def _value(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
 def _shape(shape: list[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
@@ -183,8 +243,3 @@ def _groups(groups: list[list[int]]) -> str:
 
 def _pairs(values: dict[str, Any] | None) -> str | None:
     return " ".join(f"{name}={value}" for name, value in (values or {}).items()) or None
-
-
-def _cut(names: list[str]) -> str | None:
-    more = f" … {len(names)} in all" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) + more) or None

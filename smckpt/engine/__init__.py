@@ -1,1 +1,1 @@
-"""Saving and loading: the only room that knows all of the others."""
+"""Saving and loading."""

@@ -1,40 +1,50 @@
-"""The functions that users call; checked here, done in the queue and the loader."""
+"""The functions that users call. They check the arguments; the queue and the loader do the work."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from smckpt.checkpoint.discover import Found, latest
-from smckpt.engine.groups import Group, get_global_ranks, group_of
+from smckpt.calls import alone
+from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.discover import FoundCheckpoint, latest
+from smckpt.checkpoint.remove import RemoveReport, remove_checkpoint
+from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
-from smckpt.engine.load import LoadRequest
+from smckpt.engine.load_plan import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
+from smckpt.meeting.group import Group, get_global_ranks, group_of
+from smckpt.storage import Access, access_to
+from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
-from smckpt.storage.s3_config import given_s3, s3_options, using_s3
-from smckpt.storage.s3_pace import sharing
 from smckpt.storage.urls import normal_url
 
 __all__ = [
+    "LoadEvent",
+    "SaveEvent",
     "SaveHandle",
     "SaveOptions",
     "Timings",
+    "add_sink",
     "async_save",
     "get_global_ranks",
     "latest_checkpoint",
     "load",
     "maybe_finalize_async_calls",
+    "remove",
     "save",
 ]
 
 LOAD_THREADS, LOAD_TIMEOUT = 4, 1800.0
 
-# The one object of the process: SMP's functions take no handle, so queues must live somewhere.
+# One object for the process: SMP's functions take no handle, so the queues live here.
 _RUNTIME = Runtime()
 
 
+@alone()
 def async_save(
     state_dict: MutableMapping[str, Any] | None,
     *,
@@ -53,50 +63,51 @@ def async_save(
     options: SaveOptions | None = None,
     s3_region: str | None = None,
     s3client_config: Any = None,
-) -> Any:
+) -> SaveHandle | None:
     """Copy the state into memory and return; write and commit it in the background.
 
-    Runs no collective. All ranks of `process_group` call it, each with its own state; a process
-    that is no member returns None at once. A save still in flight in the same queue is waited for.
-    Threads take turns in a queue, in the same order on all ranks; or give each its own `queue=`.
+    Runs no collective. All ranks of `process_group` call it, each with its own state. A process
+    that is not a member returns None at once. If a save of the same queue is in flight, the call
+    waits for it. Threads that save in one queue must do so in the same order on all ranks;
+    otherwise give each thread its own `queue=`.
 
     Args:
-        state_dict: nested dicts, lists and tuples of tensors and values; what
-            `sm_state_dict_type` gives, or DTensors, ShardedTensors and plain tensors.
-        checkpoint_id: the group's directory. May come from `storage_writer` instead.
-        process_group: who commits together; None for all processes.
-        coordinator_rank: the global rank that publishes; by default the lowest of the group. The
-            same in all saves of a queue.
-        storage_writer: `DistributedFileSystemWriter`, or any stock DCP writer: that one is run
-            by DCP, with DCP's collectives.
+        state_dict: nested dicts, lists and tuples of tensors and values: what `sm_state_dict_type`
+            gives, or DTensors, ShardedTensors and plain tensors.
+        checkpoint_id: the group's directory. `storage_writer` may give it instead.
+        process_group: the ranks that commit together; None: all ranks.
+        coordinator_rank: the global rank that publishes; by default the lowest of the group. It
+            must be the same in all saves of a queue.
+        storage_writer: a `DistributedFileSystemWriter`; or any other DCP writer, with which DCP
+            makes the save, with DCP's collectives.
         planner: a DCP save planner; DCP then plans, with its collectives.
-        queue: a name; saves of one queue are in order, queues are independent.
-        step: the training step, recorded.
-        metadata: a dict that JSON can hold, to record.
-        groups: the groups (lists of global ranks) that make a step together, when neither
-            `parallel_state` nor the model's sharding tells.
-        parallel_state: a `ParallelState`; recorded, and its replication groups make the step.
-        on_commit: called once, on the coordinator, in the background, after the commit. What it
-            raises is logged.
-        allow_objects: types that may be stored with `torch.save` although they are no plain data.
+        queue: a name. The saves of one queue are made in order; queues are independent.
+        step: the training step to record. By default the integer under "step" in the state, if
+            there is one.
+        metadata: a dict to record; JSON must be able to hold it.
+        groups: the groups (lists of global ranks) that make a step together. It is needed only if
+            neither `parallel_state` nor the model's sharding says so.
+        parallel_state: a `ParallelState`. It is recorded, and its replication groups make the step.
+        on_commit: called once after the commit, on the coordinator, in the background. An exception
+            in it is logged.
+        allow_objects: types that may be stored with `torch.save` although they are not plain data.
         options: see `SaveOptions`.
         s3_region, s3client_config: for s3:// ids: the bucket's region, and an `S3Config` (or a
-            mapping of some of its fields). Left out: from SMCKPT_S3_* and the AWS settings.
+            mapping of some of its fields). By default SMCKPT_S3_* and the AWS settings say them.
 
     Returns:
-        A `SaveHandle`; None for a process that is no member.
+        A `SaveHandle`; None for a process that is not a member.
 
     Raises:
-        UsageError, StateError: this call's arguments or state; nothing is saved under this number.
-        SaveFailedError: an *earlier* save was not committed. This call's save is under way all
-            the same, on every rank.
+        UsageError, StateError: this call's arguments or state are wrong. Nothing is saved under
+            this number.
+        SaveFailedError: an *earlier* save was not committed. This call's save is nevertheless under
+            way, on every rank.
     """
     group = group_of(process_group)
     if group is None:
         return None
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
-        from smckpt.engine.dcp import foreign_save
-
         _directory(checkpoint_id, storage_writer, "storage_writer")
         _refuse_with_foreign(
             "DCP writer or planner",
@@ -111,7 +122,7 @@ def async_save(
             s3_region=s3_region,
             s3client_config=s3client_config,
         )
-        return foreign_save(
+        begun: SaveHandle = _dcp().foreign_save(
             _RUNTIME,
             group,
             state_dict,
@@ -121,13 +132,14 @@ def async_save(
             process_group,
             queue=queue or "default",
         )
+        return begun
     refusal: Exception | None = None
     try:
         directory = _directory(checkpoint_id, storage_writer, "storage_writer")
         request = SaveRequest(
             directory=directory,
             coordinator=_coordinator(group, coordinator_rank),
-            step=step,
+            step=_step_in(state_dict) if step is None else step,
             metadata={} if metadata is None else metadata,
             topology=None if parallel_state is None else parallel_state.to_json(),
             groups=groups,
@@ -135,10 +147,11 @@ def async_save(
             on_commit=on_commit,
             allow_objects=tuple(allow_objects),
             options=SaveOptions() if options is None else options,
-            s3=given_s3(directory, s3_region, s3client_config, storage_writer)
-            or s3_options(directory),
+            access=_access(directory, s3_region, s3client_config, storage_writer),
         )
-    except Exception as error:  # told to the peers, who count this save too, then raised
+        if directory:
+            refuse_save(request.storage, group.world_size)
+    except Exception as error:  # the peers hear of it (they count this save too), then it is raised
         refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
     return _RUNTIME.queue(group, queue or "default").submit(state_dict, request, refusal)
 
@@ -148,23 +161,29 @@ def save(
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     **arguments: Any,
-) -> Any:
+) -> SaveHandle | None:
     """`async_save`, then wait until it is committed.
 
     Raises:
-        SaveFailedError: it was not committed; on every rank, with the cause.
+        SaveFailedError: it was not committed. Every rank raises it, with the cause.
     """
     handle = async_save(state_dict, checkpoint_id=checkpoint_id, **arguments)
     if handle is None:
         return None
     group = group_of(arguments.get("process_group"))
     assert group is not None
-    for its_queue in _RUNTIME.queues(group.ranks, arguments.get("queue") or "default"):
-        its_queue.finalize(blocking=True)
+    _finalize(group.ranks, arguments.get("queue") or "default")
     handle.wait()
     return handle
 
 
+@alone("save")
+def _finalize(ranks: tuple[int, ...], queue: str) -> None:
+    for its_queue in _RUNTIME.queues(ranks, queue):
+        its_queue.finalize(blocking=True)
+
+
+@alone()
 def maybe_finalize_async_calls(
     blocking: bool = True,
     process_group: Any = None,
@@ -172,13 +191,13 @@ def maybe_finalize_async_calls(
     queue: str | None = None,
     timeout: float | None = None,
 ) -> list[int]:
-    """Numbers of the saves committed since the last call; raises what failed.
+    """Return the numbers of the saves committed since the last call. Raise if a save failed.
 
-    With `process_group=None` all queues of this process are looked at. `blocking=False` is
-    rank-local: it asks nobody. With nothing ever saved it does nothing.
+    With `process_group=None` it covers all queues of this process. `blocking=False` only looks at
+    this rank and does not communicate. If nothing was ever saved, it does nothing.
 
     Raises:
-        SaveFailedError: a save was not committed; on every rank, with the cause.
+        SaveFailedError: a save was not committed. Every rank raises it, with the cause.
     """
     ranks = None
     if process_group is not None:
@@ -192,14 +211,30 @@ def maybe_finalize_async_calls(
     return done
 
 
+def add_sink(sink: Sink) -> Callable[[], None]:
+    """Call `sink` for every save and load of this process that ends from now on.
+
+    Args:
+        sink: called with a `SaveEvent` in the queue's thread, a moment after the handle is done, or
+            with a `LoadEvent` in the caller's thread. An exception in it is logged and changes
+            nothing. It should be quick, because the next save of the queue waits for it.
+
+    Returns:
+        A function that removes the sink.
+    """
+    return _RUNTIME.sinks.add(sink)
+
+
+@alone()
 def load(
-    state_dict: MutableMapping[str, Any],
+    state_dict: MutableMapping[str, Any] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     coordinator_rank: int | None = None,
     storage_reader: Any = None,
     planner: Any = None,
+    only: Sequence[str] | None = None,
     check_keys_matched: bool = True,
     preverify: bool = False,
     threads: int = LOAD_THREADS,
@@ -209,50 +244,58 @@ def load(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> MutableMapping[str, Any] | None:
-    """Fill `state_dict` from the newest commit at `checkpoint_id`.
+    """Fill `state_dict` from the newest commit at `checkpoint_id`; or, without one, give back all
+    that was saved.
 
-    Live tensors are filled in place; values that are no tensors are put into the dict, and into
-    the optimizers that it came from. Structure, shapes, dtypes and coverage are checked on all
-    ranks before a tensor is touched. Runs no collective.
+    Live tensors are filled in place. Values that are no tensors are put into the dict and into the
+    optimizers that it came from. Structure, shapes, dtypes and coverage are checked on all ranks
+    before a tensor is changed. Runs no collective.
 
     Args:
-        state_dict: the target, made like the one that was saved.
-        checkpoint_id: a group's directory for a LOCAL load; the directory above the groups'
-            directories, or that of a single group, for any other. May come from `storage_reader`.
-        process_group: who loads together; None for all processes.
-        coordinator_rank: accepted for SMP scripts; the lowest rank of the group looks.
-        storage_reader: `DistributedFileSystemReader`, or a stock DCP reader: DCP then loads.
+        state_dict: the target, made in the same way as the saved one. Its top keys say what is
+            wanted: `{"model": …}` loads the model and leaves what was saved beside it. What stands
+            under a key must match, and tensors at the top belong together. None: nested containers
+            as they were saved are made, with whole tensors on the CPU, by name.
+        checkpoint_id: for a LOCAL load the group's directory; for any other the directory above the
+            groups' directories, or that of a single group. `storage_reader` may give it instead.
+        process_group: the ranks that load together; None: all ranks.
+        coordinator_rank: accepted for SMP scripts, without effect: the lowest rank of the group
+            looks.
+        storage_reader: a `DistributedFileSystemReader`; or another DCP reader, with which DCP
+            loads.
         planner: a DCP load planner; DCP then plans, with its collectives.
-        check_keys_matched: False takes what both have and logs the rest.
-        preverify: read everything twice: first to check, so that a bad block leaves the targets
-            untouched.
-        threads: readers per rank. A rank that has one processor begins with none but itself, and
-            starts them when it waits for data of a file system.
-        timeout: seconds for each meeting of the ranks.
-        groups, parallel_state, s3_region, s3client_config: as for `async_save`. Where ranks saved
-            plain tensors of their own (tensor or expert parallelism), `parallel_state` says which
-            of them this rank follows; in a job of another size the load is refused without it.
+        only: without a target: the top keys that are wanted.
+        check_keys_matched: False loads what both have and logs the rest.
+        preverify: read everything twice, the first time only to check, so that a bad block leaves
+            the targets untouched.
+        threads: reading threads per rank. A rank with one processor first reads in the calling
+            thread, and starts the others when it waits for a file system's data.
+        timeout: how many seconds each meeting of the ranks may take.
+        groups, parallel_state, s3_region, s3client_config: as for `async_save`. If ranks saved
+            plain tensors of their own (tensor or expert parallelism), `parallel_state` says whose
+            tensors this rank takes. A job of another size must pass it.
 
     Returns:
-        `state_dict`, or None for a process that is no member of `process_group`.
+        `state_dict`, or what was made in its place; None for a process that is no member of
+        `process_group`.
 
     Raises:
-        CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: before
-            anything is touched. CorruptCheckpointError: a bad block, naming file and offset; on
-            every rank; the targets are undefined unless `preverify`. CheckpointReplacedError: newer
-            saves landed and swept what was being read, again and again; once, it is begun anew.
+        CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: raised
+            before anything is changed. CorruptCheckpointError: a block is damaged; the message
+            names file and offset. Every rank raises it, and the targets are undefined unless
+            `preverify`. CheckpointReplacedError: newer saves replaced the checkpoint while it was
+            read, several times. After the first times the load begins again by itself.
     """
     group = group_of(process_group)
     if group is None:
         return None
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
-        from smckpt.engine.dcp import foreign_load
-
-        _directory(checkpoint_id, storage_reader, "storage_reader")
+        _wait_for_own(_directory(checkpoint_id, storage_reader, "storage_reader"))
         _coordinator(group, coordinator_rank)
         _refuse_with_foreign(
             "DCP reader or planner",
             check_keys_matched=None if check_keys_matched else False,
+            only=only,
             preverify=preverify or None,
             threads=None if threads == LOAD_THREADS else threads,
             timeout=None if timeout == LOAD_TIMEOUT else timeout,
@@ -261,30 +304,44 @@ def load(
             s3_region=s3_region,
             s3client_config=s3client_config,
         )
-        return foreign_load(state_dict, checkpoint_id, storage_reader, planner, process_group)
-    s3 = None
+        if state_dict is None:
+            raise UsageError(
+                "a DCP reader or planner fills a target, and there is none",
+                remedy="pass a state_dict",
+            )
+        loaded: MutableMapping[str, Any] = _dcp().foreign_load(
+            state_dict, checkpoint_id, storage_reader, planner, process_group
+        )
+        return loaded
     try:
         directory = _directory(checkpoint_id, storage_reader, "storage_reader")
         _coordinator(group, coordinator_rank)
-        s3 = given_s3(directory, s3_region, s3client_config, storage_reader) or s3_options(
-            directory
-        )
+        _wait_for_own(directory)
+        access = _access(directory, s3_region, s3client_config, storage_reader)
         request = LoadRequest(
             directory=directory,
+            access=access.holding(Share.of_rank(group.rank, group.world_size)),
             strict=check_keys_matched,
             preverify=preverify,
-            threads=threads if s3 is None else max(threads, s3.max_read_concurrency),
+            threads=threads,
             timeout=timeout,
             groups=groups,
             parallel_state=parallel_state,
+            only=None if only is None else tuple(only),
         )
-    except Exception as error:  # told to the peers, who count this load too, then raised
-        request = LoadRequest("", True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, error)
-    with using_s3(s3), sharing(Share.of_rank(group.rank, group.world_size)):
-        _RUNTIME.loader(group).load(state_dict, request)
-    return state_dict
+        if only is not None and (state_dict is not None or isinstance(only, str)):
+            raise UsageError(
+                f"only is {only!r}" + ("" if state_dict is None else ", and there is a target"),
+                remedy="pass a list of top keys, without a target; or a target with those keys",
+            )
+    except Exception as error:  # the peers hear of it (they count this load too), then it is raised
+        request = LoadRequest(
+            "", Access(), True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, refusal=error
+        )
+    return _RUNTIME.loader(group).load(state_dict, request)
 
 
+@alone()
 def latest_checkpoint(
     root: str | os.PathLike[str],
     *,
@@ -292,25 +349,75 @@ def latest_checkpoint(
     timeout: float = 1800.0,
     s3_region: str | None = None,
     s3client_config: Any = None,
-) -> Found | None:
-    """The newest complete step under `root`, or None.
+) -> FoundCheckpoint | None:
+    """Find the newest complete step under `root`; None if there is none.
 
-    One rank of `process_group` looks and tells the others through the store: all ranks call it.
-    Unfinished, half-written and foreign directories are passed over.
+    All ranks of `process_group` call it. One rank looks and sends the result to the others through
+    the store. Unfinished, half-written and foreign directories are skipped.
 
     Raises:
-        StorageError: the store fails to read a directory, which may hold the newest; on all ranks.
+        StorageError: the store fails to read a directory, which may hold the newest. All ranks
+            raise it.
     """
     group = group_of(process_group)
     if group is None:
         return None
-    directory = normal_url(os.fspath(root))
-    with using_s3(s3_options(directory, s3_region, s3client_config)):
-        return _RUNTIME.loader(group).find(directory, latest, timeout)
+    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    top = access.open(root)
+    return _RUNTIME.loader(group).find(lambda: latest(top), timeout)
+
+
+@alone()
+def remove(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> RemoveReport:
+    """Remove the newest committed checkpoint in a directory: the files that its manifests name.
+
+    One process calls it, and no other need know. What commits the checkpoint goes first, so a
+    removal that is cut short leaves no half of one; call it again then.
+
+    Args:
+        checkpoint_id: the directory that the group saved to; of a step of several groups the one
+            above theirs.
+        s3_region, s3client_config: as for `async_save`.
+
+    Returns:
+        What went, and which older commit counts there now, if there is one.
+
+    Raises:
+        CheckpointNotFoundError: nothing committed is there.
+        UsageError: it is one group of a step, or a save of this process goes there now.
+        StorageError: the store refused. CorruptCheckpointError, FormatVersionError: the commit
+            cannot be read, so what belongs to it is not known.
+    """
+    directory = _url(checkpoint_id, "checkpoint_id")
+    if flying := _RUNTIME.in_flight(directory):
+        raise UsageError(
+            f"save {flying[0].number} of this process is still under way there",
+            remedy="wait for its handle first",
+            path=directory,
+        )
+    access = access_to(directory, s3_region=s3_region, s3client_config=s3client_config)
+    return remove_checkpoint(contents_of(access.open(directory)))
+
+
+def _access(directory: str, region: str | None, config: Any, storage: Any) -> Access:
+    """The access to the directory. `storage` is a reader or writer of ours, or None."""
+    own = getattr(storage, "access", None)
+    own = own if isinstance(own, Access) else None
+    return access_to(directory, s3_region=region, s3client_config=config, own=own)
+
+
+def _step_in(state_dict: MutableMapping[str, Any] | None) -> int | None:
+    step = state_dict.get("step") if isinstance(state_dict, Mapping) else None
+    return step if type(step) is int else None
 
 
 def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:
-    """The directory from `checkpoint_id` or from a reader or writer; "" when neither tells."""
+    """The directory from `checkpoint_id` or from a reader or writer; "" if neither has one."""
     path = getattr(other, "checkpoint_id", None) or getattr(other, "path", None)
     theirs = _url(path, argument) if path else ""
     ours = _url(checkpoint_id, "checkpoint_id") if checkpoint_id else ""
@@ -327,10 +434,23 @@ def _url(path: Any, argument: str) -> str:
     text = path if isinstance(path, str) else getattr(path, "__fspath__", lambda: None)()
     if not isinstance(text, str):
         raise UsageError(
-            f"{argument} is {path!r}, a {type(path).__name__}",
+            f"{argument} is {path!r}, which is a {type(path).__name__} and not a path",
             remedy="pass a path or an s3:// URL, as text or as an os.PathLike",
         )
     return normal_url(text)
+
+
+def _wait_for_own(directory: str) -> None:
+    """A load finds what this process has begun to save there. The wait is bounded by the timeouts
+    of the save's stages; a failure is told as always."""
+    for handle in _RUNTIME.in_flight(directory) if directory else ():
+        handle.ended()
+
+
+def _dcp() -> Any:
+    """The module that saves and loads if DCP plans. It belongs to a room above the engine, so it is
+    imported by name, and only when it is needed."""
+    return importlib.import_module("smckpt.integrations.dcp")
 
 
 def _is_foreign(other: Any, ours: str) -> bool:
@@ -341,7 +461,7 @@ def _coordinator(group: Group, coordinator_rank: int | None) -> int:
     chosen = group.ranks[0] if coordinator_rank is None else coordinator_rank
     if chosen not in group.ranks:
         raise UsageError(
-            f"coordinator_rank {chosen} is no member of the process group {group.ranks}",
+            f"coordinator_rank {chosen} is not a member of the process group {group.ranks}",
             remedy="pass the global rank of a member, such as min(get_global_ranks(group))",
             rank=group.rank,
         )
@@ -349,7 +469,7 @@ def _coordinator(group: Group, coordinator_rank: int | None) -> int:
 
 
 def _other_than_lowest(group: Group, coordinator_rank: int | None) -> int | None:
-    """A coordinator that DCP would not take: its own is the lowest rank."""
+    """The coordinator, if it is not the lowest rank, which is the one that DCP always takes."""
     chosen = _coordinator(group, coordinator_rank)
     return None if chosen == group.ranks[0] else chosen
 
@@ -358,7 +478,7 @@ def _refuse_with_foreign(with_what: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and value not in ((), {}, []):
             raise UsageError(
-                f"{name}= is not honoured together with a {with_what}",
+                f"{name}= has no effect together with a {with_what}",
                 remedy="leave it out, or use DistributedFileSystemWriter and "
                 "DistributedFileSystemReader without a planner",
             )

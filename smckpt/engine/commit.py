@@ -1,50 +1,103 @@
-"""The commit state machine: written → gathered → manifest → record → verdict.
+"""The rounds that commit a save: written → gathered → manifest → record → verdict.
 
-It runs in the queue's thread on every rank. Every rank arrives with what it wrote, or with its
-error; the coordinator turns all arrivals into one verdict; all ranks read that.
+They run in the queue's thread on every rank. Every rank brings what it wrote, or its error. The
+coordinator makes one verdict of them, and all ranks hear it.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.format import record_name
-from smckpt.checkpoint.spread import Spread
-from smckpt.engine.job import SaveJob
-from smckpt.engine.membership import Membership
-from smckpt.engine.session import Session, absent
-from smckpt.engine.steps import Steps, refuse_unequal
-from smckpt.engine.worker_client import Worker
-from smckpt.errors import (
-    CheckpointError,
-    PeerError,
-    StorageError,
-    UsageError,
-    as_checkpoint_error,
-    error_from_json,
+from smckpt.engine.commands import (
+    Probe,
+    Published,
+    PublishManifest,
+    PublishRecord,
+    Sweep,
+    TakeLease,
 )
-from smckpt.layout.image import Layout
-from smckpt.storage.budget import Share
-from smckpt.storage.s3_pace import sharing
-from smckpt.storage.urls import common_parent, is_s3_url, parent_url, parse_s3_url, relative_url
+from smckpt.engine.job import SaveJob
+from smckpt.engine.steps import Apart, Steps, refuse_unequal
+from smckpt.engine.worker_client import Worker
+from smckpt.errors import CheckpointError, PeerError, StorageError, UsageError
+from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Meeting
+from smckpt.storage import Access
+from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_url
 
-__all__ = ["Committer"]
+__all__ = ["Committed", "Committer", "Written"]
 
-CLAIMS_KEPT = 64  # directories whose epoch is remembered
+LEASES_KEPT = 64  # directories whose lease is remembered
 
 log = logging.getLogger("smckpt")
 
 
+T = TypeVar("T")
+Brought = Callable[[], dict[int, T]]  # returns what all members of a round brought
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Whether a host sees what the first rank of the group wrote."""
+
+    host: str
+    seen: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rank's durable part. crc64: the checksum of the part record, in hex."""
+
+    rank: int
+    host: str
+    coordinator: int
+    directory: str
+    prefix_sharding: dict[str, Any] | None
+    part: str
+    crc64: str
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where the record of a step will stand, under which fencing token and name."""
+
+    directory: str
+    fencing_token: int
+    record: str
+
+
+@dataclass(frozen=True)
+class GroupManifest:
+    """A record's entry for a group. directory: relative to the record's directory."""
+
+    directory: str
+    manifest: str
+    crc64: str
+    coordinator: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed save. nbytes: bytes of the data files of all ranks. record, record_directory: for
+    a step of several groups."""
+
+    manifest: str
+    fencing_token: int
+    nbytes: int
+    record: str | None = None
+    record_directory: str | None = None
+
+
 class Committer:
-    """Carries the saves of one queue from the arena to the commit. Used by one thread.
+    """Commits the saves of one queue. Used by one thread.
 
     Args:
-        since: when this life of the job began, in nanoseconds since 1970.
+        since: when this run of the job began, in nanoseconds since 1970.
     """
 
     def __init__(self, membership: Membership, worker: Worker, since: int) -> None:
@@ -52,437 +105,332 @@ class Committer:
         self.membership = membership
         self.worker = worker
         self.group = membership.group
-        self._session: Session | None = None
+        self._meeting: Meeting | None = None
         self._steps = Steps(membership)
-        self._epochs: dict[tuple[str, ...], int] = {}
+        self._tokens: dict[tuple[str, ...], int] = {}
         self._probed = False
         self._tried: set[str] = set()
 
-    def run(self, job: SaveJob, arena_id: int | None) -> dict[str, Any]:
-        """Write this rank's part and see the save through.
-
-        Returns the verdict: {"manifest", "record", …}.
+    def publish(self, job: SaveJob, write: Callable[[Meeting], Written]) -> Committed:
+        """Carry out a save: all ranks write, then the coordinator publishes.
 
         Raises:
-            CheckpointError: the save was not committed; the cause, from whichever rank.
+            CheckpointError: the save was not committed. It is the cause, from any rank.
         """
         timeout = job.request.options.timeout
-        if self._session is None:
-            self._session = self._agreed(job, timeout)
-        session = self._session
-        body = self._write(session, job, arena_id, timeout)
-        point = f"save/{job.handle.number}"
-        coordinator = self.group.ranks.index(job.request.coordinator)
-        if session.channel is None:
-            return _opened(self._coordinate(session, job, point, timeout, {0: body}))
-        message = session.channel.arrive(point, session.member, body)
-        try:
-            if session.member == coordinator:
-                verdict = self._coordinate(session, job, point, timeout, None)
-                session.channel.set(f"{point}/verdict", verdict)
-            else:  # gathering, the step's two meetings and publishing have `timeout` each
-                verdict = session.channel.get(f"{point}/verdict", 6 * timeout + 5)
-        except PeerError:
-            raise  # the store is gone: a TimeoutError too, as in the places below
-        except TimeoutError as error:
-            raise PeerError(
-                f"the coordinator, rank {job.request.coordinator}, gave no verdict on save "
-                f"{job.handle.number}",
-                remedy="look at that rank's log",
-                path=job.request.directory,
-                rank=self.group.rank,
-            ) from error
-        session.channel.part(point, message, session.count, [f"{point}/verdict"])
-        return _opened(verdict)
+        if self._meeting is None:
+            self._meeting = self._met(job, timeout)
+        meeting = self._meeting
 
-    def _agreed(self, job: SaveJob, timeout: float) -> Session:
-        """The session; who leads gave up the saves before this one, if there were any, and a rank
-        that comes late to them must not wait for a word on them."""
-        session = self.membership.session(timeout)
-        for number in range(job.handle.number if session.channel is not None else 0):
-            assert session.channel is not None
-            over = self._given_up(number)
-            if session.member == 0:
-                session.channel.set(f"probe/{number}/made", over)
-                session.channel.set(f"probe/{number}/decision", over)
-            if self.group.rank == job.request.coordinator:
-                session.channel.set(f"save/{number}/verdict", over)
-        return session
-
-    def _given_up(self, number: int) -> dict[str, Any]:
-        error = PeerError(
-            f"rank {self.group.rank} had given up save {number} before this rank came",
-            remedy="see what held this rank up; raise timeout= if it was merely slow",
-            rank=self.group.rank,
-        )
-        return {"error": error.to_json()}
-
-    # -- this rank's part ------------------------------------------------------------------
-
-    def _write(
-        self, session: Session, job: SaveJob, arena_id: int | None, timeout: float
-    ) -> dict[str, Any]:
-        try:
+        def bring() -> Written:
             if not self._probed and len(self.group.ranks) > 1:
-                self._probe(session, job, timeout)
-            elif session.member == 0 and job.error is None:
-                self._try_out(session, job, timeout)
+                self._probe(meeting, job, timeout)
+            elif meeting.member == 0 and job.error is None:
+                self._try_out(meeting, job, timeout)
+            return write(meeting)
+
+        return meeting.round(
+            f"save/{job.handle.number}",
+            bring,
+            lambda written: self._decide(meeting, job, written, timeout),
+            leader=self.group.ranks.index(job.request.coordinator),
+            timeout=timeout,
+            brings=Written,
+            gives=Committed,
+        )
+
+    def _met(self, job: SaveJob, timeout: float) -> Meeting:
+        """The meeting for this save. If earlier saves had no meeting, the leader gave them up, and
+        posts that, so that a late rank does not wait for their answer."""
+        meeting = self.membership.meeting(timeout)
+        coordinator = self.group.ranks.index(job.request.coordinator)
+        for number in range(job.handle.number):
+            over = PeerError(
+                f"rank {self.group.rank} gave up save {number} before this rank joined it",
+                remedy="find out what delayed this rank; raise timeout= if it was only slow",
+                rank=self.group.rank,
+            )
+            for point, leader in ((f"made/{number}", 0), (f"save/{number}", coordinator)):
+                if meeting.member == leader:
+                    meeting.refuse(point, over, leader=leader)
+        return meeting
+
+    # -- the first save ----------------------------------------------------------------------
+
+    def _probe(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+        """Check once per meeting that the store can hold checkpoints and that all hosts see one
+        directory.
+
+        A rank whose save failed before it had a directory takes part too, so that nobody waits.
+        """
+        number, path = job.handle.number, job.request.directory
+
+        def here() -> str:
             if job.error is not None:
                 raise job.error
-            layout = job.layout
-            assert layout is not None
-            part = {
-                **job.part,
-                "attempt": job.attempt(session.id),
-                "session": session.id,
-                "number": job.handle.number,
-            }
-            done = self._write_part(job, layout, part, arena_id, timeout)
-            job.written, job.nbytes = job.elapsed(), int(done["bytes"])
-            return {
-                "rank": self.group.rank,
-                "host": part["host"],
-                "coordinator": job.request.coordinator,
-                "directory": job.request.directory,
-                "spread": job.spread(),
-                "part": done["part"],
-                "crc64": done["crc64"],
-            }
-        except Exception as error:  # whatever it is: who waits for this rank hears of it
-            return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
+            return path
 
-    def _write_part(
-        self,
-        job: SaveJob,
-        layout: Layout,
-        part: dict[str, Any],
-        arena_id: int | None,
-        timeout: float,
-    ) -> dict[str, Any]:
-        files = [
-            {"arena_offset": f.arena_offset, "size": f.size, "header_bytes": len(f.header)}
-            for f in layout.files
-        ]
-        directory, spread = job.request.directory, Spread.from_json(job.spread())
-        with self._as_one_of_all(spread.prefixes if spread else 1):
-            return self.worker.call(
-                "write_part",
-                {
-                    "directory": spread.home(directory, self.group.rank) if spread else directory,
-                    "attempt": part["attempt"],
-                    "rank": self.group.rank,
-                    "arena": arena_id,
-                    "files": files,
-                    "part": part,
-                },
-                timeout=timeout,
-            )
-
-    def _as_one_of_all(self, prefixes: int = 1) -> AbstractContextManager[None]:
-        """What follows is done by every rank at once, so each has but its share of a budget."""
-        return sharing(Share.of_rank(self.group.rank, self.group.world_size, prefixes))
-
-    def _probe(self, session: Session, job: SaveJob, timeout: float) -> None:
-        """Once per session: can the store hold checkpoints, and do all hosts see one directory?
-
-        A rank whose save failed before it had a directory takes part, so that nobody waits.
-        """
-        point = f"probe/{job.handle.number}"
-        leader = session.member == 0
-        channel = session.channel
-        assert channel is not None
-        if leader:
-            made = self._try_probe(session, job, True, timeout)
-            channel.set(f"{point}/made", made)
-        else:
-            try:
-                made = channel.get(f"{point}/made", 2 * timeout)
-            except PeerError:
-                raise
-            except TimeoutError as error:
-                raise absent({}, 1, self.membership.rank_name, "probing the directory") from error
-        here = made if "error" in made else self._try_probe(session, job, False, timeout)
-
-        def decide(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            blind = sorted({b["host"] for b in bodies.values() if not b["seen"]})
-            where = sorted({b["directory"] for b in bodies.values()})
+        def make(brought: Callable[[], dict[int, str]]) -> None:
+            where = sorted(set(brought().values()))
             if len(where) > 1:
                 raise _different_ids(where)
-            if blind:
-                seeing = sorted({b["host"] for b in bodies.values() if b["seen"]})
-                raise StorageError(
-                    f"the directory is not shared by all hosts of the group: what host "
-                    f"{seeing[0] if seeing else bodies[0]['host']} writes is not seen on {blind}",
-                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-                    path=job.request.directory,
-                )
-            return {}
+            self._look(meeting, job, job.as_coordinator(), timeout, create=True)
+            self._tried.add(bucket_url(path))
 
-        session.meet(point, here, decide, timeout=timeout, name=self.membership.rank_name)
+        def look() -> Sight:
+            return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
+
+        def compare(brought: Callable[[], dict[int, Sight]]) -> None:
+            sights = brought().values()
+            blind = sorted({sight.host for sight in sights if not sight.seen})
+            if blind:
+                seeing = sorted({sight.host for sight in sights if sight.seen})
+                host = seeing[0] if seeing else socket.gethostname()
+                raise StorageError(
+                    "the directory is not shared by all hosts of the group: "
+                    f"{blind} do not see what host {host} writes",
+                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                    path=path,
+                )
+
+        meeting.round(f"made/{number}", here, make, timeout=timeout)
+        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=Sight)
         self._probed = True
 
-    def _try_out(self, session: Session, job: SaveJob, timeout: float) -> None:
-        """Before the first save into a bucket, whether it can hold checkpoints. One rank looks; if
-        it cannot, the others hear so from the verdict."""
-        bucket = _bucket(job.request.directory)
-        if bucket and bucket not in self._tried:
-            payload = {"token": session.id, "create": True, "leave": False}
-            payload["directory"] = job.request.directory
-            self._remark(self.worker.call("probe", payload, timeout=timeout))
-            self._tried.add(bucket)
+    def _look(
+        self,
+        meeting: Meeting,
+        job: SaveJob,
+        access: Access,
+        timeout: float,
+        *,
+        create: bool,
+        leave: bool = True,
+    ) -> Sight:
+        probe = Probe(job.request.directory, meeting.id, create, leave)
+        answer = self.worker.call(probe, timeout=timeout, access=access)
+        if answer.remark is not None:
+            log.warning("%s", answer.remark)
+        return Sight(socket.gethostname(), answer.seen)
 
-    def _remark(self, answer: dict[str, Any]) -> None:
-        if "remark" in answer:
-            log.warning("%s", answer["remark"])
-
-    def _try_probe(
-        self, session: Session, job: SaveJob, create: bool, timeout: float
-    ) -> dict[str, Any]:
-        directory = job.request.directory
-        try:
-            if job.error is not None:
-                raise job.error
-            payload = {"directory": directory, "token": session.id, "create": create}
-            if create:
-                answer = self.worker.call("probe", payload, timeout=timeout)
-                self._tried.add(_bucket(directory))
-            else:
-                with self._as_one_of_all():
-                    answer = self.worker.call("probe", payload, timeout=timeout)
-            self._remark(answer)
-            return {"host": socket.gethostname(), "directory": directory, "seen": answer["seen"]}
-        except CheckpointError as error:
-            return {"error": error.to_json()}
+    def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+        """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
+        others hear of a failure from the verdict."""
+        place = bucket_url(job.request.directory)
+        if place and place not in self._tried:
+            self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
+            self._tried.add(place)
 
     # -- the coordinator -------------------------------------------------------------------
 
-    def _coordinate(
-        self,
-        session: Session,
-        job: SaveJob,
-        point: str,
-        timeout: float,
-        bodies: dict[int, dict[str, Any]] | None,
-    ) -> dict[str, Any]:
-        """The verdict: {"ok": …} or {"error": …}; a failure is told to all, never just raised."""
-        failure: CheckpointError | None = None
-        gathered: dict[int, dict[str, Any]] = {}
-        try:
-            gathered = self._gather(session, point, timeout, bodies)
-        except Exception as error:
-            failure = as_checkpoint_error(error, self.group.rank)
-        try:
-            self._steps.count(job)
-            if not job.partition.alone:
-                return {"ok": self._commit_step(session, job, gathered, failure, timeout)}
-            if failure is not None:
-                raise failure
-            epoch = self._epoch(
-                session, job.request.directory, self.group.ranks, timeout, spread=job.spread()
-            )
-            return {"ok": self._publish(session, job, gathered, epoch, None, timeout)}
-        except Exception as error:
-            return {"error": as_checkpoint_error(error, self.group.rank).to_json()}
+    def _decide(
+        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
+    ) -> Committed:
+        self._steps.count(job)
+        if not job.partition.alone:
+            return self._commit_step(meeting, job, written, timeout)
+        parts = self._checked(written())
+        ranks, prefix_sharding = self.group.ranks, job.prefix_sharding()
+        fencing_token = self._token(
+            meeting, job, job.request.directory, ranks, timeout, prefix_sharding=prefix_sharding
+        )
+        published = self._publish(meeting, job, parts, fencing_token, None, timeout)
+        return Committed(published.manifest, fencing_token, published.bytes)
 
-    def _gather(
-        self,
-        session: Session,
-        point: str,
-        timeout: float,
-        bodies: dict[int, dict[str, Any]] | None,
-    ) -> dict[int, dict[str, Any]]:
-        got: dict[int, dict[str, Any]] = {}
-        try:
-            if bodies is None:
-                assert session.channel is not None
-                deadline = time.monotonic() + timeout
-                for arrival in session.channel.arrivals(point, session.count, deadline):
-                    if "error" in arrival.body:
-                        raise error_from_json(arrival.body["error"])
-                    got[arrival.member] = arrival.body
-            else:
-                got = bodies
-                if "error" in got[0]:
-                    raise error_from_json(got[0]["error"])
-        except PeerError:
-            raise
-        except TimeoutError as error:
-            raise absent(got, session.count, self.membership.rank_name, "writing") from error
-        coordinators = {body["coordinator"] for body in got.values()}
+    def _checked(self, written: dict[int, Written]) -> dict[int, Written]:
+        """Check that what all ranks wrote belongs to one save, and return it."""
+        coordinators = {part.coordinator for part in written.values()}
         if len(coordinators) > 1:
             raise UsageError(
-                f"the ranks of the group named different coordinators: {sorted(coordinators)}",
+                f"the ranks of the group passed different coordinators: {sorted(coordinators)}",
                 remedy="pass the same coordinator_rank on all ranks of process_group",
             )
-        directories = sorted({body["directory"] for body in got.values()})
+        directories = sorted({part.directory for part in written.values()})
         if len(directories) > 1:
             raise _different_ids(directories)
-        spreads = {str(body["spread"]): rank for rank, body in got.items()}
-        if len(spreads) > 1:
+        shardings = sorted({str(part.prefix_sharding) for part in written.values()})
+        if len(shardings) > 1:
             raise UsageError(
-                f"the ranks of the group spread their files differently: {sorted(spreads)[:4]}",
-                remedy="give all ranks the same S3Config.prefixes and prefix_root",
+                "the ranks of the group shard their files over different prefixes: "
+                f"{shardings[:4]}",
+                remedy="give all ranks the same options of the store (prefixes, prefix_root)",
                 path=directories[0],
             )
-        return got
+        return written
 
-    def _epoch(
+    def _token(
         self,
-        session: Session,
+        meeting: Meeting,
+        job: SaveJob,
         directory: str,
         ranks: Sequence[int],
         timeout: float,
         groups: Sequence[str] = (),
-        spread: dict[str, Any] | None = None,
+        prefix_sharding: dict[str, Any] | None = None,
     ) -> int:
-        """The epoch under which this session publishes in `directory`; claimed once."""
+        """The fencing token under which this session publishes in `directory`; its lease is taken
+        once."""
         key = (directory, *groups)
-        if key not in self._epochs:
-            claim = self.worker.call(
-                "claim_epoch",
-                {
-                    "directory": directory,
-                    "session": session.id,
-                    "host": socket.gethostname(),
-                    "groups": list(groups),
-                    "spread": spread,
-                    "ranks": list(ranks),
-                    "since": self._since,
-                },
+        if key not in self._tokens:
+            lease = self.worker.call(
+                TakeLease(
+                    directory=directory,
+                    session=meeting.id,
+                    host=socket.gethostname(),
+                    groups=tuple(groups),
+                    prefix_sharding=prefix_sharding,
+                    ranks=tuple(ranks),
+                    since=self._since,
+                ),
                 timeout=timeout,
+                access=job.as_coordinator(),
             )
-            self._epochs[key] = int(claim["epoch"])
-            if len(self._epochs) > CLAIMS_KEPT:  # a directory for each step: old ones are over
-                del self._epochs[next(iter(self._epochs))]
-        return self._epochs[key]
+            if lease.remark is not None:
+                log.warning("%s", lease.remark)
+            self._tokens[key] = lease.fencing_token
+            if len(self._tokens) > LEASES_KEPT:  # a directory for each step: old ones are over
+                del self._tokens[next(iter(self._tokens))]
+        return self._tokens[key]
 
     def _publish(
         self,
-        session: Session,
+        meeting: Meeting,
         job: SaveJob,
-        bodies: dict[int, dict[str, Any]],
-        epoch: int,
+        parts: dict[int, Written],
+        fencing_token: int,
         record: str | None,
         timeout: float,
-    ) -> dict[str, Any]:
-        published = self.worker.call(
-            "publish_manifest",
-            {
-                "directory": job.request.directory,
-                "attempt": job.attempt(session.id),
-                "session": session.id,
-                "number": job.handle.number,
-                "epoch": epoch,
-                "ranks": list(self.group.ranks),
-                "parts": {
-                    str(b["rank"]): {"part": b["part"], "crc64": b["crc64"], "host": b["host"]}
-                    for b in bodies.values()
+    ) -> Published:
+        return self.worker.call(
+            PublishManifest(
+                directory=job.request.directory,
+                attempt=job.attempt(meeting.id),
+                session=meeting.id,
+                number=job.handle.number,
+                fencing_token=fencing_token,
+                ranks=self.group.ranks,
+                parts={
+                    str(p.rank): {"part": p.part, "crc64": p.crc64, "host": p.host}
+                    for p in parts.values()
                 },
-                "record": record,
-                "spread": job.spread(),
-            },
+                record=record,
+                prefix_sharding=job.prefix_sharding(),
+            ),
             timeout=timeout,
+            access=job.as_coordinator(),
         )
-        return {**published, "epoch": epoch}
+
+    def sweep(self, job: SaveJob, committed: Committed) -> None:
+        """Delete what the commit supersedes. It runs after all ranks know of the commit, so that
+        nobody waits."""
+        if job.request.coordinator != self.group.rank or not job.request.options.sweep:
+            return
+        leads = committed.record is not None and job.partition.mine == 0
+        sweep = Sweep(
+            directory=job.request.directory,
+            keep=(committed.manifest,),
+            fencing_token=committed.fencing_token,
+            record_directory=committed.record_directory if leads else None,
+            keep_records=(committed.record,) if leads and committed.record else (),
+        )
+        try:
+            timeout, access = job.request.options.timeout, job.as_coordinator()
+            self.worker.call(sweep, timeout=timeout, access=access)
+        except CheckpointError as error:
+            log.warning("could not delete what save %d supersedes: %s", job.handle.number, error)
 
     # -- several groups --------------------------------------------------------------------
 
     def _commit_step(
+        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
+    ) -> Committed:
+        """Do this group's share in the commit of a step of several groups. Only coordinators call
+        it."""
+        step = self._steps.meeting(job, timeout)
+        number, directory = job.handle.number, job.request.directory
+        parts: dict[int, Written] = {}
+
+        def gather() -> Apart:
+            parts.update(self._checked(written()))
+            return self._steps.apart(job)
+
+        ticket = step.round(
+            f"ticket/{number}",
+            gather,
+            lambda groups: self._ticket(step, job, groups(), timeout),
+            timeout=timeout,
+            brings=Apart,
+            gives=Ticket,
+        )
+        pointer = relative_url(f"{ticket.directory.rstrip('/')}/{ticket.record}", directory)
+        manifest = ""
+
+        def publish() -> GroupManifest:
+            nonlocal manifest
+            published = self._publish(meeting, job, parts, ticket.fencing_token, pointer, timeout)
+            manifest = published.manifest
+            return GroupManifest(
+                relative_url(directory, ticket.directory),
+                manifest,
+                published.crc64,
+                self.group.rank,
+            )
+
+        nbytes = step.round(
+            f"record/{number}",
+            publish,
+            lambda groups: self._record(step, job, ticket, groups(), timeout),
+            timeout=timeout,
+            brings=GroupManifest,
+        )
+        return Committed(manifest, ticket.fencing_token, nbytes, ticket.record, ticket.directory)
+
+    def _record(
         self,
-        session: Session,
+        step: Meeting,
         job: SaveJob,
-        bodies: dict[int, dict[str, Any]],
-        failure: CheckpointError | None,
+        ticket: Ticket,
+        groups: dict[int, GroupManifest],
         timeout: float,
-    ) -> dict[str, Any]:
-        """This group's share in committing a step of several groups; on coordinators only."""
-        step = self._steps.session(job, timeout)
-
-        def name(member: int) -> str:
-            ranks = job.partition.groups[member]
-            return f"the coordinator of group {list(ranks[:4])}{'…' if len(ranks) > 4 else ''}"
-
-        directory = job.request.directory
-        body: dict[str, Any] = {"directory": directory, "apart": self._steps.apart(job)}
-        ticket = step.meet(
-            f"ticket/{job.handle.number}",
-            {"error": failure.to_json()} if failure else body,
-            lambda all_: self._ticket(step, job, all_, timeout),
-            timeout=timeout,
-            name=name,
+    ) -> int:
+        """On the lead: create the record, which commits the step. Returns the bytes of all data
+        files."""
+        record = PublishRecord(
+            directory=ticket.directory,
+            session=step.id,
+            number=job.handle.number,
+            fencing_token=ticket.fencing_token,
+            groups=tuple(vars(groups[member]) for member in sorted(groups)),
         )
-        pointer = relative_url(f"{ticket['directory'].rstrip('/')}/{ticket['record']}", directory)
-        published: dict[str, Any] = {}
-        try:
-            published = self._publish(session, job, bodies, ticket["epoch"], pointer, timeout)
-            body = {
-                "directory": relative_url(directory, ticket["directory"]),
-                "manifest": published["manifest"],
-                "crc64": published["crc64"],
-                "coordinator": self.group.rank,
-            }
-        except CheckpointError as error:
-            body = {"error": error.to_json()}
-        decision = step.meet(
-            f"record/{job.handle.number}",
-            body,
-            lambda all_: self.worker.call(
-                "publish_record",
-                {
-                    "directory": ticket["directory"],
-                    "session": step.id,
-                    "number": job.handle.number,
-                    "epoch": ticket["epoch"],
-                    "groups": [all_[m] for m in sorted(all_)],
-                },
-                timeout=timeout,
-            ),
-            timeout=timeout,
-            name=name,
-        )
-        return {**published, **decision, "record_directory": ticket["directory"]}
+        done = self.worker.call(record, timeout=timeout, access=job.as_coordinator())
+        return done.bytes
 
     def _ticket(
-        self, step: Session, job: SaveJob, bodies: dict[int, dict[str, Any]], timeout: float
-    ) -> dict[str, Any]:
-        """The lead: where the record will stand, under which epoch and name."""
-        refuse_unequal(job, bodies)
-        urls = [bodies[m]["directory"] for m in sorted(bodies)]
+        self, step: Meeting, job: SaveJob, groups: dict[int, Apart], timeout: float
+    ) -> Ticket:
+        """On the lead: choose the record's directory and name, under which fencing token and
+        name."""
+        refuse_unequal(job, groups)
+        urls = [groups[member].directory for member in sorted(groups)]
         if len(set(urls)) != len(urls):
             twice = next(u for u in urls if urls.count(u) > 1)
-            owners = [job.partition.groups[m] for m in sorted(bodies) if urls[m] == twice]
+            owners = [job.partition.groups[m] for m in sorted(groups) if urls[m] == twice]
             raise UsageError(
-                f"groups {[list(o) for o in owners]} have one checkpoint_id",
+                f"the groups {[list(o) for o in owners]} have one checkpoint_id",
                 remedy="give each replication group its own directory: put the TP, EP, PP and "
-                "shard coordinates that tell them apart in the path",
+                "shard coordinates that distinguish them into the path",
                 path=twice,
             )
         parent = common_parent(urls)
         parent = parent_url(parent) if parent in urls else parent
         ranks = [rank for group in job.partition.groups for rank in group]
-        epoch = self._epoch(step, parent, ranks, timeout, urls)
-        return {
-            "directory": parent,
-            "epoch": epoch,
-            "record": record_name(epoch, job.handle.number, step.id),
-        }
+        fencing_token = self._token(step, job, parent, ranks, timeout, urls)
+        return Ticket(parent, fencing_token, record_name(fencing_token, job.handle.number, step.id))
 
 
 def _different_ids(directories: list[str]) -> UsageError:
     return UsageError(
-        f"the ranks of one group gave different checkpoint ids: {directories[:4]}",
+        f"the ranks of one group passed different checkpoint ids: {directories[:4]}",
         remedy="all ranks of process_group must pass the same checkpoint_id",
         path=directories[0],
     )
-
-
-def _bucket(directory: str) -> str:
-    """Where it lies in S3; "" on a file system."""
-    return parse_s3_url(directory)[0] if is_s3_url(directory) else ""
-
-
-def _opened(verdict: dict[str, Any]) -> dict[str, Any]:
-    if "error" in verdict:
-        raise error_from_json(verdict["error"])
-    ok: dict[str, Any] = verdict["ok"]
-    return ok

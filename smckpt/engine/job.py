@@ -1,8 +1,11 @@
-"""One save: what is asked, what happened, and the handle that a user holds."""
+"""One save: its request, its timings, and the handle that the user gets."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import json
+import logging
 import operator
 import threading
 import time
@@ -10,46 +13,57 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from smckpt.checkpoint.spread import spread_for
+from smckpt.checkpoint.prefixes import prefix_sharding_for
 from smckpt.engine.groups import Partition
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
-from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES, Layout
-from smckpt.storage.s3_config import S3Config
+from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES
+from smckpt.meeting.group import Group
+from smckpt.staging.copies import Stager
+from smckpt.storage import Access, Storage
+from smckpt.storage.budget import Share
 
-__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveRequest", "Timings"]
+__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveRequest", "Timings", "bytes_text"]
+
+log = logging.getLogger("smckpt")
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Knobs of a save. The defaults suit a cluster; each line says when to change it.
+    """Options of a save. The defaults suit a cluster; each line says when to change it.
 
-    timeout: seconds for each stage (agreeing, writing, gathering, publishing). Raise it for very
-        slow storage; lower it to hear sooner of a dead peer.
-    max_consecutive_failures: how many failed saves in a row are logged only; the next one raises.
-        0 raises on each. Raise it where a full disk for an hour must not end the run.
-    max_file_bytes: a rank's data is split in files of at most this size. Lower it for stores that
-        limit an object's size.
+    timeout: how many seconds each stage may take (agreeing, writing, gathering, publishing). Raise
+        it for very slow storage; lower it to notice a dead peer sooner.
+    max_consecutive_failures: how many failed saves in a row are only logged; the next one raises.
+        0: every failure raises. Raise it if a disk that is full for an hour must not end the run.
+    max_file_bytes: a rank's data is split into files of at most this size. Lower it for stores that
+        limit the size of an object.
     sweep: delete what a new commit in the same directory supersedes. Switch it off to keep every
-        save of a `checkpoint_id` that is used again and again.
+        save if you reuse one `checkpoint_id`.
+    stager: carries out the copies from the state to host memory (docs/extending.md). By default
+        `async_save` returns when the copies have ended. With a stager of your own they may go on
+        after that.
     """
 
     timeout: float = 1800.0
     max_consecutive_failures: int = 0
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     sweep: bool = True
+    stager: Stager | None = None
 
     def __post_init__(self) -> None:
         if self.timeout <= 0:
-            raise UsageError(f"timeout={self.timeout} is not positive", remedy="give seconds > 0")
+            raise UsageError(f"timeout={self.timeout} is not positive", remedy="pass seconds > 0")
         if self.max_consecutive_failures < 0:
             raise UsageError("max_consecutive_failures is negative", remedy="0 raises on each")
         if self.max_file_bytes < 1 << 20:
             raise UsageError("max_file_bytes is below 1 MiB", remedy="leave it at its default")
+        if self.stager is not None and not callable(self.stager):
+            raise UsageError(f"stager is {self.stager!r}", remedy="pass a function of the copies")
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller of `async_save` asked, checked."""
+    """The checked arguments of a call of `async_save`."""
 
     directory: str
     coordinator: int
@@ -61,7 +75,7 @@ class SaveRequest:
     on_commit: Callable[[SaveHandle], None] | None
     allow_objects: tuple[type, ...]
     options: SaveOptions
-    s3: S3Config | None = None
+    access: Access
 
     def __post_init__(self) -> None:
         for name, value, right in (
@@ -76,33 +90,38 @@ class SaveRequest:
                     remedy="see the arguments of smckpt.async_save",
                     path=self.directory,
                 )
-        spread_for(self.directory, self.s3)  # refused before anything is staged
+        if self.directory:
+            prefix_sharding_for(self.storage)  # refuses before anything is staged
 
     @classmethod
     def refused(cls, coordinator: int, options: Any, groups: Any) -> SaveRequest:
-        """What stands for a call whose arguments cannot be, so that its peers hear of it."""
+        """The request for a call with impossible arguments, so that its peers hear of the error."""
         known = options if isinstance(options, SaveOptions) else SaveOptions()
-        return cls("", coordinator, None, {}, None, groups, None, None, (), known)
+        return cls("", coordinator, None, {}, None, groups, None, None, (), known, Access())
+
+    @property
+    def storage(self) -> Storage:
+        """Of the directory."""
+        return self.access.open(self.directory)
 
     def recorded(self) -> dict[str, Any]:
-        """`step` and `metadata` as they will stand in JSON; of this moment, whatever the caller
-        does to them later.
+        """A copy of `step` and `metadata` as JSON values, so that the caller may change them later.
 
         Raises:
-            UsageError: they cannot stand there.
+            UsageError: JSON cannot hold them.
         """
         try:
             step = None if self.step is None else operator.index(self.step)
         except TypeError:
             raise UsageError(
-                f"step is {self.step!r}, a {type(self.step).__name__}",
+                f"step is {self.step!r}, which is a {type(self.step).__name__} and not an integer",
                 remedy="pass a whole number",
             ) from None
         try:
             metadata = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"metadata cannot stand in JSON: {error}",
+                f"JSON cannot hold metadata=: {error}",
                 remedy="pass text, finite numbers, lists and dicts; put other values in the state",
             ) from error
         return {"step": step, "metadata": metadata}
@@ -114,51 +133,88 @@ def _is_type(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since `async_save` was called, and bytes written by this rank.
+    """The seconds that a save took on this rank, and the bytes that it wrote.
 
-    blocked: until the call returned. staged: until the bytes were in the arena. written: until
-    this rank's files were durable. committed: until the verdict was known here.
+    blocked: until `async_save` returned, with `waited`. waited: for the save before this one. The
+        others count from the end of that wait. staged: until the state was in host memory. written:
+        until this rank's files were durable. committed: until this rank knew of the commit.
     """
 
     blocked: float
+    waited: float
     staged: float
     written: float
     committed: float
     nbytes: int
 
 
-class SaveHandle:
-    """A save under way. `number` counts the saves of its queue from 0."""
+class SaveHandle(concurrent.futures.Future[Timings]):
+    """A save under way: a future whose result are its `Timings`. It cannot be cancelled.
+
+    number: counts the saves of its queue from 0. error: why it was not committed.
+    """
 
     def __init__(self, number: int, checkpoint_id: str, step: int | None) -> None:
+        super().__init__()
         self.number = number
         self.checkpoint_id = checkpoint_id
         self.step = step
         self.timings: Timings | None = None
         self.error: CheckpointError | None = None
-        self._done = threading.Event()
-        self._announced_by: int | None = None  # the thread that is in on_commit
+        self.told = False  # somebody asked, and heard that it failed
+        self._announced_by: int | None = None  # the thread that runs on_commit
+        self.set_running_or_notify_cancel()
 
-    def done(self) -> bool:
-        """Whether the verdict is known on this rank. Runs no communication."""
-        return self._done.is_set()
+    def __repr__(self) -> str:
+        what = "is under way"
+        if self.error is not None:
+            what = f"failed: {self.error.message}"
+        elif self.timings is not None:
+            at = self.timings
+            what = f"committed in {at.committed:.2f} s, {bytes_text(at.nbytes)} by this rank"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<SaveHandle: save {self.number}{step}, to {self.checkpoint_id}: {what}>"
 
-    def wait(self, timeout: float | None = None) -> Timings:
-        """Wait until the save is committed.
+    def result(self, timeout: float | None = None) -> Timings:
+        """Wait until the save is committed. Runs no communication.
+
+        A failure that is raised here is not raised again by the queue's next call on this rank.
 
         Raises:
-            SaveFailedError: it was not; with the cause, and the rank where it happened.
+            SaveFailedError: it was not committed; with the cause and the rank where it happened.
             TimeoutError: `timeout` seconds passed.
         """
-        if self._announced_by == threading.get_ident():  # on_commit: it would wait for itself
-            assert self.timings is not None
-            return self.timings
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"save {self.number} is not finished after {timeout} s")
-        if self.error is not None:
-            raise self.failure()
+        failed = self.exception(timeout)
+        if failed is not None:
+            raise failed
         assert self.timings is not None
         return self.timings
+
+    wait = result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait likewise; why the save was not committed, or None."""
+        self.ended(timeout, or_raise=True)
+        self.told = self.error is not None
+        return None if self.error is None else self.failure()
+
+    def ended(self, timeout: float | None = None, *, or_raise: bool = False) -> bool:
+        """Wait for the verdict, and ask nothing of it; whether it is there."""
+        if self._announced_by == threading.get_ident():  # in on_commit it would wait for itself
+            return True
+        try:
+            super().exception(timeout)
+        except concurrent.futures.TimeoutError:
+            if or_raise:
+                text = f"save {self.number} did not finish within {timeout} s"
+                raise TimeoutError(text) from None
+            return False
+        return True
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """`fn` is called with the handle when the verdict is there: in the queue's thread, or at
+        once. What it raises is logged."""
+        super().add_done_callback(functools.partial(_called, fn))
 
     def failure(self) -> SaveFailedError:
         cause = self.error
@@ -173,48 +229,90 @@ class SaveHandle:
         failed.__cause__ = cause
         return failed
 
+    def finish(self, timings: Timings, error: CheckpointError | None) -> None:
+        """Give the verdict, and call those who wait for it."""
+        self.timings, self.error = timings, error
+        if error is None:
+            self.set_result(timings)
+        else:
+            self.set_exception(self.failure())
+
     def given_up(self, waited: float) -> SaveHandle:
-        """This save as one that failed, for a process that ends and waits no longer."""
+        """Mark this save as failed, because the process ends and waits no longer."""
         lost = SaveHandle(self.number, self.checkpoint_id, self.step)
         lost.error = SaveFailedError(
-            f"it was not finished {waited:.0f} s after the end of the program",
+            f"the save had not finished {waited:.0f} s after the end of the program",
             remedy="raise SMCKPT_EXIT_TIMEOUT, or call maybe_finalize_async_calls at the end",
         )
         return lost
 
 
+def _called(function: Callable[[Any], object], handle: SaveHandle) -> None:
+    """Also what exits: it would end the queue's thread."""
+    try:
+        function(handle)
+    except BaseException:
+        log.exception("a callback of save %d raised", handle.number)
+
+
 @dataclass
 class SaveJob:
-    """A staged save on its way through the queue's thread; `error` if it failed before."""
+    """A save on its way through the queue. `error`: set if it failed before the queue's thread got
+    it."""
 
     handle: SaveHandle
     request: SaveRequest
     partition: Partition
-    layout: Layout | None = None
-    part: dict[str, Any] = field(default_factory=dict)
     error: CheckpointError | None = None
-    reported: bool = False  # raised to the caller already
+    reported: bool = False  # already raised to the caller
     began: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
     staged: float = 0.0
     blocked: float = 0.0
     written: float = 0.0
     nbytes: int = 0
 
     def elapsed(self) -> float:
-        return time.perf_counter() - self.began
+        """Seconds since the end of the wait for the save before this one."""
+        return time.perf_counter() - self.began - self.waited
 
     def timings(self) -> Timings:
-        return Timings(self.blocked, self.staged, self.written, self.elapsed(), self.nbytes)
+        return Timings(
+            self.blocked, self.waited, self.staged, self.written, self.elapsed(), self.nbytes
+        )
 
     def attempt(self, session: str) -> str:
         return f"{session}-{self.handle.number:08d}"
 
-    def spread(self) -> dict[str, Any] | None:
-        """How the options of the call spread the ranks' files over prefixes."""
-        spread = spread_for(self.request.directory, self.request.s3, len(self.partition.groups))
-        return spread.to_json() if spread else None
+    def prefix_sharding(self) -> dict[str, Any] | None:
+        """The prefix sharding of the ranks' files: how the options of the call shard the ranks'
+        files over prefixes."""
+        if not self.request.directory:
+            return None
+        prefix_sharding = prefix_sharding_for(self.request.storage, len(self.partition.groups))
+        return prefix_sharding.to_json() if prefix_sharding else None
+
+    def as_one_of_all(self, group: Group, prefixes: int = 1) -> Access:
+        """The access for work that every rank does at once, with this rank's share of the
+        budget."""
+        share = Share.of_rank(group.rank, group.world_size, prefixes)
+        return self.request.access.holding(share)
+
+    def as_coordinator(self) -> Access:
+        """The access for work that only the coordinator of a group does."""
+        prefixes = self.request.storage.prefixes if self.request.directory else 1
+        groups = len(self.partition.groups)
+        share = Share.of_coordinator(self.partition.mine, groups, prefixes)
+        return self.request.access.holding(share)
 
     def finish(self, error: CheckpointError | None) -> None:
-        self.handle.timings = self.handle.timings or self.timings()
-        self.handle.error = error
-        self.handle._done.set()
+        self.handle.finish(self.handle.timings or self.timings(), error)
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people: "1.2 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,4 +1,4 @@
-"""The memory that a load reads into: the targets' own, or that of stand-ins."""
+"""The memory that a load reads into: that of the targets, or of stand-ins."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Memory", "memory_of"]
 class Memory:
     """Writable bytes for each tensor.
 
-    late: (live tensor, stand-in) that are copied at the end.
-    shared: (entry, an earlier one, stand-in) of the same memory. Read into that memory itself,
-        what was saved with two values would look like a bad block, or the last would win.
+    late: (live tensor, stand-in) pairs that are copied at the end.
+    shared: (entry, an earlier entry, stand-in) of the same memory. Read into that memory itself,
+        two saved values would look like a bad block, or the last one would win.
     """
 
     selection: Selection
@@ -33,10 +33,10 @@ class Memory:
     shared: list[tuple[int, int, torch.Tensor]]
 
     def settle(self, state_dict: MutableMapping[str, Any]) -> None:
-        """After the read: what stands elsewhere goes where it belongs.
+        """After the read, copy the stand-ins to where they belong.
 
         Raises:
-            StateError: tensors that are one here were saved with different values.
+            StateError: tensors that share memory here were saved with different values.
         """
         for tensor, staged in self.late:
             tensor.copy_(staged)
@@ -45,25 +45,25 @@ class Memory:
             live, entry = self.selection.tensors[number], self.selection.entries[number]
             if _same_bits(live.detach(), staged):
                 continue
-            # A schedule's rates are one tensor or several, by the step that it has reached.
+            # A scheduler's rates are one tensor or several, depending on its step.
             number_alone = live.numel() == 1 and tag_of(live) is None and not live.requires_grad
             if number_alone and _put_apart(state_dict, entry.path, staged.to(live.device)):
                 continue
             raise StateError(
                 f"{entry.key!r} and {self.selection.entries[first].key!r} share their memory here, "
-                "but were saved with different values; the targets are undefined now",
-                remedy="tie the target's tensors as they were when the state was saved, or give "
-                "each memory of its own (.clone())",
+                "but were saved with different values; the tensors of the target are now undefined",
+                remedy="share the target's tensors as they were shared when the state was saved, "
+                "or give each its own memory (.clone())",
             )
 
 
 def memory_of(selection: Selection, *, partly: bool) -> Memory:
     """
     Args:
-        partly: some may not be read, and then keep their values.
+        partly: some tensors may not be read and then keep their values.
 
     Raises:
-        StateError: elements of a tensor share memory, so it has no room for what was saved.
+        StateError: elements of a tensor share memory, so they cannot hold what was saved.
     """
     buffers: list[memoryview] = []
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,8 +79,8 @@ def memory_of(selection: Selection, *, partly: bool) -> Memory:
             _refuse_expanded(selection, number)
             live = _stand_in(tensor, partly)
             late.append((tensor.detach(), live))
-        # The memory itself, not a view that torch makes: tens of microseconds a tensor. The
-        # tensors and stand-ins that are kept beside it keep it alive.
+        # The memory itself, because a view by torch takes tens of microseconds per tensor. The
+        # tensors and stand-ins beside it keep it alive.
         size = count * live.element_size()
         at = address if live is tensor else live.data_ptr()
         memory = (ctypes.c_char * size).from_address(at) if size else b""
@@ -89,7 +89,7 @@ def memory_of(selection: Selection, *, partly: bool) -> Memory:
 
 
 def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) -> bool:
-    """Also where the list around it is one with that around the other."""
+    """Put a value of its own into the tree, also if the list around it is shared with another."""
     *above, key = path
     around: Any = tree
     for step in above:
@@ -109,14 +109,15 @@ def _refuse_expanded(selection: Selection, number: int) -> None:
     live, entry = selection.tensors[number], selection.entries[number]
     if any(step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)):
         raise StateError(
-            f"{entry.key!r} is expanded, with strides {live.stride()}: its elements share "
-            "memory and cannot be filled",
+            f"{entry.key!r} is an expanded tensor with strides {live.stride()}: its elements "
+            "share memory and cannot be filled",
             remedy="call .contiguous() or .clone() on it before the load",
         )
 
 
 def _same_bits(live: torch.Tensor, staged: torch.Tensor) -> bool:
-    """Of one shape and dtype; a view may negate or conjugate what it shows."""
+    """Compare two tensors of one shape and dtype bit by bit. A view may negate or conjugate its
+    memory."""
     mine, its = (
         t.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for t in (live, staged)

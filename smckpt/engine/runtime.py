@@ -1,4 +1,5 @@
-"""What lives as long as the process: queues and loaders by group, and the drain at exit."""
+"""What lives as long as the process: queues and loaders by group, and the wait for saves at
+exit."""
 
 from __future__ import annotations
 
@@ -14,21 +15,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from smckpt.engine.groups import Group
+from smckpt.calls import alone
+from smckpt.engine.events import Sinks
 from smckpt.engine.job import SaveHandle
 from smckpt.engine.load import Loader
-from smckpt.engine.membership import Membership
 from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
+from smckpt.meeting.group import Group
+from smckpt.meeting.membership import Membership
 
 __all__ = ["Runtime"]
 
-EXIT_SECONDS = 600.0  # how long a normal exit waits for saves, unless SMCKPT_EXIT_TIMEOUT says
+EXIT_SECONDS = 600.0  # a normal exit waits so long, unless SMCKPT_EXIT_TIMEOUT is set
 
 log = logging.getLogger("smckpt")
 
 
 class Finalizable(Protocol):
-    """What a queue of saves is to those who wait for it."""
+    """A queue of saves, as seen by code that waits for it. flying: its last save, if it has one."""
+
+    @property
+    def flying(self) -> SaveHandle | None: ...
 
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]: ...
 
@@ -38,19 +44,20 @@ class Finalizable(Protocol):
 class Runtime:
     """Queues and loaders of this process, by name and by the ranks of their group.
 
-    Keyed by ranks: a new but equal `dist.new_group` finds the save that is in flight. But when the
-    process group was destroyed and made anew (an elastic restart in this process), the same ranks
-    may be other processes: then all that was agreed before is over.
+    The key is the group's ranks, so a new but equal `dist.new_group` finds the save in flight. If
+    the process group was destroyed and made again (an elastic restart in this process), the same
+    ranks may be other processes. Then nothing that was agreed before is valid.
     """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
         self._adopted: dict[tuple[str, tuple[int, ...]], Finalizable] = {}
         self._loaders: dict[tuple[int, ...], Loader] = {}
+        self.sinks = Sinks()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
-        self._since = _process_began()  # or, later, when a process group made anew was noticed
+        self._since = _process_began()  # or when a new process group was noticed
 
     def queue(self, group: Group, name: str) -> SaveQueue:
         key = (name, group.ranks)
@@ -61,17 +68,18 @@ class Runtime:
                 return old
             if old is not None:
                 self._since = time.time_ns()
-            self._queues[key] = fresh = SaveQueue(group, name, self._since)
+            self._queues[key] = fresh = SaveQueue(group, name, self._since, self.sinks)
             self._watch()
         if old is not None:
-            log.info("the process group was made anew: earlier saves are waited for")
+            log.info("the process group is new; waiting for the saves of the earlier one")
             fresh.inherit(old.close(_exit_timeout(), leave=False))
         return fresh
 
     def adopt(
         self, name: str, ranks: tuple[int, ...], make: Callable[[], Finalizable]
     ) -> Finalizable:
-        """A queue of saves by other means (DCP's), made on first use; waited for like our own."""
+        """A queue of saves by other code (DCP's). It is made on first use, and we wait for it as
+        for our own."""
         with self._lock:
             self._forget_if_forked()
             key = (name, ranks)
@@ -80,18 +88,32 @@ class Runtime:
                 self._watch()
             return self._adopted[key]
 
+    def in_flight(self, directory: str) -> list[SaveHandle]:
+        """The saves of this process to a directory, or below it, that have not ended."""
+        with self._lock:
+            self._forget_if_forked()
+            flying = [queue.flying for _, queue in self._all()]
+        below = directory.rstrip("/") + "/"
+        return [
+            handle
+            for handle in flying
+            if handle is not None
+            and not handle.done()
+            and (handle.checkpoint_id.rstrip("/") + "/").startswith(below)
+        ]
+
     def loader(self, group: Group) -> Loader:
         with self._lock:
             self._forget_if_forked()
             old = self._loaders.get(group.ranks)
             if old is None or not old.group.same_life(group):
                 self._since = self._since if old is None else time.time_ns()
-                self._loaders[group.ranks] = Loader(group, Membership(group, "load"))
+                self._loaders[group.ranks] = Loader(group, Membership(group, "load"), self.sinks)
                 self._watch()
             return self._loaders[group.ranks]
 
     def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[Finalizable]:
-        """Existing queues: of these ranks (all for None), of this name (all for None)."""
+        """The existing queues of these ranks and this name; None: any ranks, any name."""
         with self._lock:
             self._forget_if_forked()
             return [
@@ -101,10 +123,10 @@ class Runtime:
             ]
 
     def close(self, timeout: float) -> list[SaveHandle]:
-        """Drain and end all queues within `timeout` seconds, and a few to end what hangs.
+        """Wait for all queues and end them within `timeout` seconds, plus a few to end what hangs.
 
         Returns:
-            The saves that nobody was told of: those that failed or were given up.
+            The saves whose failure nobody has seen: those that failed or were given up.
         """
         deadline = time.monotonic() + timeout
 
@@ -123,7 +145,7 @@ class Runtime:
         return failed
 
     def _forget_if_forked(self) -> None:
-        if os.getpid() != self._pid:  # threads and workers stayed with the parent
+        if os.getpid() != self._pid:  # threads and workers belong to the parent
             self._pid = os.getpid()
             self._queues, self._adopted, self._loaders, self._watching = {}, {}, {}, False
 
@@ -138,8 +160,10 @@ class Runtime:
                 # A forked child of multiprocessing ends without the handlers of `atexit`.
                 multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
 
+    @alone("the end of the program")
     def _at_exit(self) -> None:
-        """Drain within a limit. A failure that nobody saw makes the exit status non-zero.
+        """Wait for saves within a limit. A failure that nobody has seen makes the exit status
+        non-zero.
 
         An exception inside `atexit` leaves the status 0, so the process ends itself here.
         """
@@ -151,7 +175,9 @@ class Runtime:
         for handle in failed:
             print(f"smckpt: {handle.failure()}", file=sys.stderr)
         print(
-            "smckpt: a save was not committed and nobody was told; exit status 1", file=sys.stderr
+            "smckpt: a save was not committed, and the program did not see the error; exit "
+            "status 1",
+            file=sys.stderr,
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -159,7 +185,8 @@ class Runtime:
 
 
 def _process_began() -> int:
-    """In nanoseconds since 1970; of this module's first use where the system does not tell."""
+    """When the process began, in nanoseconds since 1970; the time of this module's first use if the
+    system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -169,7 +196,8 @@ def _process_began() -> int:
 
 
 def _exit_timeout() -> float:
-    """An exit cannot raise, so what is no number is said and passed over."""
+    """The timeout from the environment. An exit cannot raise, so a value that is no number is
+    logged and ignored."""
     text = os.environ.get("SMCKPT_EXIT_TIMEOUT", "")
     try:
         limit = float(text) if text else EXIT_SECONDS
@@ -177,5 +205,5 @@ def _exit_timeout() -> float:
             return limit
     except ValueError:
         pass
-    log.error("SMCKPT_EXIT_TIMEOUT=%r is not a number of seconds: %.0f", text, EXIT_SECONDS)
+    log.error("SMCKPT_EXIT_TIMEOUT=%r is not a number of seconds; using %.0f", text, EXIT_SECONDS)
     return EXIT_SECONDS

@@ -1,8 +1,8 @@
-"""The worker: a process of its own that writes what the trainer staged.
+"""The worker: a separate process that writes what the trainer staged.
 
 It is a program (`python -m smckpt.engine.worker`), not a fork and not a `multiprocessing` child: it
-runs none of the user's code, imports no torch, starts in tenths of a second and holds no memory but
-the arena. It obeys one trainer over a socket, one request at a time, and ends with it, even in the
+runs none of the user's code, imports no torch, starts in tenths of a second and maps only the
+arena. It serves one trainer over a socket, one request at a time, and ends with it, even in the
 middle of a write.
 """
 
@@ -22,23 +22,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from smckpt.engine.commands import Attach, Command, Detach, Exit, WritePart, commands
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import CheckpointError, WorkerError
-from smckpt.storage.budget import Share
-from smckpt.storage.s3_config import S3Config, using_s3
-from smckpt.storage.s3_pace import sharing
+from smckpt.meeting.messages import from_json
+from smckpt.storage import Access
 
 __all__ = ["main"]
 
-# Functions of smckpt.checkpoint.commit that a request names, with its payload as arguments.
-_COMMIT = frozenset(
-    {"publish_manifest", "publish_record", "claim_epoch", "sweep", "sweep_records", "probe"}
-)
 _STDERR_LIMIT = 1 << 20
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve until the trainer says so or ends.
+    """Serve until the trainer sends `Exit` or ends.
 
     Args:
         arguments: descriptor of the socket, descriptor of the trainer's pidfd or -1, niceness,
@@ -50,9 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     # want to save; the worker ends when the trainer does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # a container may forbid it: then at normal priority
+    with contextlib.suppress(OSError):  # a container may forbid it; then the priority stays normal
         os.nice(niceness)
-    with contextlib.suppress(OSError):  # what `top` shows; Linux only
+    with contextlib.suppress(OSError):  # the name that `top` shows; Linux only
         Path("/proc/self/comm").write_text("smckpt-worker")
     link = socket.socket(fileno=end)
     peer = trainer if trainer >= 0 else None
@@ -62,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _end_with_trainer(end: int, peer: int | None) -> None:
     poll = select.poll()
-    poll.register(end, 0)  # a hang-up is reported without being asked for
+    poll.register(end, 0)  # poll always reports a hang-up
     if peer is not None:
         poll.register(peer, select.POLLIN)
     poll.poll()
@@ -73,6 +69,7 @@ class _Server:
     def __init__(self, channel: Channel, threads: int) -> None:
         self._channel = channel
         self._threads = threads
+        self._commands = commands()
         self._arenas: dict[int, mmap.mmap] = {}
 
     def serve(self) -> None:
@@ -80,7 +77,7 @@ class _Server:
             self._channel.send({"ready": os.getpid()})
             while True:
                 request, fds = self._channel.receive()
-                if request["command"] == "exit":
+                if request["command"] == Exit.function:
                     return
                 self._channel.send(self._answer(request, fds))
                 _bound_stderr()
@@ -88,50 +85,60 @@ class _Server:
             return
 
     def _answer(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        command = request["command"]
+        name = request["command"]
         try:
-            s3 = S3Config.from_mapping(request["s3"]) if "s3" in request else None
-            share = Share(**request["share"]) if s3 is not None else None
-            with using_s3(s3), sharing(share):
-                return {"result": self._run(command, request["payload"], fds)}
+            kind = self._commands.get(name)
+            if kind is None:
+                raise WorkerError(
+                    f"the worker does not know the command {name!r}",
+                    remedy="trainer and worker must be the same version; check whether smckpt is "
+                    "installed twice",
+                )
+            access = Access.from_json(request["access"])
+            return {"result": self._run(from_json(kind, request["payload"]), access, fds)}
         except CheckpointError as error:
             return {"error": error.to_json()}
-        except Exception as error:  # the trainer must hear of any failure, whatever it is
+        except Exception as error:  # the trainer must hear of any failure
             traceback.print_exc()
             where = traceback.extract_tb(error.__traceback__)[-1]
             return {
                 "error": WorkerError(
-                    f"{command} failed in the worker: {type(error).__name__}: {error} "
+                    f"{name} failed in the worker: {type(error).__name__}: {error} "
                     f"({Path(where.filename).name}:{where.lineno})",
                     remedy="this is a fault of smckpt: please report it",
                 ).to_json()
             }
 
-    def _run(self, command: str, payload: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        if command == "attach":
+    def _run(self, command: Command[Any], access: Access, fds: list[int]) -> Any:
+        if isinstance(command, Attach):
             (fd,) = fds
             try:
-                self._arenas[payload["id"]] = mmap.mmap(fd, payload["size"], prot=mmap.PROT_READ)
+                self._arenas[command.id] = mmap.mmap(fd, command.size, prot=mmap.PROT_READ)
             finally:
                 os.close(fd)
-            return {}
-        if command == "detach":
-            self._arenas.pop(payload["id"]).close()
-            return {}
-        if command == "write_part":
+            return None
+        if isinstance(command, Detach):
+            self._arenas.pop(command.id).close()
+            return None
+        if isinstance(command, WritePart):
             from smckpt.engine.worker_write import write_part
 
-            arena = self._arena(payload.pop("arena")) if payload["files"] else None
-            payload.pop("arena", None)
-            return write_part(arena, threads=self._threads, **payload)
-        if command in _COMMIT:
-            commit = importlib.import_module("smckpt.checkpoint.commit")
-            result: dict[str, Any] = getattr(commit, command)(**payload)
-            return result
-        raise WorkerError(
-            f"the worker knows no command {command!r}",
-            remedy="trainer and worker must be of one version: is smckpt installed twice?",
-        )
+            arena = None
+            if command.files:
+                assert command.arena is not None
+                arena = self._arena(command.arena)
+            return write_part(
+                access,
+                arena,
+                threads=self._threads,
+                directory=command.directory,
+                attempt=command.attempt,
+                rank=command.rank,
+                files=command.files,
+                part=command.part,
+            )
+        commit = importlib.import_module("smckpt.checkpoint.commit")
+        return getattr(commit, command.function)(access, **vars(command))
 
     def _arena(self, number: int) -> mmap.mmap:
         if number not in self._arenas:
@@ -142,7 +149,8 @@ class _Server:
 
 
 def _bound_stderr() -> None:
-    """Between requests, forget a standard error that has grown large; only its end is ever read."""
+    """Between requests, empty a standard error file that has grown large. Only its end is ever
+    read."""
     if os.fstat(2).st_size > _STDERR_LIMIT:
         os.ftruncate(2, 0)
 

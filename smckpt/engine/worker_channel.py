@@ -1,7 +1,7 @@
 """Messages between a trainer and its worker: length-prefixed JSON over a socket pair.
 
-Descriptors travel beside a message (SCM_RIGHTS). Both sides wait for the other's death as well as
-for its words, so that nobody waits for the dead.
+Descriptors are sent beside a message (SCM_RIGHTS). Each side also notices the other's death, so
+neither waits for a dead process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from smckpt.meeting.messages import to_text
+
 __all__ = ["Channel", "PeerGone"]
 
 _LENGTH = struct.Struct(">Q")
-_MAX_MESSAGE = 1 << 32  # a part's objects can be large; more than this is no message of ours
+_MAX_MESSAGE = 1 << 32  # bytes; a part's objects can be large, but not larger than this
 
 
 class PeerGone(Exception):
@@ -29,7 +31,7 @@ class Channel:
 
     Args:
         end: the socket; the channel closes it.
-        peer: a pidfd of the other process, or None where there are none. Not closed here.
+        peer: a pidfd of the other process; None if the system has no pidfds. It is not closed here.
     """
 
     def __init__(self, end: socket.socket, peer: int | None = None) -> None:
@@ -46,15 +48,15 @@ class Channel:
         """Send a message.
 
         Args:
-            message: JSON-able.
-            fds: at most one descriptor, which the other side gets a copy of.
-            deadline: by `time.monotonic()`; None waits for as long as the other side lives.
+            message: JSON data, which may contain dataclasses.
+            fds: at most one descriptor. The other side gets a copy of it.
+            deadline: in `time.monotonic()`; None: wait as long as the other side lives.
 
         Raises:
             PeerGone: the other side is no more.
             TimeoutError: the deadline passed.
         """
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = to_text(message).encode()
         data = memoryview(_LENGTH.pack(len(body)) + body)
         while data.nbytes:
             self._wait(select.POLLOUT, deadline)
@@ -64,11 +66,11 @@ class Channel:
                 continue
             except OSError as error:
                 raise PeerGone(str(error)) from error
-            fds = ()  # they went with the first byte
+            fds = ()  # they were sent with the first byte
             data = data[sent:]
 
     def receive(self, *, deadline: float | None = None) -> tuple[dict[str, Any], list[int]]:
-        """The next message and its descriptors, which are the caller's to close.
+        """Receive the next message and its descriptors. The caller closes them.
 
         Raises:
             PeerGone: the other side is no more.
@@ -77,7 +79,7 @@ class Channel:
         fds: list[int] = []
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline, fds))
         if length > _MAX_MESSAGE:
-            raise PeerGone(f"a message of {length} bytes is none of ours")
+            raise PeerGone(f"a message of {length} bytes is not from smckpt")
         message = json.loads(self._exactly(length, deadline, fds))
         return message, fds
 
@@ -109,7 +111,7 @@ class Channel:
             poll.register(self._peer, select.POLLIN)
         limit = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
         ready = dict(poll.poll(limit))
-        # What the other side said before it died is still to be heard: its words come first.
+        # Messages that the other side sent before it died come first.
         if ready.get(self._end.fileno(), 0):
             return
         if ready:

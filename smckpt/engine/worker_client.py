@@ -1,8 +1,8 @@
-"""The trainer's side of its worker: starts it, hands it the arena, asks, and notices its death."""
+"""The trainer's side of its worker: starts it, passes it the arena, sends commands, and notices its
+death."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import logging
@@ -20,35 +20,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import smckpt
+from smckpt.engine.commands import Attach, Command, Detach, Exit
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import WorkerError, error_from_json
+from smckpt.meeting.messages import from_json
 from smckpt.staging.arena import Arena
-from smckpt.storage.s3_config import chosen_s3
-from smckpt.storage.s3_pace import current_share
+from smckpt.storage import Access
 
 __all__ = ["Worker"]
 
 log = logging.getLogger("smckpt")
 
-# The worker sees the packages that the trainer sees, in the same order, and none in the current
-# directory. Without `site` (-S) it starts faster and runs nobody's sitecustomize.
+A = TypeVar("A")
+
+# The worker gets the trainer's import path, in the same order, without the current directory.
+# Without `site` (-S) it starts faster and runs no sitecustomize.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
     "from smckpt.engine.worker import main; main()"
 )
-_DETACH_TIMEOUT = 10.0  # seconds; unmapping takes 0.1 a GB
-_KILL_TIMEOUT = 2.0  # a killed process goes at once, unless the kernel holds it in a hung write
-_EXIT_GRACE = 0.5  # from the end of the connection to that of the process
-_STDERR_READ = 1 << 16  # bytes of the end of its standard error that are looked at
-_STDERR_TAIL = 2000  # characters of them that an error shows
+_DETACH_TIMEOUT = 10.0  # seconds; unmapping takes 0.1 s per GB
+_KILL_TIMEOUT = 2.0  # seconds; a killed process ends at once, unless a write hangs in the kernel
+_EXIT_GRACE = 0.5  # seconds from the end of the connection to the end of the process
+_STDERR_READ = 1 << 16  # bytes at the end of its standard error that are read
+_STDERR_TAIL = 2000  # characters of it that an error shows
 
 
 @dataclass
 class _Process:
-    """A running worker and what the trainer holds of it."""
+    """A running worker, and the trainer's descriptors for it."""
 
     popen: subprocess.Popen[bytes]
     channel: Channel
@@ -66,11 +69,11 @@ class _Process:
 class Worker:
     """The worker process of this rank. Thread-safe; one request at a time, others wait.
 
-    It starts at the first request, or earlier by `start`. When it died, the request under way
-    raises, and the next one starts another, which is handed the arenas anew.
+    It starts at the first request, or earlier with `start`. When it dies, the request under way
+    raises. The next request starts a new worker and passes it the arenas again.
 
     Args:
-        threads: that write, per request.
+        threads: how many threads write, per request.
         niceness: added to the process's priority, 0 to 19, so that it yields to training.
     """
 
@@ -88,13 +91,13 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs now; False before the first request, too."""
+        """Whether the process runs now. Before the first request it is False."""
         process = self._process
         return process is not None and process.popen.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 when there is none, or none any more."""
+        """The process's id; 0 if there is none."""
         process = self._process
         return process.popen.pid if process is not None else 0
 
@@ -105,9 +108,9 @@ class Worker:
             self._launch()
 
     def attach(self, arena: Arena) -> int:
-        """Make the arena known to the worker, with its next request; the id to name it by.
+        """Make the arena known to the worker with the next request. Returns its id.
 
-        An arena that is attached already keeps its id.
+        An arena that is already attached keeps its id.
         """
         self._refuse_forked()
         with self._lock:
@@ -119,31 +122,30 @@ class Worker:
             return self._next_id
 
     def detach(self, arena_id: int) -> None:
-        """Let the worker unmap the arena, so that its memory can be freed; a worker that does not
-        answer within seconds is killed, which does it too."""
+        """Make the worker unmap the arena, so that its memory can be freed. A worker that does not
+        answer within seconds is killed, which also unmaps it."""
         self._refuse_forked()
         with self._lock:
             self._arenas.pop(arena_id, None)
             self._unmap(arena_id)
 
-    def call(self, command: str, payload: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Ask the worker and wait for its answer.
+    def call(self, command: Command[A], *, timeout: float, access: Access | None = None) -> A:
+        """Send a command to the worker and wait for its answer.
 
         Args:
-            command: see `smckpt.engine.worker`.
-            payload: JSON-able.
-            timeout: in seconds, for everything: earlier requests, the start, and the answer.
+            timeout: seconds for everything: earlier requests, the start, and the answer.
+            access: the access to the stores of the command; None: an access without options.
 
         Raises:
             CheckpointError: what the worker raised.
-            WorkerError: it died, or did not answer in time (it is killed then).
+            WorkerError: it died, or did not answer in time and was killed.
         """
         self._refuse_forked()
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0)):
             raise WorkerError(
-                f"{command} waited {timeout} s for an earlier request to the worker",
-                remedy="look at what holds up the storage, or allow more time",
+                f"{command.function} waited {timeout} s for an earlier request to the worker",
+                remedy="find out what delays the storage, or allow more time",
             )
         try:
             if self._closed:
@@ -151,16 +153,16 @@ class Worker:
             self._forget_closed_arenas()
             self._launch()
             self._introduce(deadline)
-            answer = self._exchange(command, payload, deadline)
+            answer = self._exchange(command, deadline, access=access)
         finally:
             self._lock.release()
         if "error" in answer:
             raise error_from_json(answer["error"])
-        result: dict[str, Any] = answer["result"]
+        result: A = from_json(command.answer, answer["result"])
         return result
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let the process end, or kill it after `timeout` seconds. Harmless when repeated."""
+        """End the process, or kill it after `timeout` seconds. It may be called again."""
         if os.getpid() != self._owner:
             return  # a forked child owns no worker
         deadline = time.monotonic() + timeout
@@ -168,14 +170,14 @@ class Worker:
         self._closed = True
         process = self._process
         if not idle:
-            # A request is under way, whose caller is told of the death and tidies up.
+            # A request is under way. Its caller notices the death and cleans up.
             if process is not None:
                 process.popen.kill()
             return
         try:
             if process is not None and process.popen.poll() is None:
                 try:
-                    process.channel.send({"command": "exit"}, deadline=deadline)
+                    process.channel.send({"command": Exit.function}, deadline=deadline)
                     process.popen.wait(max(deadline - time.monotonic(), 0))
                 except (PeerGone, TimeoutError, subprocess.TimeoutExpired):
                     process.popen.kill()
@@ -186,8 +188,8 @@ class Worker:
     def _refuse_forked(self) -> None:
         if os.getpid() != self._owner:
             raise WorkerError(
-                "a forked child has no worker: it belongs to the process that made it",
-                remedy="save from the trainer itself",
+                "a forked child cannot use the worker, which belongs to the parent process",
+                remedy="save from the training process itself",
             )
 
     # -- with the lock held ------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Worker:
             self._process = _spawn(self._niceness, self._threads)
 
     def _introduce(self, deadline: float) -> None:
-        """Hear that the process is there, and hand it the arenas that it does not know."""
+        """Wait until the process answers, and pass it the arenas that it does not know."""
         process = self._process
         assert process is not None
         if not process.ready:
@@ -208,8 +210,7 @@ class Worker:
             process.ready = True
         for arena_id, arena in self._arenas.items():
             if arena_id not in self._sent:
-                known = {"id": arena_id, "size": arena.size}
-                answer = self._exchange("attach", known, deadline, [arena.fd])
+                answer = self._exchange(Attach(arena_id, arena.size), deadline, [arena.fd])
                 if "error" in answer:
                     raise error_from_json(answer["error"])
                 self._sent.add(arena_id)
@@ -225,27 +226,29 @@ class Worker:
             return
         self._sent.discard(arena_id)
         try:
-            self._exchange("detach", {"id": arena_id}, time.monotonic() + _DETACH_TIMEOUT)
+            self._exchange(Detach(arena_id), time.monotonic() + _DETACH_TIMEOUT)
         except WorkerError as error:
-            log.warning("while the arena was given back: %s", error)
+            log.warning("while the arena was unmapped: %s", error)
 
     def _exchange(
-        self, command: str, payload: dict[str, Any], deadline: float, fds: Sequence[int] = ()
+        self,
+        command: Command[Any],
+        deadline: float,
+        fds: Sequence[int] = (),
+        access: Access | None = None,
     ) -> dict[str, Any]:
         process = self._process
         assert process is not None
-        with self._watching(command):
-            message = {"command": command, "payload": payload}
-            if (s3 := chosen_s3()) is not None:
-                message["s3"] = s3.to_json()
-                message["share"] = dataclasses.asdict(current_share())
+        with self._watching(command.function):
+            message: dict[str, Any] = {"command": command.function, "payload": command}
+            message["access"] = (access or Access()).to_json()
             process.channel.send(message, fds, deadline=deadline)
             return process.channel.receive(deadline=deadline)[0]
 
     @contextmanager
     def _watching(self, command: str) -> Iterator[None]:
-        """A conversation that breaks off leaves no worker behind: not one that still writes, nor
-        one whose next answer would be the last question's."""
+        """If an exchange breaks off, end the worker. It might still write, or answer the next
+        request with the answer of this one."""
         process = self._process
         assert process is not None
         began = time.monotonic()
@@ -255,7 +258,7 @@ class Worker:
             code, said = self._discard(_EXIT_GRACE)
             raise WorkerError(
                 f"the worker {_ending(code)} during {command}{said}",
-                remedy="if it was killed, look whether the host or its cgroup ran out of memory "
+                remedy="if it was killed, check whether the host or its cgroup ran out of memory "
                 "(dmesg); the next save starts another worker",
             ) from gone
         except TimeoutError as late:
@@ -263,7 +266,7 @@ class Worker:
             raise WorkerError(
                 f"the worker did not answer {command} within {time.monotonic() - began:.1f} s, "
                 f"and was killed{said}",
-                remedy="look whether the storage hangs, or allow more time; the next save starts "
+                remedy="check whether the storage hangs, or allow more time; the next save starts "
                 "another worker",
             ) from late
         except BaseException:
@@ -271,8 +274,8 @@ class Worker:
             raise
 
     def _discard(self, grace: float = 0) -> tuple[int | None, str]:
-        """End the process, at the latest in `grace` seconds, and let go of it: its exit code, and
-        what it last said."""
+        """End the process within `grace` seconds and release it. Returns its exit code and its last
+        output."""
         process, self._process = self._process, None
         self._sent.clear()
         if process is None:
@@ -288,10 +291,11 @@ class Worker:
 
 
 def _spawn(niceness: int, threads: int) -> _Process:
-    """Start the program with nothing inherited but its socket and our pidfd."""
+    """Start the program. It inherits only its socket and our pidfd."""
     if not sys.executable:
         raise WorkerError(
-            "this Python does not know its own executable, so it cannot start the worker",
+            "this Python does not know its own executable (sys.executable), so it cannot start "
+            "the worker",
             remedy="run a normal interpreter, or set sys.executable",
         )
     ours, theirs = socket.socketpair()
@@ -308,15 +312,15 @@ def _spawn(niceness: int, threads: int) -> _Process:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=inherited,
-            cwd="/",  # the user's directory can be unmounted, and holds no module of ours
-            start_new_session=True,  # Ctrl-C is the trainer's to handle
+            cwd="/",  # the user's directory may be unmounted, and has no module of ours
+            start_new_session=True,  # the trainer handles Ctrl-C
         )
     except OSError as error:
         ours.close()
         os.close(stderr)
         raise WorkerError(
             f"the worker could not be started: {error}",
-            remedy="look at the limits on processes and memory (ulimit -u, the cgroup)",
+            remedy="check the limits on processes and memory (ulimit -u, the cgroup)",
         ) from error
     finally:
         theirs.close()
@@ -327,14 +331,15 @@ def _spawn(niceness: int, threads: int) -> _Process:
 
 
 def _search_path() -> list[str]:
-    """The trainer's `sys.path`, absolute, and the directory that smckpt came from."""
+    """The trainer's absolute `sys.path` entries, and the directory of smckpt."""
     path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
     root = str(Path(smckpt.__file__).absolute().parents[1])
     return path if root in path else [root, *path]
 
 
 def _pidfd(pid: int) -> int | None:
-    """None where there are no pidfds (macOS, Linux before 5.3): the socket's end has to tell."""
+    """A pidfd of the process; None if the system has none (macOS, Linux before 5.3). Then only the
+    end of the socket shows its death."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -351,27 +356,27 @@ def _anonymous_log() -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it now and then
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it sometimes
     return fd
 
 
 def _tail(stderr: int) -> str:
-    """The end of what the worker printed; of a crash's report its first line too."""
+    """The end of the worker's output; for a crash report, also its first line."""
     size = os.fstat(stderr).st_size
     data = os.pread(stderr, _STDERR_READ, max(size - _STDERR_READ, 0))
     text = data.decode(errors="replace").strip()
     said = text[-_STDERR_TAIL:]
-    crash = text.rfind("Fatal Python error")  # faulthandler: the reason, then every thread's stack
+    crash = text.rfind("Fatal Python error")  # faulthandler: the reason, then all stacks
     if crash >= 0 and len(text) - crash > _STDERR_TAIL:
         said = text[crash:].partition("\n")[0][:_STDERR_TAIL] + "\n…" + said
-    return f"; it said: {said}" if said else ""
+    return f"; its last output: {said}" if said else ""
 
 
 def _reaped(popen: subprocess.Popen[bytes]) -> int | None:
     try:
         return popen.wait(_KILL_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return None  # stuck in the kernel; `subprocess` reaps it when it comes back
+        return None  # stuck in the kernel; `subprocess` reaps it later
 
 
 def _ending(code: int | None) -> str:
@@ -386,10 +391,11 @@ def _ending(code: int | None) -> str:
 
 
 def _forget_in_child(reference: weakref.ref[Worker]) -> None:
-    """A forked child (a data loader's worker, say) holds no end of the trainer's conversation."""
+    """In a forked child (such as a data loader's worker), close its copy of the trainer's
+    socket."""
     worker = reference()
     if worker is None or worker._process is None:
         return
     process, worker._process = worker._process, None
     process.close()
-    process.popen.returncode = 0  # not its child: nothing to warn of or to reap
+    process.popen.returncode = 0  # not its child, so there is nothing to reap

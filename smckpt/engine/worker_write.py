@@ -1,7 +1,8 @@
-"""Writing one rank's part: data files straight from the arena, checksums on the way, then the part.
+"""Write one rank's part: the data files straight from the arena, with checksums, then the part
+record.
 
-Threads take chunks of the files; each checksums its chunk block by block, while the bytes are warm,
-and writes it. Nothing is copied.
+Each thread takes a chunk of a file, computes its checksums block by block while the bytes are in
+the processor's cache, and writes it. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -11,24 +12,27 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
-from smckpt.checkpoint.format import crc_name, data_name, part_name, seal_json
+from smckpt.checkpoint.format import crc_name, data_name, part_name
+from smckpt.checkpoint.sealed import seal_json
+from smckpt.engine.commands import ArenaFile, PartWritten
 from smckpt.errors import CheckpointError
-from smckpt.storage import FileWriter, Storage, open_storage
+from smckpt.storage import Access, FileWriter, Storage
 
 __all__ = ["write_part"]
 
-_CHUNK = 8 * BLOCK  # bytes per write: large enough for a device's full rate, small enough to share
+_CHUNK = 8 * BLOCK  # bytes per write: enough for a device's full rate, and small enough to share
 
 
 @dataclass
 class _File:
-    """A file under way, its bytes in the arena, and the checksum of each of its blocks."""
+    """A file that is being written, its bytes in the arena, and the checksum of each of its
+    blocks."""
 
     name: str
     crc_name: str
@@ -43,7 +47,7 @@ class _File:
         self.writer.write_at(start, self.data[start:stop], known)
 
     def crc(self) -> int:
-        """Of the whole file, from those of its blocks."""
+        """The checksum of the whole file, from those of its blocks."""
         return self._crc(0, self.data.nbytes)
 
     def _crc(self, start: int, stop: int) -> int:
@@ -54,34 +58,32 @@ class _File:
 
 
 def write_part(
+    access: Access,
     arena: mmap.mmap | None,
     *,
     threads: int,
     directory: str,
     attempt: str,
     rank: int,
-    files: list[dict[str, int]],
+    files: Sequence[ArenaFile],
     part: dict[str, Any],
-) -> dict[str, Any]:
-    """Write a rank's data files, their checksums and its part record; all durable on return.
+) -> PartWritten:
+    """Write a rank's data files, their checksums and its part record. All are durable on return.
 
     Args:
-        arena: what `files` lie in; None if there are none.
-        threads: that write.
+        arena: the memory that holds `files`; None if there are none.
+        threads: how many threads write.
         directory: URL of the checkpoint.
-        attempt: of this save, in every file's name.
+        attempt: the attempt of this save, which is in every file's name.
         rank: the writer.
-        files: per file "arena_offset" and "size" in bytes.
+        files: where they are in the arena.
         part: the record without "files".
 
-    Returns:
-        "part" (name), "crc64" (of the part record, hex), "bytes", "write_seconds".
-
     Raises:
-        CheckpointError: the store refused; what was written is removed.
+        CheckpointError: the store refused. What was written is removed.
     """
     began = time.perf_counter()
-    storage = open_storage(directory)
+    storage = access.open(directory)
     undo: list[Callable[[], None]] = []
     try:
         under_way = [
@@ -89,7 +91,7 @@ def write_part(
                 storage,
                 data_name(attempt, rank, number),
                 crc_name(attempt, rank, number),
-                memoryview(arena)[file["arena_offset"] :][: file["size"]],
+                memoryview(arena)[file.arena_offset :][: file.size],
                 undo,
             )
             for number, file in enumerate(files)
@@ -106,12 +108,12 @@ def write_part(
         raise
     finally:
         storage.close()
-    return {
-        "part": name,
-        "crc64": hex64(crc64(body)),
-        "bytes": sum(file.data.nbytes for file in under_way),
-        "write_seconds": time.perf_counter() - began,
-    }
+    return PartWritten(
+        part=name,
+        crc64=hex64(crc64(body)),
+        bytes=sum(file.data.nbytes for file in under_way),
+        write_seconds=time.perf_counter() - began,
+    )
 
 
 def _begin(
@@ -123,7 +125,7 @@ def _begin(
 
 
 def _write_all(files: list[_File], threads: int) -> None:
-    """All chunks of all files, by `threads` threads; the first failure stops the others."""
+    """Write all chunks of all files with `threads` threads. The first failure stops the others."""
     chunks = _chunks(files)
     failures: list[BaseException] = []
     turn = threading.Lock()
@@ -159,7 +161,7 @@ def _chunks(files: list[_File]) -> Iterator[tuple[_File, int, int]]:
 
 
 def _finish(storage: Storage, file: _File, undo: list[Callable[[], None]]) -> dict[str, Any]:
-    """Make the file and its block checksums durable; its record for the part."""
+    """Make the file and its block checksums durable. Returns its record for the part."""
     file.writer.finish()
     undo.append(partial(storage.delete, file.crc_name))
     storage.put(file.crc_name, struct.pack(f"<{len(file.crcs)}Q", *file.crcs))
@@ -176,6 +178,6 @@ def _take_back(undo: list[Callable[[], None]]) -> None:
         try:
             step()
         except CheckpointError as error:
-            # The failure that brought us here is the one to report; this goes to its log, and the
-            # sweep of a later save finds what is left.
+            # The first failure is the one to report. This one is only logged, and a later sweep
+            # removes what is left.
             print(error, file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Entries, geometry, file image: no torch, no I/O, no ranks that talk."""
+"""Entries, geometry and the file image, without torch, I/O or communication."""

@@ -1,7 +1,7 @@
-"""Entries: what a rank's state consists of, once selection has looked at it.
+"""Entries: what selection makes of a rank's state.
 
-After this point nobody knows FSDP1 from FSDP2. An `Entry` names one local array; an `ObjectLeaf`
-one value that is no tensor.
+From here on FSDP1 and FSDP2 look the same. An `Entry` describes one local array, an `ObjectLeaf`
+one value that is not a tensor.
 """
 
 from __future__ import annotations
@@ -68,25 +68,26 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One local array of this rank.
+    """A tensor of a state: its name, the rule by which ranks hold it, and the ranks that have it.
 
     Args:
-        path: where it stands in the user's nested state dict; its dotted form is the key in the
-            shard file.
+        path: its place in the user's nested state dict; the dotted form is the key in the shard
+            file.
         dtype: a name in `DTYPES`.
-        shape: of the local array.
-        geometry: which pieces of which fqns it holds.
+        geometry: which pieces of which fqns a rank's array holds.
         before, after: the logical path of fqn `f` is `before + (f,) + after`. For
             ("optimizer", "state", 0, "exp_avg") of parameter "wte": before ("optimizer", "state"),
             after ("exp_avg",).
+        ranks: the ranks that have it under this path. A live entry has this rank alone; a saved
+            entry has all ranks for which the other fields are equal.
     """
 
     path: Path
     dtype: str
-    shape: Shape
     geometry: Geometry
     before: Path
     after: Path
+    ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -97,8 +98,17 @@ class Entry:
         return dotted(self.path)
 
     @property
+    def fqns(self) -> tuple[str, ...]:
+        return self.geometry.fqns
+
+    @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
+
+    @remembered
+    def shape(self) -> Shape:
+        """The local shape on the first of `ranks`. `numel` and `nbytes` are of this array too."""
+        return self.geometry.local_shape(self.ranks[0])
 
     @remembered
     def numel(self) -> int:
@@ -117,7 +127,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ObjectLeaf:
-    """A maximal part of the state dict without tensors, kept per rank."""
+    """A subtree of the state dict without tensors, as large as possible. Each rank has its own."""
 
     path: Path
     value: Any

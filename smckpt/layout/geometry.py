@@ -1,8 +1,8 @@
 """Which part of which logical tensor a rank's local array holds.
 
-A *geometry* is a rule: given a rank, it answers which *pieces* of logical tensors that rank's
-local array holds, and which ranks hold the same array (its *replicas*). Rules are what a manifest
-records, so its size grows with tensors and not with tensors times ranks, and every tool can
+A *geometry* is a rule. For a given rank it tells which *pieces* of logical tensors the rank's
+local array holds, and which ranks hold the same array (its *replicas*). A manifest records rules,
+so its size grows with the number of tensors and not with tensors times ranks. Every tool can
 evaluate them offline, without torch.
 """
 
@@ -10,73 +10,131 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol
 
 from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape
 from smckpt.layout.remembered import remembered
+from smckpt.layout.strided import Box, Piece, row_major_strides
 
 __all__ = [
-    "Box",
     "BoxGeometry",
-    "FlatGeometry",
-    "FlatUnit",
     "Geometry",
-    "KeptGeometry",
+    "GeometryDefaults",
     "MeshGeometry",
-    "Piece",
-    "Segment",
-    "boxes_of_range",
-    "row_major_strides",
+    "PerRankGeometry",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An axis-aligned block of a tensor: per dimension an offset and a size, in elements."""
-
-    offsets: Shape
-    sizes: Shape
+class Geometry(Protocol):
+    """What every rule answers."""
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+    def fqns(self) -> tuple[str, ...]:
+        """The logical tensors that the array holds parts of."""
 
-    def intersect(self, other: Box) -> Box | None:
-        """The common block, or None when it has no element. Zero-dimensional boxes meet."""
-        offsets, sizes = [], []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            low, high = max(a, b), min(a + n, b + m)
-            if high <= low:
-                return None
-            offsets.append(low)
-            sizes.append(high - low)
-        return Box(tuple(offsets), tuple(sizes))
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a part."""
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
+    @property
+    def kind(self) -> str:
+        """The kind of rule in a word or two, different for each kind."""
+
+    @property
+    def per_rank(self) -> bool:
+        """Whether each rank has a tensor of its own under the name, so that nothing is divided."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether it lists what some ranks hold, without the holders of the rest."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether the local array has one dimension for every shape of the tensor."""
+
+    def shape_of(self, fqn: str) -> Shape:
+        """The global shape of one of the tensors."""
+
+    @property
+    def whole_shape(self) -> Shape:
+        """The shape of the tensor or flat parameter that the ranks divide."""
+
+    def coordinate(self, rank: int) -> Shape:
+        """The shard coordinate: equal for two ranks exactly when they hold the same array."""
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same array as `rank`, ascending."""
+
+    def shard_degree(self) -> int:
+        """How many different arrays there are; 0 where one rank cannot know."""
+
+    def local_shape(self, rank: int) -> Shape: ...
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The pieces in the rank's array, without empty ones."""
+
+    def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
+        """The mesh, if there is one, and its dimensions that shard the tensor."""
+
+    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, size and the rank's index of each dimension of the mesh; () without one."""
+
+    def of_member(self, number: int) -> Geometry:
+        """The geometry of the array's part that belongs to its tensor `number`."""
+
+    def sharding(self) -> Hashable:
+        """Equal for two rules under which the same ranks share an array. It may hold the `id` of
+        a mesh or of the rule, so the caller keeps these alive while it compares."""
+
+    def rule(self) -> Hashable:
+        """Equal for two rules whose pieces differ in the names of tensors only. It holds an `id`
+        as `sharding` does."""
+
+    def same_as(self, other: Geometry) -> bool:
+        """Whether equal coordinates certainly hold equal pieces. False: the caller compares."""
+
+    def record(self) -> dict[str, Any]:
+        """Its fields under the format's names, without the ranks of a per-rank rule. Meshes, flat
+        units and ranks stay objects."""
+
+    def __str__(self) -> str:
+        """For people: "dp_replicate=2:R dp_shard=4:S0", "flat 1/4"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of logical tensor `name`, and where its elements lie in the local array.
+class GeometryDefaults:
+    """The answers that most rules share."""
 
-    Element (i, j, …) of the box is element `start + i*strides[0] + j*strides[1] + …` of the local
-    array, flattened in row-major order.
-    """
+    per_rank = explicit = flat = False
 
-    name: str
-    shape: Shape
-    box: Box
-    start: int
-    strides: Shape
+    def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
+        return ()
+
+    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        del rank
+        return ()
+
+    def of_member(self, number: int) -> Any:
+        del number
+        return self
+
+    def sharding(self) -> Hashable:
+        return id(self)
+
+    def rule(self) -> Hashable:
+        return id(self)
+
+    def same_as(self, other: Geometry) -> bool:
+        del other
+        return False
 
 
 @dataclass(frozen=True)
-class MeshGeometry:
+class MeshGeometry(GeometryDefaults):
     """A tensor placed on a mesh (DTensor, DDP, FSDP2, TP): `fqn` with global `shape`."""
+
+    kind = "DTensor"
 
     fqn: str
     shape: Shape
@@ -94,9 +152,17 @@ class MeshGeometry:
     def fqns(self) -> tuple[str, ...]:
         return (self.fqn,)
 
+    @property
+    def whole_shape(self) -> Shape:
+        return self.shape
+
+    def shape_of(self, fqn: str) -> Shape:
+        del fqn
+        return self.shape
+
     @remembered
     def shard_dims(self) -> tuple[int, ...]:
-        """Mesh dimensions that tell ranks' contents apart."""
+        """Mesh dimensions that shard the tensor."""
         return tuple(
             i
             for i, p in enumerate(self.placements)
@@ -127,10 +193,11 @@ class MeshGeometry:
 
     @remembered
     def _cuts(self) -> tuple[tuple[int, Placement], ...]:
-        """Mesh dimensions that cut the tensor, and how, in their order: from left to right, but a
-        strided one that stands for "those to my right cut first" (FSDP over TP) comes after them,
-        as plain chunks. torch's own function takes it from left to right, which for uneven sizes
-        is not what `fully_shard` does.
+        """Mesh dimensions that cut the tensor, and how, in the order in which they cut.
+
+        The order is left to right. A strided dimension that means "the dimensions to my right cut
+        first" (FSDP over TP) comes after those, as plain chunks. torch's own function takes it
+        from left to right; for uneven sizes `fully_shard` does otherwise.
         """
         first: list[tuple[int, Placement]] = []
         last: list[tuple[int, Placement]] = []
@@ -191,107 +258,46 @@ class MeshGeometry:
             out.append(Piece(self.fqn, self.shape, box, start, strides))
         return out
 
+    def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
+        return ((self.mesh, self.shard_dims),)
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One parameter inside a flat parameter, or padding when `fqn` is None. `numel` in elements."""
+    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        return self.mesh.place(rank)
 
-    fqn: str | None
-    shape: Shape
-    numel: int
+    def sharding(self) -> Hashable:
+        return id(self.mesh), self.shard_dims
 
+    def rule(self) -> Hashable:
+        return id(self.mesh), self.placements, self.shape
 
-@dataclass(frozen=True)
-class FlatUnit:
-    """The record of one FSDP1 flat parameter: its segments in order; shards of `shard_numel`.
+    def same_as(self, other: Geometry) -> bool:
+        return isinstance(other, MeshGeometry) and (
+            (self.fqn, self.shape, self.placements, self.mesh.shape)
+            == (other.fqn, other.shape, other.placements, other.mesh.shape)
+        )
 
-    Shard i holds elements [i * shard_numel, (i + 1) * shard_numel) of the concatenated segments;
-    what lies beyond the last segment is padding.
-    """
+    def record(self) -> dict[str, Any]:
+        return {
+            "mesh": self.mesh,
+            "placements": [str(p) for p in self.placements],
+            "fqn": self.fqn,
+            "shape": list(self.shape),
+        }
 
-    segments: tuple[Segment, ...]
-    shard_numel: int
-
-    def __post_init__(self) -> None:
-        for segment in self.segments:
-            if segment.fqn is not None and math.prod(segment.shape) != segment.numel:
-                raise ValueError(f"{segment.fqn}: shape {segment.shape} has not {segment.numel}")
-
-    @remembered
-    def starts(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate((s.numel for s in self.segments), initial=0))[:-1]
-
-
-@dataclass(frozen=True)
-class FlatGeometry:
-    """A shard of an FSDP1 flat parameter (`member` None), or the part of it that belongs to
-    segment number `member` (`use_orig_params=True`), or a state tensor of the same extent.
-
-    mesh has the shape (replicate, shard).
-    """
-
-    unit: FlatUnit
-    mesh: Mesh
-    member: int | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.mesh.shape) != 2:
-            raise ValueError("a flat shard's mesh has the two dimensions (replicate, shard)")
-
-    @remembered
-    def fqns(self) -> tuple[str, ...]:
-        chosen = self.unit.segments if self.member is None else (self.unit.segments[self.member],)
-        return tuple(s.fqn for s in chosen if s.fqn is not None)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.mesh.ranks
-
-    def coordinate(self, rank: int) -> Shape:
-        return (self.mesh.coordinate(rank)[1],)
-
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        return self.mesh.same_on(rank, (1,))
-
-    def shard_degree(self) -> int:
-        return self.mesh.shape[1]
-
-    def _extent(self, rank: int) -> Interval:
-        low = self.coordinate(rank)[0] * self.unit.shard_numel
-        high = low + self.unit.shard_numel
-        if self.member is None:
-            return low, high
-        start = self.unit.starts[self.member]
-        stop = start + self.unit.segments[self.member].numel
-        return max(low, start), max(min(high, stop), max(low, start))
-
-    def local_shape(self, rank: int) -> Shape:
-        low, high = self._extent(rank)
-        return (high - low,)
-
-    def pieces(self, rank: int) -> list[Piece]:
-        low, high = self._extent(rank)
-        out = []
-        for begin, segment in zip(self.unit.starts, self.unit.segments, strict=True):
-            if segment.fqn is None:
-                continue
-            a, b = max(low, begin), min(high, begin + segment.numel)
-            if b <= a:
-                continue
-            at = a - low
-            for box in boxes_of_range(segment.shape, a - begin, b - begin):
-                strides = row_major_strides(box.sizes)
-                out.append(Piece(segment.fqn, segment.shape, box, at, strides))
-                at += box.numel
-        return out
+    def __str__(self) -> str:
+        dims = zip(self.mesh.dim_names, self.mesh.shape, self.placements, strict=True)
+        return " ".join(f"{name}={size}:{placement}" for name, size, placement in dims)
 
 
 @dataclass(frozen=True)
-class BoxGeometry:
-    """Explicit boxes of one tensor, held by `holders` only: for what no rule describes.
+class BoxGeometry(GeometryDefaults):
+    """Explicit boxes of one tensor on each of `holders`, for a sharding that no rule describes.
 
     The boxes lie in the local array one after the other, each in row-major order.
     """
+
+    kind = "boxes"
+    explicit = True
 
     fqn: str
     shape: Shape
@@ -305,6 +311,14 @@ class BoxGeometry:
     @property
     def ranks(self) -> tuple[int, ...]:
         return self.holders
+
+    @property
+    def whole_shape(self) -> Shape:
+        return self.shape
+
+    def shape_of(self, fqn: str) -> Shape:
+        del fqn
+        return self.shape
 
     def coordinate(self, rank: int) -> Shape:
         return tuple(itertools.chain.from_iterable(b.offsets + b.sizes for b in self.boxes))
@@ -327,22 +341,40 @@ class BoxGeometry:
             at += box.numel
         return out
 
+    def record(self) -> dict[str, Any]:
+        return {
+            "boxes": [[list(b.offsets), list(b.sizes)] for b in self.boxes],
+            "holders": self.holders,
+            "fqn": self.fqn,
+            "shape": list(self.shape),
+        }
+
+    def __str__(self) -> str:
+        return "boxes"
+
 
 @dataclass(frozen=True)
-class KeptGeometry:
-    """A tensor kept per rank: buffers, RNG, scalars, whatever has no sharding of its own.
+class PerRankGeometry(GeometryDefaults):
+    """A tensor without sharding, of which each of `ranks` has its own: a buffer, RNG, a scalar.
 
-    Every rank writes its own. `fqns` are the logical names for which the array stands (a flat
-    parameter's `step` stands for the step of each of its members).
+    Every rank writes its own. `fqns` are the logical names that the array stands for: a flat
+    parameter's `step` is the step of each of its members.
     """
+
+    kind = "per-rank tensor"
+    per_rank = True
 
     fqns: tuple[str, ...]
     shape: Shape
-    rank: int
+    ranks: tuple[int, ...]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return (self.rank,)
+    def whole_shape(self) -> Shape:
+        return self.shape
+
+    def shape_of(self, fqn: str) -> Shape:
+        del fqn
+        return self.shape
 
     def coordinate(self, rank: int) -> Shape:
         return (rank,)
@@ -354,51 +386,24 @@ class KeptGeometry:
         return 0
 
     def local_shape(self, rank: int) -> Shape:
+        del rank
         return self.shape
 
     def pieces(self, rank: int) -> list[Piece]:
-        strides = row_major_strides(self.shape)
-        return [Piece(f, self.shape, Box.whole(self.shape), 0, strides) for f in self.fqns]
+        del rank
+        return [Piece.whole(fqn, self.shape) for fqn in self.fqns]
 
+    def sharding(self) -> Hashable:
+        return None
 
-Geometry: TypeAlias = MeshGeometry | FlatGeometry | BoxGeometry | KeptGeometry
+    def rule(self) -> Hashable:
+        return self.kind, self.shape, len(self.fqns)
 
+    def record(self) -> dict[str, Any]:
+        return {"kept": list(self.fqns), "shape": list(self.shape)}
 
-def row_major_strides(shape: Sequence[int]) -> Shape:
-    """Strides in elements of a contiguous array of `shape`."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut elements [start, stop) of a row-major tensor into at most 2 * ndim - 1 boxes."""
-    shape = tuple(shape)
-    if stop <= start:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, stop // row
-    head, tail = start - first * row, stop - last * row
-    if first == last:  # within one row
-        yield from _in_row(shape, first, head, tail)
-        return
-    if head:
-        yield from _in_row(shape, first, head, row)
-        first += 1
-    if last > first:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    if tail:
-        yield from _in_row(shape, last, 0, tail)
-
-
-def _in_row(shape: Shape, index: int, start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(shape[1:], start, stop):
-        yield Box((index, *box.offsets), (1, *box.sizes))
+    def __str__(self) -> str:
+        return "by its rank" if len(self.ranks) == 1 else f"by each of {len(self.ranks)} ranks"
 
 
 def _chunk(held: list[Interval], count: int, index: int) -> list[Interval]:

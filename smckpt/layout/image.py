@@ -1,22 +1,22 @@
 """From entries to a file image: what this rank writes, and where in the file each byte goes.
 
-Replicas divide what they hold in common by bytes, each by the same rule and without asking each
-other: the entries that a set of ranks share, ordered, form one run of bytes, and replica i of n
-writes the i-th n-th part of it, cut at element boundaries. Images are valid safetensors files
-whose data starts on a 4,096-byte boundary.
+Replicas divide their common bytes by one rule, without a message. The entries that a set of ranks
+share form, in a fixed order, one run of bytes. Replica i of n writes the i-th of n equal parts of
+it, cut at element boundaries. Images are valid safetensors files whose data starts on a 4,096-byte
+boundary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import FlatGeometry, FlatUnit, Geometry, MeshGeometry
+from smckpt.layout.flat_geometry import FlatUnit
+from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Mesh
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "writers_of",
 ]
 
-ALIGNMENT = 4096  # of the data in the file, and of each file in the arena: what O_DIRECT asks for
+ALIGNMENT = 4096  # of the data in a file and of each file in the arena; O_DIRECT requires it
 HEADER_LIMIT = 100_000_000  # safetensors refuses a longer header
 SLICES_KEY = "smckpt.slices"  # in a shard's metadata: {key: [start, stop]} of the split entries
 DEFAULT_MAX_FILE_BYTES = 64 << 30
@@ -60,10 +60,10 @@ class FileImage:
 class Layout:
     """Where every byte of this rank's part of a save goes.
 
-    fingerprint: of names, dtypes, shapes, geometry and group; a save whose state has another one
-    is laid out anew.
-    classes: digest of what each set of writers shares ("0,2" → digest). All ranks of a class must
-    agree, or a cut would leave a hole: the coordinator compares them.
+    fingerprint: digest of names, dtypes, shapes, geometry and group. A save whose state has
+    another fingerprint compiles a new layout.
+    classes: digest of the entries that each set of writers shares ("0,2" → digest). The coordinator
+    compares them: where two writers of a class differ, their parts would leave a hole.
     """
 
     rank: int
@@ -85,7 +85,7 @@ def digest(data: object) -> str:
 def writers_of(entry: Entry, rank: int, group_ranks: Collection[int]) -> tuple[int, ...]:
     """The ranks of the group that hold the same array and so share the writing, ascending.
 
-    `group_ranks` had better be a set where there are many.
+    Pass `group_ranks` as a set where there are many.
     """
     return tuple(sorted(r for r in entry.geometry.replicas(rank) if r in group_ranks)) or (rank,)
 
@@ -103,21 +103,20 @@ def compile_layout(
         entries: what this rank holds, in any order.
         rank: this global rank.
         group_ranks: the ranks that commit together.
-        max_file_bytes: an image larger than this is split in several files.
+        max_file_bytes: a larger image is split in several files.
 
     Raises:
-        StateError: two entries have one key, or an array has another shape than its geometry says.
+        StateError: two entries have one key.
         UsageError: `rank` is not in `group_ranks`.
     """
     if rank not in group_ranks:
         raise UsageError(
-            f"rank {rank} is no member of the group {tuple(group_ranks)}",
+            f"rank {rank} is not a member of the group {tuple(group_ranks)}",
             remedy="pass the process group that this rank belongs to",
             rank=rank,
         )
     ordered = tuple(sorted(entries, key=lambda e: (-e.itemsize, e.key)))
     _refuse_duplicates(ordered, rank)
-    _refuse_misfits(ordered, rank)
     classes = _classes(ordered, rank, group_ranks)
     cuts: list[tuple[int, int, int]] = []
     for writers, members in classes.items():
@@ -159,28 +158,13 @@ def _refuse_duplicates(entries: Iterable[Entry], rank: int) -> None:
         seen.add(entry.key)
 
 
-def _refuse_misfits(entries: Iterable[Entry], rank: int) -> None:
-    """An array that is not what its rule says would be read back to other places, silently."""
-    for entry in entries:
-        ruled = entry.geometry.local_shape(rank)
-        exact = isinstance(entry.geometry, MeshGeometry)
-        if ruled != entry.shape and (exact or math.prod(ruled) != entry.numel):
-            raise StateError(
-                f"{entry.key!r} has the local shape {entry.shape}, but by its placement rank "
-                f"{rank} holds {ruled}",
-                remedy="this sharding is not known to smckpt: please report it; sizes that the "
-                "mesh divides evenly are safe",
-                rank=rank,
-            )
-
-
 def _classes(
     entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Writers → the entries that they share, by number."""
+    """Writers → the numbers of the entries that they share."""
     members = frozenset(group_ranks)
     classes: dict[tuple[int, ...], list[int]] = {}
-    # Geometries of one mesh give one tuple of replicas: at 16,384 ranks it is looked through once.
+    # Geometries of one mesh share one tuple of replicas. At 16,384 ranks this scans it only once.
     known: dict[int, tuple[object, list[int]]] = {}
     for index, entry in enumerate(entries):
         replicas = entry.geometry.replicas(rank)
@@ -192,20 +176,18 @@ def _classes(
 
 
 class _Describer:
-    """Geometries as text, for the fingerprint. Meshes and flat units, which many share and which
-    may be long, are described once."""
+    """Geometries as text, for the fingerprint. Each mesh and flat unit is described once: they may
+    be long, and many tensors share them."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, str]] = {}
 
     def __call__(self, geometry: Geometry) -> str:
-        if isinstance(geometry, (MeshGeometry, FlatGeometry)):
-            shared = [self._once(geometry.mesh)]
-            if isinstance(geometry, FlatGeometry):
-                return repr(["flat", self._once(geometry.unit), geometry.member, *shared])
-            placements = " ".join(map(str, geometry.placements))
-            return repr(["mesh", geometry.fqn, geometry.shape, placements, *shared])
-        return repr(geometry)
+        record = geometry.record()
+        shared: dict[str, str] = {
+            key: self._once(record[key]) for key in ("mesh", "unit") if key in record
+        }
+        return repr({**record, **shared})
 
     def _once(self, value: Mesh | FlatUnit) -> str:
         if id(value) not in self._known:

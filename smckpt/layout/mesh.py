@@ -1,4 +1,4 @@
-"""Meshes of ranks, and how one treats a tensor."""
+"""Meshes of ranks, and placements of tensors on them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Interval: TypeAlias = tuple[int, int]  # [start, stop)
 class Placement:
     """How one mesh dimension treats a tensor: DTensor's vocabulary, without torch.
 
-    kind: "replicate", "shard" (by `dim`, in chunks of ceil(n / size)), or "strided" (`dim` is first
-    cut in `split` chunks, each of which is sharded: torch's `_StridedShard`; where `split` is the
-    number of shards that the mesh dimensions to its right make, those cut first).
+    kind: "replicate"; "shard" (along `dim`, in chunks of ceil(n / size)); or "strided", torch's
+    `_StridedShard`: `dim` is cut in `split` chunks, and each chunk is sharded. Where `split` is the
+    number of shards that the mesh dimensions to its right make, those dimensions cut first.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Mesh:
         if math.prod(self.shape) != len(self.ranks):
             raise ValueError(f"mesh shape {self.shape} does not hold {len(self.ranks)} ranks")
         if len(set(self.ranks)) != len(self.ranks):
-            raise ValueError("a rank stands twice in the mesh")
+            raise ValueError("a rank is in the mesh twice")
 
     @cached_property
     def _position(self) -> dict[int, int]:
@@ -93,6 +93,10 @@ class Mesh:
             index //= size
         return tuple(reversed(out))
 
+    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, size and the rank's index of each dimension."""
+        return tuple(zip(self.dim_names, self.shape, self.coordinate(rank), strict=True))
+
     @cached_property
     def _groups(self) -> dict[Shape, dict[Shape, tuple[int, ...]]]:
         # a memo: at 16,384 ranks one pass over the mesh takes 10 ms, and there are 1,000 tensors
@@ -100,7 +104,7 @@ class Mesh:
 
     @cached_property
     def _holdings(self) -> dict[object, dict[int, Holding]]:
-        # likewise: the tensors of a model have few shapes
+        # a memo too: the tensors of a model have few shapes
         return {}
 
     @cached_property
@@ -108,11 +112,11 @@ class Mesh:
         return {}
 
     def holdings(self, alike: object) -> dict[int, Holding]:
-        """A memo, by rank, for all tensors that the mesh cuts alike."""
+        """A memo by rank, shared by all tensors that the mesh cuts in the same way."""
         return self._holdings.setdefault(alike, {})
 
     def coordinates_on(self, dims: Shape) -> dict[int, Shape]:
-        """A memo, by rank, for all tensors that the mesh dimensions `dims` cut."""
+        """A memo by rank, shared by all tensors that the mesh dimensions `dims` cut."""
         return self._coordinates.setdefault(dims, {})
 
     def groups_on(self, dims: Sequence[int]) -> dict[Shape, tuple[int, ...]]:

@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class remembered(Generic[T]):
-    """`functools.cached_property` without the lock that it has before Python 3.12: a load asks for
-    thousands, each of its own object. Threads that ask at once compute the same value twice; so it
-    is for values that have no identity of their own.
+    """`functools.cached_property` without the lock that it has before Python 3.12: a load computes
+    thousands of these. Two threads may compute one value twice, so use it only for values whose
+    identity does not matter.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -1,1 +1,1 @@
-"""From live tensors to the bytes of a file, in memory that a worker can see."""
+"""Copies live tensors into the arena: a file's bytes, in memory shared with the worker."""

@@ -1,8 +1,8 @@
 """The arena: page-aligned memory that has the bytes of a rank's files at their offsets.
 
-It is a `memfd`: nameless, not bounded by /dev/shm, mapped by the worker too, freed by the kernel
-with its last holder. Its pages are there before the first save (a copy into fresh pages runs at a
-twentieth of the speed of one into warm ones), and forked children hold none of them.
+It is a `memfd`: it has no name, /dev/shm does not bound it, the worker maps it too, and the kernel
+frees it with its last holder. All pages are faulted in before the first save: a copy into new pages
+runs at a twentieth of the speed. Forked children hold none of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any
 
 from smckpt.errors import MemoryBudgetError, UsageError
 from smckpt.layout.image import ALIGNMENT
-from smckpt.staging.budget import check_memory
-from smckpt.staging.copies import StagePlan, stage
 
-__all__ = ["Arena", "check_memory", "stage"]
+__all__ = ["Arena"]
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_FAULT_THREADS = 4  # two threads fault pages in at twice the rate of one, more hardly faster
+_FAULT_THREADS = 4  # two threads fault pages in twice as fast as one; more gain little
 _FAULT_CHUNK = 64 << 20
 
 
@@ -39,14 +37,14 @@ class Arena:
             and without blocking.
 
     Raises:
-        MemoryBudgetError: the kernel has not that much memory to give, or CUDA refused to pin it.
+        MemoryBudgetError: the kernel does not have that much memory, or CUDA refused to pin it.
     """
 
     def __init__(self, size: int, *, pin: bool = False) -> None:
         if size <= 0:
             raise UsageError(f"an arena of {size} bytes", remedy="make it only if there is data")
         self.size = -(-size // ALIGNMENT) * ALIGNMENT
-        self.plan: StagePlan | None = None  # where the last layout's slots lie, as tensors
+        self.plan: object = None  # the last layout's slots as tensors, released with the memory
         self.pinned = False
         try:
             self.fd = _anonymous_file()
@@ -77,8 +75,8 @@ class Arena:
         return memoryview(self._map)[offset : offset + length]
 
     def close(self) -> None:
-        """Give the memory back. The kernel frees it when the worker has let go of it too, and
-        every view is gone. Harmless when repeated."""
+        """Release the memory. The kernel frees it once the worker has released it too and every
+        view is gone. A second call does nothing."""
         if self.fd < 0:
             return
         self.plan = None
@@ -154,9 +152,15 @@ def _fault_in(memory: mmap.mmap, size: int) -> None:
 
 
 def _refused(size: int, error: OSError) -> MemoryBudgetError:
+    remedy = "free host memory, raise the container's limit, or run fewer ranks on this host"
+    if error.errno == errno.EFBIG:  # the arena is a file to the kernel, and its size a file's
+        remedy = (
+            "raise this process's limit on the size of files (ulimit -f), which applies to the "
+            "arena too; there is enough memory"
+        )
     return MemoryBudgetError(
         f"the kernel could not provide {size:,} bytes for the arena: {error.strerror}",
-        remedy="free host memory, raise the container's limit, or run fewer ranks on this host",
+        remedy=remedy,
     )
 
 
@@ -180,10 +184,10 @@ def _cuda_runtime() -> Any:  # torch gives the module no type
 
 
 def _forget_in_child(reference: weakref.ref[Arena]) -> None:
-    """A forked child keeps no descriptor of the arena: its memory must end with the trainer.
+    """Make a forked child release the arena, whose memory must end with the trainer.
 
-    The mapping is not inherited (MADV_DONTFORK), but `mmap` holds a descriptor of its own; it and
-    ours are pointed at /dev/null, so that whoever closes them later closes nothing else.
+    The child does not inherit the mapping (MADV_DONTFORK). `mmap` holds a descriptor of its own. It
+    and the arena's are pointed at /dev/null, so that a later close of them closes nothing else.
     """
     arena = reference()
     if arena is None or arena.fd < 0:

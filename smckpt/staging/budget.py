@@ -1,7 +1,7 @@
-"""Whether the arenas of a host's ranks fit its memory, before any of them is made.
+"""Checks that the arenas of a host's ranks fit its memory, before any of them is made.
 
-The kernel does not refuse memory that it has not: it kills. So the host's MemAvailable and the
-limits of the cgroups that hold this process (v1 and v2) are read first.
+The kernel does not refuse memory that it lacks: it kills a process. So this module first reads the
+host's MemAvailable and the limits of this process's cgroups (v1 and v2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RESERVE = 64 << 20  # per rank, for the worker process and its buffers
 
 @dataclass(frozen=True)
 class _Room:
-    """Memory that may still be taken, in bytes, and what sets that bound."""
+    """Memory that is still free, in bytes, and the name of the bound."""
 
     free: int
     what: str
@@ -28,7 +28,7 @@ class _Room:
 def check_memory(
     arena_bytes: int, ranks_on_host: int, copies: int = 1, *, root: Path = Path("/")
 ) -> None:
-    """Refuse arenas that would not fit, with the arithmetic.
+    """Refuse arenas that do not fit; the error shows the arithmetic.
 
     Args:
         arena_bytes: of one arena.
@@ -89,8 +89,8 @@ def _cgroup1(root: Path) -> Iterator[_Room]:
 
 
 def _ancestry(mount: Path, path: str) -> Iterator[Path]:
-    """The group's directory and those above it. In a container the path may be the host's, and
-    only the mount itself is there."""
+    """The group's directory and its parents. In a container the path may be the host's, and only
+    the mount itself exists."""
     group = mount / path.lstrip("/")
     while group != mount:
         if ".." not in group.parts:
@@ -117,7 +117,7 @@ def _number(path: Path) -> int | None:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # not on this system, or not ours to read: it sets no bound that we know
+    except OSError:  # absent or not readable: no known bound
         return []
 
 

@@ -1,40 +1,77 @@
-"""Copying local arrays into their slots of an arena.
+"""Copies local arrays into their slots of an arena.
 
-A rank's saves have one layout, so the arena's slots are made into tensors once; a save then costs
-one `copy_` a slot. Copies run on torch's own intra-op threads: as fast as `memcpy` on as many.
+A rank's saves have one layout, so the arena's slots become tensors once, and a save costs one
+`copy_` a slot. A *stager* carries out the copies. The default, `copy_all`, waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from smckpt.errors import StateError
 from smckpt.layout.image import Layout, Slot
+from smckpt.layout.strided import Box, Piece, boxes_of_range, meet
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from smckpt.staging.arena import Arena
 
-__all__ = ["StagePlan", "stage"]
+__all__ = ["Copies", "Local", "StagePlan", "Stager", "copy_all", "stage"]
+
+Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
+Local: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # a local array; or what it is made of
 
 
-def stage(arena: Arena, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-    """Write every header and every slot of `layout`; the bytes are there when this returns.
+class Stager(Protocol):
+    """Carries out copies: each from a source on any device to a target of its shape in the arena.
+
+    It returns None when all copies have ended. Or it returns a future that ends when they do; its
+    exception fails the save on all ranks. Until then nobody may change or free the sources. The
+    stager is responsible for that.
+    """
+
+    def __call__(self, copies: Copies) -> Future[None] | None: ...
+
+
+def stage(
+    arena: Arena, layout: Layout, tensors: Sequence[Local], stager: Stager | None = None
+) -> Future[None] | None:
+    """Write every header and every slot of `layout`.
 
     Args:
         arena: of at least `layout.arena_size` bytes.
         tensors: tensors[i] is the local array of layout.entries[i], on any device, with any
-            strides. They are only read.
+            strides; or a list of tensors that lie in it one after the other. They are only read.
+        stager: carries out the copies; `copy_all` by default.
+
+    Returns:
+        The stager's result: None when the bytes are there, or a future that ends when they are.
 
     Raises:
-        StateError: a tensor is not what its entry says, or has no data (meta device).
+        StateError: a tensor does not fit its entry, or has no data (meta device).
     """
     plan = arena.plan
-    if plan is None or plan.layout.fingerprint != layout.fingerprint:
+    if not isinstance(plan, StagePlan) or plan.layout.fingerprint != layout.fingerprint:
         plan = arena.plan = StagePlan(arena, layout)
-    plan.run(tensors)
+    return (stager or copy_all)(plan.copies(tensors))
+
+
+def copy_all(copies: Copies) -> None:
+    """Copy and wait. On the CPU this uses torch's intra-op threads and is as fast as `memcpy` on as
+    many. From an accelerator it uses a stream of its own, after the work queued so far."""
+    import torch
+
+    with torch.no_grad(), _SideStreams() as streams:
+        for target, source in copies:
+            if source.is_cpu:
+                target.copy_(source)
+            else:
+                with streams.on(source.device):
+                    target.copy_(source, non_blocking=True)  # one wait for all below
 
 
 class StagePlan:
@@ -64,38 +101,62 @@ class StagePlan:
                 target = span.view(_bits(entry.itemsize))
             self._slots.append((slot, target))
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        import torch
-
+    def copies(self, tensors: Sequence[Local]) -> Copies:
+        """Write the headers; returns the copies of the tensors."""
         self._check(tensors)
         for image, header in zip(self.layout.files, self._headers, strict=True):
             header[:] = image.header
-        with torch.no_grad(), _SideStreams() as streams:
-            for slot, target in self._slots:
-                source = tensors[slot.entry]
-                if source.is_cuda:
-                    with streams.on(source.device):
-                        _copy(target, source, slot.start)
-                else:
-                    _copy(target, source, slot.start)
+        return [
+            pair
+            for slot, target in self._slots
+            for pair in _copies_of(target, tensors[slot.entry], slot)
+        ]
 
-    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        for entry, tensor in zip(self.layout.entries, tensors, strict=True):
-            if tensor.shape != entry.shape or tensor.element_size() != entry.itemsize:
+    def _check(self, tensors: Sequence[Local]) -> None:
+        for entry, local in zip(self.layout.entries, tensors, strict=True):
+            parts = _parts_of(local)
+            shape = parts[0].shape if len(parts) == 1 else (sum(p.numel() for p in parts),)
+            dtypes = dict.fromkeys(part.dtype for part in parts)
+            if shape != entry.shape or [t.itemsize for t in dtypes] != [entry.itemsize]:
                 raise StateError(
-                    f"{entry.key} is {tensor.dtype} {tuple(tensor.shape)}; its entry says "
+                    f"{entry.key} is {', '.join(map(str, dtypes))} {tuple(shape)}; its entry says "
                     f"{entry.dtype} {entry.shape}",
                     remedy="take the state dict anew for each save",
                 )
-            if tensor.is_meta and entry.numel:
+            if entry.numel and any(part.is_meta for part in parts):
                 raise StateError(
                     f"{entry.key} is on the meta device and has no data",
                     remedy="materialise the module before saving it",
                 )
 
 
+def _parts_of(local: Local) -> Sequence[torch.Tensor]:
+    import torch
+
+    return (local,) if isinstance(local, torch.Tensor) else local
+
+
+def _copies_of(
+    target: torch.Tensor, local: Local, slot: Slot
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What goes into a slot: of a local array, or of the parts that it is made of."""
+    parts = _parts_of(local)
+    if len(parts) == 1:
+        yield from _copies(target, parts[0].detach(), slot.start)
+        return
+    flat, at = target.view(-1), 0
+    size, whole = slot.stop - slot.start, sum(part.numel() for part in parts)
+    wanted = Piece("", (whole,), Box((slot.start,), (size,)), 0, (1,))
+    for part in parts:
+        copy = meet(Piece("", (whole,), Box((at,), (part.numel(),)), 0, (1,)), wanted)
+        if copy is not None:
+            into = flat.narrow(0, copy.target.start, copy.numel)
+            yield from _copies(into, part.detach(), copy.source.start)
+        at += part.numel()
+
+
 def _bits(itemsize: int) -> torch.dtype:
-    """Integers of that size. Parts are copied as such: of any dtype, and exactly."""
+    """The integer dtype of that size. Parts are copied as integers, so any dtype stays exact."""
     import torch
 
     return {
@@ -103,66 +164,59 @@ def _bits(itemsize: int) -> torch.dtype:
     }[itemsize]  # fmt: skip
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, start: int) -> None:
-    """All of `source` to a `target` of its shape; or, from element `start` in row-major order, as
-    many elements as a flat `target` of bits holds."""
-    wait = not source.is_cuda  # copies from CUDA are waited for together
+def _copies(
+    target: torch.Tensor, source: torch.Tensor, start: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of all of `source` to a `target` of its shape; or, for a flat `target` of bits, of as
+    many elements as it holds, from element `start` in row-major order."""
     if target.dtype == source.dtype and target.shape == source.shape:
-        target.copy_(source, non_blocking=not wait)
+        yield target, source
         return
     if source.is_conj() or source.is_neg():
-        # The bits in memory are not the values: let torch resolve them in the copy.
+        # The bits in memory are not the values (conj, neg): torch resolves them in the copy.
         target = target.view(source.dtype)
     else:
         source = source.view(target.dtype)
     for part, piece in _parts(source, start, start + target.numel(), target):
-        piece.copy_(part, non_blocking=not wait)
+        yield piece, part
 
 
 def _parts(
     source: torch.Tensor, start: int, stop: int, target: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of equal shapes that together cover the range: no temporary, whatever the strides."""
-    if start == 0 and stop == source.numel():
-        yield source, target.view(source.shape)
-    elif source.is_contiguous():
+    """Views of equal shapes that cover the range, for any strides, without a temporary."""
+    if source.is_contiguous():
         yield source.view(-1).narrow(0, start, stop - start), target
-    else:
-        # Whole rows in one piece; a row that is cut at either end, by itself.
-        row = source.numel() // source.shape[0]
-        first, last = -(-start // row), stop // row
-        if first > last:  # the range lies inside one row
-            yield from _parts(source[last], start - last * row, stop - last * row, target)
-            return
-        head, body = first * row - start, (last - first) * row
-        if head:
-            yield from _parts(source[first - 1], row - head, row, target[:head])
-        if body:
-            rows = source[first:last]
-            yield rows, target[head : head + body].view(rows.shape)
-        if stop > last * row:
-            yield from _parts(source[last], 0, stop - last * row, target[head + body :])
+        return
+    at = 0
+    for box in boxes_of_range(source.shape, start, stop):
+        part = source
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        yield part, target[at : at + box.numel].view(box.sizes)
+        at += box.numel
 
 
 class _SideStreams:
-    """Copies of each CUDA device on a stream of its own, which starts after the work queued so far
-    and is waited for at the end."""
+    """A stream for the copies of each accelerator. It starts after the work queued so far, and the
+    end of the block waits for it."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def __enter__(self) -> _SideStreams:
         return self
 
-    def on(self, device: torch.device) -> torch.cuda.StreamContext:
+    def on(self, device: torch.device) -> torch.Stream:
+        """The stream of a device; enter it for a copy."""
         import torch
 
         if device not in self._streams:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
             self._streams[device] = stream
-        return torch.cuda.stream(self._streams[device])
+        return self._streams[device]
 
     def __exit__(self, *_: object) -> None:
         for stream in self._streams.values():
-            stream.record_event().synchronize()
+            stream.synchronize()

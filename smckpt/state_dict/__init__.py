@@ -1,17 +1,17 @@
-"""Which state a rank holds: FULL, SHARDED and LOCAL, for FSDP1, FSDP2, DDP and plain modules."""
+"""The live state of a rank's modules (FSDP1, FSDP2, DDP, plain) and their optimizers."""
 
-from smckpt.state_dict.context import FULL, LOCAL, SHARDED, SMStateDictType, sm_state_dict_type
-from smckpt.state_dict.extend import extend_torch_config
-from smckpt.state_dict.full import FullStateDictConfig
+from smckpt.state_dict.context import FULL, LOCAL, SHARDED, SMStateDictType
 from smckpt.state_dict.initial import init_optim_state
+from smckpt.state_dict.model_views import register_model_view
+from smckpt.state_dict.views import Held, ModelView
 
 __all__ = [
     "FULL",
     "LOCAL",
     "SHARDED",
-    "FullStateDictConfig",
+    "Held",
+    "ModelView",
     "SMStateDictType",
-    "extend_torch_config",
     "init_optim_state",
-    "sm_state_dict_type",
+    "register_model_view",
 ]

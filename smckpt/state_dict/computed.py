@@ -1,6 +1,6 @@
-"""What modules compute for their state dict: extra state, and what hooks of theirs make.
+"""Values that modules compute for their state dict: extra state, and values from hooks.
 
-It is no memory of the model that a load could fill, so the modules get it back by their own
+They are no memory of the model that a load could fill, so modules get them back through their own
 methods.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smckpt.state_dict.private import dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = [
     "computed_names",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def is_extra_state(key: Any) -> bool:
-    """Whether torch gives what stands under this key to a module's `set_extra_state`."""
+    """Whether torch gives the value of this key to a module's `set_extra_state`."""
     return isinstance(key, str) and key.endswith("_extra_state")
 
 
@@ -40,13 +40,13 @@ def own_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def computed_names(model: nn.Module, raw: Mapping[str, Any]) -> Iterator[str]:
-    """The names in the model's own state dict whose values are no memory of the model."""
+    """The names in the model's own state dict whose values are not memory of the model."""
     live: set[int] = set()
     for module in model.modules():
         live.update(map(id, module._parameters.values()))
         live.update(map(id, module._buffers.values()))
     others = [(name, value) for name, value in raw.items() if id(value) not in live]
-    if not others:  # the rule
+    if not others:  # the common case
         return
     memory = {_memory_of(t) for tensors in (model.parameters(), model.buffers()) for t in tensors}
     memory.discard(None)
@@ -56,7 +56,7 @@ def computed_names(model: nn.Module, raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Where it begins; None where that cannot be told."""
+    """The address at which it begins; None where torch cannot tell."""
     local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
     try:
         return local.untyped_storage().data_ptr() or None
@@ -65,11 +65,11 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
-    """Hand what the modules computed to them: to `set_extra_state`, and by the class's own
-    `load_state_dict` where there is more, which undoes what hooks do.
+    """Give modules their computed values: extra state to `set_extra_state`, other values to the
+    class's own `load_state_dict`, which undoes what hooks do.
 
     Args:
-        given: by the names that `name_of` makes of the model's own.
+        given: values under the names that `name_of` makes from the model's own.
     """
     raw = own_state_dict(model)
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
@@ -90,7 +90,7 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
 def give_extra_state(
     model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str], str]
 ) -> None:
-    """Give modules what their `get_extra_state` gave."""
+    """Give modules the values that their `get_extra_state` gave."""
     for raw, module in model.named_modules():
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             name = name_of(f"{raw}._extra_state" if raw else "_extra_state")

@@ -1,9 +1,9 @@
-"""Making an optimizer's state before its first step, without changing anything else.
+"""Makes an optimizer's state before its first step, and changes nothing else.
 
-torch's optimizers make their state lazily, in the first step, so a fresh one has nothing into which
-a checkpoint could be read. Stepping with zero gradients is no way out: it decays weights and counts
-a step (pytorch #164929). Their own `_init_group` makes the state and does nothing else; what even
-that leaves to the first step (SGD's momentum), a load makes after the parameter.
+torch's optimizers make their state in the first step, so a new one has no tensors that a load could
+fill. A step with zero gradients decays weights and counts as a step (pytorch #164929). The
+optimizers' own `_init_group` makes the state alone. It leaves SGD's momentum to the first step; a
+load makes that one in the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError, UsageError
-from smckpt.state_dict.private import dtensor_parts, is_dtensor
+from smckpt.state_dict.bindings import remember
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = ["init_optim_state", "make_slots"]
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
-    """Give each parameter the state that it would have just before its first step.
+    """Give each parameter the state that it has just before its first step.
 
-    Parameters, gradients, existing state, step counts and hyperparameters stay bit for bit as they
-    are. Runs no collective.
+    Parameters, gradients, existing state, step counts and hyperparameters do not change by a bit.
+    No collective runs.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` that makes its state in `_init_group`, as torch's
-            own do, or that needs none.
-        skip_empty_param: leave out parameters without elements on this rank, as a step does under
-            FSDP1 with `use_orig_params=True`.
+        optimizer: a `torch.optim.Optimizer` that makes its state in `_init_group`, as torch's own
+            do, or that needs none.
+        skip_empty_param: skip parameters without elements on this rank, as a step does under FSDP1
+            with `use_orig_params=True`.
 
     Raises:
-        UsageError: the optimizer makes its state in some other way.
+        UsageError: the optimizer makes its state elsewhere.
     """
-    from smckpt.state_dict.context import remember_optimizer
-
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or optimizer.state.get(parameter):
@@ -45,14 +44,14 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
             if skip_empty_param and local.numel() == 0:
                 continue
             _initialise(optimizer, group, parameter)
-    remember_optimizer(optimizer)
+    remember(optimizer)
 
 
 def _initialise(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        return  # one state for all parameters, made of the steps' history: there is none yet
+        return  # one state for all parameters, of the history of steps: there is none yet
     initialise = getattr(optimizer, "_init_group", None)
     if initialise is None:
         raise UsageError(
@@ -64,7 +63,7 @@ def _initialise(
     before = parameter.grad
     try:
         parameter.grad = torch.zeros_like(parameter)
-        # It fills lists, one for each argument but the first.
+        # It fills one list for each argument but the first.
         lists: list[list[Any]] = [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
         with torch.no_grad():
             initialise({**group, "params": [parameter]}, *lists)
@@ -72,7 +71,7 @@ def _initialise(
         parameter.grad = before
     _momentum_of_sgd(optimizer, group, parameter)
     if parameter in optimizer.state and not optimizer.state[parameter]:
-        del optimizer.state[parameter]  # looked at, not filled
+        del optimizer.state[parameter]  # the look-up made an empty dict
 
 
 def make_slots(
@@ -82,17 +81,17 @@ def make_slots(
     *,
     flat: bool,
 ) -> bool:
-    """Make room for state tensors that are about to be filled; whether anything was made.
+    """Make the missing state tensors of a parameter; returns whether any was made.
 
-    The optimizer's own way first; what it makes later than that (SGD's momentum), or has no way
-    to make, is made after the parameter.
+    The optimizer's own `_init_group` comes first. A slot that it does not make (SGD's momentum)
+    gets the shape of the parameter.
 
     Args:
-        wanted: slot → dtype and global shape of what was saved.
-        flat: the parameter is a flat one, or a view into it; shapes are those of its members.
+        wanted: slot → dtype and global shape of the saved tensor.
+        flat: whether the parameter is flat or a view into a flat one; shapes are those of members.
 
     Raises:
-        StateError: a slot has neither the parameter's shape nor is a scalar.
+        StateError: a slot is not a scalar and does not have the parameter's shape.
     """
     made = False
     if not optimizer.state.get(parameter) and hasattr(optimizer, "_init_group"):
@@ -108,8 +107,8 @@ def make_slots(
             room = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
             raise StateError(
-                f"{type(optimizer).__name__} has no {slot!r} yet, which was saved with the shape "
-                f"{list(shape)} for a parameter of shape {list(parameter.shape)}",
+                f"{type(optimizer).__name__} has no {slot!r} yet, which has the shape {list(shape)}"
+                f" in the checkpoint, for a parameter of shape {list(parameter.shape)}",
                 remedy="take one step before the load, so that the optimizer makes it",
             )
         optimizer.state[parameter][slot] = room
@@ -120,9 +119,9 @@ def make_slots(
 def _momentum_of_sgd(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
-    """SGD begins with the first gradient itself as momentum. So does a buffer of negative zeros:
-    μ · −0.0 + g is g to the bit, where 0.0 + −0.0 would lose the sign. With dampening the first
-    gradient counts in full only without a buffer; a load makes that one (`momentum_buffer`)."""
+    """SGD takes the first gradient itself as its first momentum. A buffer of negative zeros has the
+    same effect to the bit: μ · −0.0 + g is g, where 0.0 + −0.0 would lose the sign. With dampening
+    the first gradient counts in full only without a buffer, so a load makes it there."""
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(
             parameter, -0.0, requires_grad=False

@@ -1,25 +1,32 @@
-"""Giving back what is no tensor: into the user's dict, and into the optimizers it came from."""
+"""Gives back values that are not tensors, to the user's dict and to live optimizers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.optimizers import Binding, fill_groups, optimizer_dicts
-from smckpt.state_dict.select import is_stateful
+from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.computed import is_extra_state
+from smckpt.state_dict.optimizers import fill_groups
+from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import (
     FullStateDict,
     ModelStateDict,
     OptimizerStateDict,
-    StatefulStateDict,
 )
 
-__all__ = ["gathered_parts", "put", "restore", "rewrap_stateful", "unwrap_stateful"]
+__all__ = [
+    "gathered_parts",
+    "make_extra_state",
+    "put",
+    "restore",
+    "tuple_like",
+]
 
 log = logging.getLogger("smckpt")
 
@@ -35,8 +42,8 @@ def restore(
 
     Args:
         objects: key → (path, value), as saved.
-        saved_optimizers: how each optimizer's parameters were called when it was saved.
-        strict: a value without a place in the target is an error rather than a log line.
+        saved_optimizers: the saved names of each optimizer's parameters.
+        strict: whether a value without a place in the target is an error or a log line.
     """
     live = {
         dotted(path): (path, tree, binding) for path, tree, binding in optimizer_dicts(state_dict)
@@ -53,7 +60,7 @@ def restore(
         if last == "params" and _is_in_groups(path, live.values()):
             continue  # the target's own names: the checkpoint's may be of the other form
         if last == "state" and prefix in live and value == {}:
-            continue  # of a rank that held none: what this one holds is filled
+            continue  # a rank without elements saved it; this rank's own values are filled
         if not put(state_dict, path, value) and strict:
             raise StateError(
                 f"the saved value {key} has no place in the target",
@@ -63,15 +70,16 @@ def restore(
     for path, tree, binding in live.values():
         if binding is None:
             log.warning(
-                "%s: the live optimizer is not known, so what is no tensor is in the dict only: "
-                "call its load_state_dict",
+                "%s: its optimizer is not known, so its plain values were loaded into the dict "
+                "only. Call its load_state_dict, or put the optimizer itself into the "
+                "state",
                 dotted(path),
             )
             continue
-        # A tensor in the groups (a rate) makes each of their values an entry of its own.
+        # If the groups hold a tensor (a learning rate), each of their values is stored by itself.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):
             fill_groups(binding, tree["param_groups"])
-        if binding.kind != "FULL":  # held by rank 0, which tells the others: `put_through`
+        if binding.kind != "FULL":  # there rank 0 holds it, and `put_through` tells the others
             _write_through(binding, tree)
     for tree in _model_dicts(state_dict):
         tree.give_back(tree)
@@ -80,8 +88,8 @@ def restore(
 def empty_states(
     state_dict: MutableMapping[str, Any], objects: Mapping[str, tuple[Path, Any]]
 ) -> frozenset[str]:
-    """The keys of optimizers' states that are empty, saved or here: of a rank that holds no element
-    of what is trained. The state is that of other ranks, and tensors tell it by name."""
+    """The keys of optimizers' states that are empty here or in the checkpoint, because the rank
+    holds no element of a trained parameter. Other ranks have that state, by name."""
     keys = {
         dotted((*path, "state")): tree["state"] for path, tree, _ in optimizer_dicts(state_dict)
     }
@@ -93,8 +101,8 @@ def empty_states(
 def gathered_parts(
     tree: Any, path: Path = ()
 ) -> Iterator[tuple[Path, FullStateDict | OptimizerStateDict]]:
-    """The state dicts below that were gathered, in the user's order, each with its place: a load
-    fills the copies, and `put_through` the objects that they are copies of."""
+    """The gathered state dicts in a state, each with its path, in the user's order. A load fills
+    them, and their `put_through` fills the live objects."""
     if getattr(tree, "put_through", None) is not None:
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -119,7 +127,7 @@ def _is_in_groups(path: Path, live: Iterable[tuple[Path, Any, Any]]) -> bool:
 
 
 def _write_through(binding: Any, tree: dict[str, Any]) -> None:
-    """Plain values among the state (an integer step) live in the optimizer's own dicts too."""
+    """Write plain values of the state (an integer step) to the optimizer's own dicts."""
     for index, parameter in enumerate(binding.parameters()):
         for name in (index, *binding.names(parameter, index)):
             slots = tree["state"].get(name)
@@ -132,13 +140,13 @@ def _write_through(binding: Any, tree: dict[str, Any]) -> None:
 
 
 def _renamed(saved: list[Any], tree: dict[str, Any], record: Any) -> list[dict[str, Any]]:
-    """Saved groups, in the target's order, with the target's way of naming parameters.
+    """Saved groups in the target's order, with the target's names of parameters.
 
-    A hyperparameter belongs to parameters, so groups are matched by their members' names where
-    both sides know them, else by position.
+    Groups are matched by the names of their parameters where both sides have names, else by
+    position.
     """
     target = tree["param_groups"]
-    binding = getattr(target, "binding", None) or getattr(tree, "binding", None)
+    binding = getattr(target, "binding", None)
     if binding is None or record is None or len(saved) != len(target):
         groups = [dict(g) for g in saved]
         for group, mine in zip(groups, target, strict=False):
@@ -173,7 +181,7 @@ def _refill(target: list[Any], groups: list[dict[str, Any]]) -> None:
 
 
 def put(tree: Any, path: Path, value: Any) -> bool:
-    """Assign at `path`; False where the structure lacks the place. Tuples are made anew."""
+    """Assign at `path`; False where the structure lacks it. A tuple is replaced by a new one."""
     if not path:
         return False
     key = path[0]
@@ -200,7 +208,7 @@ def put(tree: Any, path: Path, value: Any) -> bool:
 
 
 def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
-    """The tuple with `value` at `path`; its other elements are the same objects."""
+    """A new tuple with `value` at `path` and the same other elements."""
     key = path[0]
     assert isinstance(key, int)
     items = list(values)
@@ -210,62 +218,37 @@ def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
         items[key] = _with(items[key], path[1:], value)
     else:
         put(items[key], path[1:], value)
-    return _tuple_like(values, items)
+    return tuple_like(values, items)
 
 
-def _tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(values)(items) if type(values) is tuple else type(values)(*items)
 
 
-# -- objects that have a state dict of their own --------------------------------------------------
+def make_extra_state(
+    state_dict: MutableMapping[str, Any],
+    selection: Selection,
+    rows: Mapping[str, Sequence[Any]],
+    saved: int,
+) -> bool:
+    """Give tensors of modules' extra state the saved shapes and dtypes; returns whether any
+    changed. Nothing else tells their size: Transformer Engine pickles its scales into bytes, of
+    which there are none before the first step.
 
-
-def unwrap_stateful(tree: Any, found: list[tuple[Any, Any, Any]] | None = None) -> list[Any]:
-    """Put the state dicts of Stateful objects (schedulers, loaders, models, optimizers) in their
-    places, so that they can be filled. `rewrap_stateful` undoes it.
-
-    What stands inside an object's state dict comes before the object itself.
+    Args:
+        selection: of `state_dict`.
+        rows: key → the saved arrays of this key (the catalogue's).
+        saved: the saved rank whose per-rank values this rank takes.
     """
-    found = [] if found is None else found
-    items: Any = ()
-    if isinstance(tree, MutableMapping):
-        items = list(tree.items())
-    elif isinstance(tree, list):
-        items = list(enumerate(tree))
-    for key, value in items:
-        if isinstance(value, torch.Tensor):
-            continue  # most of all; and a subclass may have a state dict for reasons of its own
-        if isinstance(value, torch.optim.Optimizer):
-            tree[key] = Binding(value, "LOCAL", {}, {}).adopt(value.state_dict())
-            found.append((tree, key, value))
-        elif is_stateful(value):
-            taken = value.state_dict()
-            tree[key] = StatefulStateDict(taken) if isinstance(taken, dict) else taken
-            unwrap_stateful(tree[key], found)
-            found.append((tree, key, value))
-        elif isinstance(value, tuple):
-            _unwrap_tuple(tree, key, value, found)
-        else:
-            unwrap_stateful(value, found)
-    return found
-
-
-def _unwrap_tuple(tree: Any, key: Any, values: tuple[Any, ...], found: list[Any]) -> None:
-    """As a list for the time of the load, where it holds such objects; it is what it was after."""
-    items, before = list(values), len(found)
-    unwrap_stateful(items, found)
-    if len(found) > before:
-        tree[key] = items
-        found.append((tree, key, values))
-
-
-def rewrap_stateful(found: list[tuple[Any, Any, Any]], *, loaded: bool) -> None:
-    """Put the objects back; when the load went well they take what was read."""
-    for tree, key, value in found:
-        filled, tree[key] = tree[key], value
-        if isinstance(value, tuple):
-            tree[key] = _tuple_like(value, filled) if loaded else value
-        # An optimizer was written through already; its load_state_dict would cast the state.
-        elif loaded and not isinstance(value, torch.optim.Optimizer):
-            mine = filled.returned() if isinstance(filled, StatefulStateDict) else filled
-            value.load_state_dict(mine)
+    made = False
+    for entry, live in zip(selection.entries, selection.tensors, strict=True):
+        if not any(map(is_extra_state, entry.path)) or not entry.geometry.per_rank:
+            continue
+        for row in rows.get(entry.key, ()):
+            if not row.geometry.per_rank or saved not in row.ranks:
+                continue
+            shape = tuple(row.geometry.local_shape(saved))
+            if (row.dtype, shape) != (entry.dtype, entry.shape):
+                room = torch.empty(shape, dtype=getattr(torch, row.dtype), device=live.device)
+                made |= put(state_dict, entry.path, room)
+    return made

@@ -1,4 +1,4 @@
-"""From a nested state dict to entries: one walk, cheap when nothing changed since the last."""
+"""From a nested state dict to entries, in one walk, which is fast where nothing has changed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,20 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
+from smckpt.layout.containers import container_kind
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-)
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
-from smckpt.state_dict.optimizers import is_optimizer_dict, optimizer_dicts
-from smckpt.state_dict.private import (
+from smckpt.layout.strided import Box
+from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
+from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, set_parts, tag_of
+from smckpt.state_dict.tensors import (
     dtensor_parts,
     is_dtensor,
     is_wrapper,
     placement_of,
     unwrapped,
 )
-from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, set_parts, tag_of
 
 __all__ = ["Selection", "Selector", "geometry_of"]
 
@@ -38,14 +33,18 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rank's state consists of. `tensors[i]` is the live local array of `entries[i]`.
-    gathered: some of it is, or would be on another rank, a copy that was gathered (FULL)."""
+    """A rank's state as entries and objects. `tensors[i]` is the live local array of `entries[i]`.
+
+    containers: path → kind, for containers above tensors that are not plain dicts. gathered:
+    whether part of it is FULL state, on this rank or another.
+    """
 
     kind: str | None
     entries: tuple[Entry, ...]
     tensors: tuple[torch.Tensor, ...]
     objects: tuple[ObjectLeaf, ...]
     optimizers: dict[str, Any]
+    containers: dict[Path, str]
     gathered: bool = False
 
 
@@ -54,15 +53,17 @@ class _Walk:
     tensors: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     objects: list[ObjectLeaf] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
+    containers: dict[Path, str] = field(default_factory=dict)
+    stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
 
 
 class Selector:
-    """Selects the states of one rank; remembers the last one, so that an unchanged state costs a
-    comparison per tensor and gives the very same `entries`."""
+    """Selects the states of one rank. It remembers the last one: an unchanged state costs one
+    comparison a tensor and gives the same `entries` object."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._known: dict[Path, tuple[Any, Entry]] = {}
+        self._known: dict[Path, tuple[Any, Entry | None]] = {}
         self._meshes: dict[Any, Mesh] = {}
         self._rules: dict[Any, MeshGeometry] = {}
         self._last: tuple[Entry, ...] = ()
@@ -71,23 +72,28 @@ class Selector:
         """Walk the state.
 
         Raises:
-            StateError: nothing is there, or a tensor of a kind that cannot be saved, or a key that
-                is neither text nor a whole number.
+            StateError: the state is None, has a tensor that cannot be saved, or has a key that is
+                neither text nor a whole number.
         """
-        if not state_dict:
+        if state_dict is None:
             raise StateError(
-                "there is nothing to save or load on this rank: the state dict is "
-                + ("None" if state_dict is None else "empty"),
-                remedy="give every rank of process_group its state, or leave it out of the group",
+                "there is nothing to save on this rank: the state dict is None",
+                remedy="give every rank of process_group its state ({} where it has none), or "
+                "leave it out of the group",
                 rank=self._rank,
             )
         walk = _Walk()
         try:
             self._visit(state_dict, (), walk)
+            # In the order of their keys on all ranks: an object's state_dict may run a collective.
+            while walk.stateful:
+                found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
+                for path, value in found:
+                    self._visit(value.state_dict(), path, walk)
         except RecursionError as error:
             raise StateError(
-                "the state dict is nested without an end: something in it holds itself",
-                remedy="leave the reference to its own dict or list out",
+                "the state dict is nested without end: a dict or list in it holds itself",
+                remedy="remove the reference to its own dict or list",
                 rank=self._rank,
             ) from error
         self._refuse_twice(walk.objects)
@@ -100,29 +106,39 @@ class Selector:
             try:
                 entry, local = self._entry(path, tensor, tag)
             except RuntimeError as error:  # torch's, of a tensor without shape or memory
-                raise _unsupported(dotted(path), f"tells no shape ({error})", self._rank) from error
+                raise _unsupported(dotted(path), f"has no shape ({error})", self._rank) from error
+            if entry is None:
+                continue
             entries.append(entry)
             tensors.append(local)
         optimizers = {}
-        for path, _, binding in optimizer_dicts(state_dict):
-            if binding is not None:
-                optimizers[dotted(path)] = binding.record()
-                kinds.add(binding.kind) if binding.held else None
+        for path, tree, binding in optimizer_dicts(state_dict):
+            record = stock_record(tree) if binding is None else binding.record()
+            if record is not None:
+                optimizers[dotted(path)] = record
+            if binding is not None and binding.held:
+                kinds.add(binding.kind)
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):
             self._last = tuple(entries)
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         return Selection(
-            kind, self._last, tuple(tensors), tuple(walk.objects), optimizers, "FULL" in kinds
+            kind,
+            self._last,
+            tuple(tensors),
+            tuple(walk.objects),
+            optimizers,
+            walk.containers,
+            "FULL" in kinds,
         )
 
     # -- the walk ----------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: Path, walk: _Walk) -> bool:
-        """Collect what is below; whether it must stay apart: it has a tensor, is a Stateful, which
-        is no plain value, or an optimizer's state dict, whose groups the live optimizer gets."""
-        if type(value) is dict:  # what nearly all is: answered without asking abstract classes
+        """Collect the entries below. Returns whether they must be stored apart: below is a tensor,
+        a Stateful, or an optimizer's state dict, whose groups the live optimizer gets."""
+        if type(value) is dict:  # the common case, without the slow check of abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
@@ -137,12 +153,13 @@ class Selector:
             return self._children(value, enumerate(value), path, walk)
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
             walk.tensors.append((path, self._from_numpy(value, path)))
+            walk.containers[path] = "ndarray"
             return True
         if is_sharded_tensor(value):
             walk.tensors.append((path, value))
             return True
         if is_stateful(value):
-            self._visit(value.state_dict(), path, walk)
+            walk.stateful.append((path, value))
             return True
         walk.objects.append(ObjectLeaf(path, value))
         return False
@@ -156,8 +173,8 @@ class Selector:
                 found |= self._visit(child, (*path, repr(key)), walk)
             else:
                 found |= self._visit(child, (*path, key), walk)
-        # An optimizer's is never one value, even while it has no state (plain SGD): a load goes
-        # through to the live groups.
+        # An optimizer's dict is never one value, even without state (plain SGD): a load writes to
+        # the live groups.
         found = found or is_optimizer_dict(value)
         if odd and (found or not path):
             # Only a value that is stored whole may have such keys.
@@ -170,11 +187,13 @@ class Selector:
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))
+        elif type(value) is not dict and (kind := container_kind(value)) is not None:
+            walk.containers[path] = kind
         return found
 
     def _refuse_twice(self, objects: list[ObjectLeaf]) -> None:
-        """Values of one dotted key would be one value in the checkpoint. Of tensors, the layout
-        finds such."""
+        """Refuse two values of one dotted key: the checkpoint would hold one of them. The layout
+        does this for tensors."""
         seen: set[str] = set()
         for leaf in objects:
             if leaf.key in seen:
@@ -200,9 +219,10 @@ class Selector:
 
     def _entry(
         self, path: Path, tensor: torch.Tensor, tag: Tag | None
-    ) -> tuple[Entry, torch.Tensor]:
+    ) -> tuple[Entry | None, torch.Tensor]:
+        """None for a tensor of a mesh without this rank."""
         local, placed = _local_of(tensor)
-        if tag is not None and local.dim() != 1 and isinstance(tag.geometry, FlatGeometry):
+        if local.dim() != 1 and tag is not None and tag.geometry is not None and tag.geometry.flat:
             local = _flattened(local, path, self._rank)
         signature = (
             local.dtype, local.shape, tag, placed, type(local), local.layout, local.is_meta,
@@ -210,7 +230,8 @@ class Selector:
         known = self._known.get(path)
         if known is not None and known[0] == signature:
             return known[1], local
-        entry = self._make(path, tensor, local, tag)
+        outside = is_dtensor(tensor) and dtensor_parts(tensor)[1].get_coordinate() is None
+        entry = None if outside else self._make(path, tensor, local, tag)
         self._known[path] = (signature, entry)
         return entry, local
 
@@ -229,7 +250,16 @@ class Selector:
         else:
             geometry = self._geometry(tensor, local, fqns, path)
         dtype = _dtype_name(local.dtype)
-        return Entry(path, dtype, tuple(local.shape), geometry, before, after)
+        entry = Entry(path, dtype, geometry, before, after, (self._rank,))
+        if entry.shape != tuple(local.shape):  # bytes would be read back to other places, silently
+            raise StateError(
+                f"{entry.key!r} has the local shape {list(local.shape)}, but by its placement rank "
+                f"{self._rank} holds {list(entry.shape)}",
+                remedy="smckpt does not know this sharding: please report it; sizes that the mesh "
+                "divides evenly are safe",
+                rank=self._rank,
+            )
+        return entry
 
     def _geometry(
         self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], path: Path
@@ -238,7 +268,7 @@ class Selector:
             return _box_geometry(tensor, fqns[0], self._rank)
         if is_dtensor(tensor):
             _, mesh, placements, shape = dtensor_parts(tensor)
-            # A parameter's state is placed as the parameter.
+            # A parameter's state has the placement of the parameter.
             rule = fqns[0], shape, mesh, placements
             if rule not in self._rules:
                 if mesh not in self._meshes:
@@ -246,7 +276,7 @@ class Selector:
                 ours = tuple(placement_of(p, dotted(path)) for p in placements)
                 self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
             return self._rules[rule]
-        return KeptGeometry(fqns, tuple(local.shape), self._rank)
+        return PerRankGeometry(fqns, tuple(local.shape), (self._rank,))
 
 
 def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:
@@ -256,13 +286,13 @@ def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """Our `Mesh` for torch's `DeviceMesh`."""
+    """smckpt's `Mesh` for torch's `DeviceMesh`."""
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     return Mesh(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
 def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
-    """The local array, and what besides it tells whether the placement is the same as before."""
+    """The local array, and the values to compare to see whether the placement is unchanged."""
     if is_dtensor(tensor):
         local, mesh, placements, shape = dtensor_parts(tensor)
         return unwrapped(local), (mesh, placements, shape)
@@ -282,8 +312,8 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
-    """The same memory as the one-dimensional array that a flat parameter's rule speaks of: under
-    NO_SHARD with use_orig_params=True parameters and their state keep their shapes."""
+    """The same memory as one dimension, which a flat parameter's rule describes. Under NO_SHARD
+    with use_orig_params=True, parameters and their state keep their shapes."""
     try:
         return local.view(-1)
     except RuntimeError as error:
@@ -307,7 +337,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """DCP's Stateful: gives and takes a state dict, and is no class."""
+    """Whether this is DCP's Stateful: an object, not a class, with both methods of a state dict."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))

@@ -1,8 +1,8 @@
-"""What rides on the tensors and dicts that we hand out.
+"""Marks on the tensors and dicts that `state_dict()` returns.
 
-A `Tag` on a tensor says which parameter it is, or whose state; so re-wrapping a state dict or
-popping keys from it loses nothing. A dict that came from an optimizer remembers it, so that a load
-can write hyperparameters through.
+A `Tag` on a tensor names the parameter that it is or whose state it is. So a user may rebuild a
+state dict or drop keys from it. A dict from an optimizer remembers it, so that a load can write
+hyperparameters to it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "ModelStateDict",
     "OptimizerStateDict",
     "ParamGroups",
+    "RememberingDict",
     "StatefulStateDict",
     "Tag",
     "plain_tag",
@@ -35,15 +36,15 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_smckpt_tag"
-_PARTS = "_smckpt_parts"  # what an array was put together from
+_PARTS = "_smckpt_parts"  # the tensors that an array was joined from
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
     """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None where the tensor itself
-    tells (DTensor) or has none (kept). fqns: the parameters it stands for. after: what follows the
-    fqn in the path; the last 1 + len(after) components of the tensor's own path are replaced by
-    (fqn, *after)."""
+    has it (DTensor), or is per-rank. fqns: the parameters it stands for. after: the components
+    after the fqn in the path; (fqn, *after) replaces the last 1 + len(after) components of the
+    tensor's own path."""
 
     kind: str | None
     fqns: tuple[str, ...]
@@ -51,7 +52,7 @@ class Tag:
     after: Path = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As nothing: it speaks of this rank and life, and `torch.load` refuses foreign classes."""
+        """Pickle as an empty dict: a tag is valid in this process only; `torch.load` refuses it."""
         return (OrderedDict, ())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tag:
@@ -60,8 +61,8 @@ class Tag:
 
 @functools.lru_cache(maxsize=1 << 16)
 def plain_tag(kind: str, fqn: str) -> Tag:
-    """The tag of a parameter whose tensor tells its geometry: the same object at every take, so
-    that a selector sees at once that nothing changed."""
+    """The tag of a parameter whose tensor has its geometry. It is the same object at every take, so
+    a selector detects an unchanged state at once."""
     return Tag(kind, (fqn,))
 
 
@@ -70,19 +71,19 @@ def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
 
 
 def stand_in(live: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of `live` in another dtype, which goes back to it when it was filled (`put_back`)."""
+    """A copy of `live` in another dtype. `put_back` copies it to `live` after a load filled it."""
     made = live.to(dtype)
     setattr(made, _PARTS, [live])
     return made
 
 
 def set_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Say what the tensor was put together from."""
+    """Record the tensors that this one was joined from."""
     setattr(tensor, _PARTS, parts)
 
 
 def put_back(tensors: Iterable[torch.Tensor]) -> None:
-    """After arrays were filled: those that were put together for it, into their parts."""
+    """After a load: copy joined arrays into their parts."""
     for tensor in tensors:
         at = 0
         for part in getattr(tensor, _PARTS, ()):
@@ -93,8 +94,8 @@ def put_back(tensors: Iterable[torch.Tensor]) -> None:
 def renew_tag(
     tensor: torch.Tensor, fqns: tuple[str, ...], geometry: Geometry | None, after: Path
 ) -> None:
-    """Tag a live tensor, which mostly has that very tag from an earlier take: the same object then,
-    so that a selector sees at once that nothing changed."""
+    """Tag a live tensor. If it has an equal tag from an earlier take, that object stays, so a
+    selector detects an unchanged state at once."""
     tag = tag_of(tensor)
     if (
         tag is None
@@ -111,9 +112,9 @@ def tag_of(tensor: torch.Tensor) -> Tag | None:
     return tag if isinstance(tag, Tag) else None  # of what was pickled little is left
 
 
-class _RememberingDict(dict):  # type: ignore[type-arg]
-    """Copies as a plain dict; pickles as an `OrderedDict`, which `torch.load` takes for weights,
-    where it refuses every other class that is not torch's, `dict` by its name included."""
+class RememberingDict(dict):  # type: ignore[type-arg]
+    """Copies as a plain dict and pickles as an `OrderedDict`: `torch.load` with weights_only
+    refuses other classes, even `dict` by name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, (), None, None, iter(self.items()))
@@ -123,47 +124,42 @@ class _RememberingDict(dict):  # type: ignore[type-arg]
 
         return copy.deepcopy(dict(self), memo)
 
+    def like(self, items: dict[Any, Any]) -> RememberingDict:
+        """One that remembers the same, with other items."""
+        made = type(self)(items)
+        made.__dict__.update(self.__dict__)
+        return made
 
-class FullStateDict(_RememberingDict):
-    """A model's full state, or the slots of an optimizer's; on the ranks that hold nothing of it an
-    empty one, which is no value to save.
 
-    put_through: puts what the dict holds into the model that it was gathered from, on all ranks
-        together; None where that cannot be.
+class FullStateDict(RememberingDict):
+    """A model's full state, or the slots of an optimizer's. On ranks that hold nothing of it, it is
+    empty, and a save skips it.
+
+    put_through: puts the dict's values into the model that it was gathered from, on all ranks
+        together; None where that is not possible.
     """
 
     holds = True  # on this rank
     put_through: Callable[[Any], object] | None = None
 
 
-class ModelStateDict(_RememberingDict):
-    """A model's state with values in it that are no live tensors: its modules computed them.
+class ModelStateDict(RememberingDict):
+    """A model's state in which some values are not live tensors: its modules computed them.
 
-    give_back: hands such values to the modules, as they stand in the dict that it is called with.
+    give_back: gives those values of a dict to the modules.
     """
 
     give_back: Callable[[Any], object]
 
 
-class StatefulStateDict(_RememberingDict):
-    """What an object gave in its place, for the time of a load: stored by itself, as the object
-    was, and no value of what stands around it."""
-
-    def __init__(self, given: dict[Any, Any]) -> None:
-        super().__init__(given)
-        self._given = given
-
-    def returned(self) -> dict[Any, Any]:
-        """What the object gave, with what is here now."""
-        self._given.clear()
-        self._given.update(self)
-        return self._given
+class StatefulStateDict(RememberingDict):
+    """An object's state dict, in the object's place during a load. A save stored it by itself, not
+    as part of the value around it."""
 
 
-class OptimizerStateDict(_RememberingDict):
-    """What a bound optimizer's `state_dict()` gives. put_through: as that of a `FullStateDict`."""
+class OptimizerStateDict(RememberingDict):
+    """The state dict of a bound optimizer. put_through: as in `FullStateDict`."""
 
-    binding: Any = None
     put_through: Callable[[Any], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,40 +1,17 @@
-"""Few verbs over any store. `open_storage` chooses the store by the URL."""
+"""Stores of files: one interface over file systems and object stores. `Access` opens them."""
 
-from __future__ import annotations
+from smckpt.storage.arguments import access_to, open_storage, own_access
+from smckpt.storage.base import Access, FileInfo, FileWriter, Storage, register_store
+from smckpt.storage.spool import SpooledWriter
 
-import os
-
-from smckpt.errors import UsageError
-from smckpt.storage.base import FileInfo, FileWriter, Storage
-from smckpt.storage.posix import PosixStorage
-from smckpt.storage.urls import local_path, scheme_of
-
-__all__ = ["FileInfo", "FileWriter", "Storage", "open_storage"]
-
-
-def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The store at `url`: a path, file://…, or s3://bucket/prefix with the options in force.
-
-    Raises:
-        UsageError: an empty path, or a scheme that is not built (yet).
-    """
-    text = os.fspath(url)
-    scheme = scheme_of(text)
-    if scheme in ("", "file"):
-        return PosixStorage(local_path(text))
-    if scheme == "s3":
-        from smckpt.storage.s3 import S3Storage
-        from smckpt.storage.s3_config import current_s3
-
-        return S3Storage(text, current_s3())
-    if scheme == "msc":
-        raise UsageError(
-            "msc:// is not built yet",
-            remedy="save to a file system (FSx, NFS, a local disk) or to s3://",
-            path=text,
-        )
-    raise UsageError(
-        f"no store is known for {scheme}://",
-        remedy="pass a directory, file://… or s3://…",
-        path=text,
-    )
+__all__ = [
+    "Access",
+    "FileInfo",
+    "FileWriter",
+    "SpooledWriter",
+    "Storage",
+    "access_to",
+    "open_storage",
+    "own_access",
+    "register_store",
+]

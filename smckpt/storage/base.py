@@ -1,19 +1,46 @@
-"""The few verbs behind which every store stands.
+"""What a store is, and how it is opened.
 
-Names are plain file names; a sub-directory is a `Storage` of its own, made by `join`. Nothing here
-knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only: a store classifies
-its own failures once, at its edge (`smckpt.storage.faults` for file systems).
+A public call makes one `Access` at its edge. It passes that on, or a `Storage` that came from it. A
+store knows its access, so siblings, parents and sub-directories have the same options. Each request
+to the worker process carries the access.
+
+A `Storage` is one directory. Names are plain file names; a sub-directory is a `Storage` of its own.
+Nothing here knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only: a store
+classifies its own failures once, at its edge (`smckpt.storage.faults` for file systems).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import dataclasses
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["BLOCK", "FileInfo", "FileWriter", "Storage"]
+from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
+from smckpt.registry import Registry
+from smckpt.storage.budget import Share
+from smckpt.storage.urls import file_url, join_url, normal_url, scheme_of
 
-BLOCK = 4096  # what direct writes ask of memory and offsets, in bytes
+__all__ = [
+    "BLOCK",
+    "Access",
+    "FileInfo",
+    "FileWriter",
+    "Storage",
+    "name_taken",
+    "refuse_incomplete",
+    "refuse_outside",
+    "refuse_save",
+    "refuse_size",
+    "register_store",
+    "too_long",
+    "too_short",
+]
+
+BLOCK = 4096  # bytes; direct writes need memory and offsets that are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,109 +51,150 @@ class FileInfo:
     size: int
 
 
-class FileWriter(Protocol):
+class FileWriter(ABC):
     """One new file, written piecewise by any number of threads."""
 
-    @property
-    def piece(self) -> int:
-        """Bytes of a write that suits the store best; 0 leaves it to the caller."""
+    #: The size of a write, in bytes, that the store takes best; 0: the caller decides.
+    piece: int = 0
 
+    @abstractmethod
     def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
-        """Write `data`, all of it, at byte `offset`; each byte of the file exactly once.
+        """Write all of `data` at byte `offset`. Each byte of the file is written exactly once.
 
         Args:
-            crc64: of `data`, CRC-64/NVME, where the caller has it; a store that sends it along
-                need not compute it again.
+            crc64: the CRC-64/NVME of `data`, if the caller has it. A store that sends a checksum
+                along then need not compute it.
 
-        Fast when `offset` and the memory are multiples of 4,096; only the file's last piece may
-        then have an odd length.
+        Writes are fast when `offset` and the memory's address are multiples of 4,096. Then only the
+        file's last piece may have an odd length.
 
         Raises:
             StorageError: the store refused (full, quota, gone).
         """
 
+    @abstractmethod
     def finish(self) -> None:
-        """Make the file durable, with its name; afterwards no crash takes it away.
+        """Make the file and its name durable. After that no crash removes it.
 
         Raises:
             StorageError: the store refused, or some of the bytes were never written.
         """
 
+    @abstractmethod
     def abort(self) -> None:
-        """Remove what was written. Harmless when repeated; after `finish` it removes the file."""
+        """Remove what was written. It may be called again. After `finish` it removes the file."""
 
 
-class Storage(Protocol):
-    """One directory, which need not exist yet: verbs that write make it."""
+@dataclass(frozen=True)
+class Access:
+    """Opens stores. Immutable.
 
-    @property
-    def url(self) -> str:
-        """What errors show and `open_storage` accepts: an absolute path, or `scheme://…`."""
+    options: scheme → the JSON fields that stores of this scheme understand. A store whose scheme
+        has no fields takes its options from the environment.
+    share: this process's part of the requests per second that a store answers to the whole job.
+    """
 
-    @property
-    def write_threads(self) -> int:
-        """Writes that should be under way at once; 0 leaves it to the caller."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
 
-    @property
-    def request_bytes(self) -> int:
-        """How much one read should ask for, in whole MiB."""
+    def open(self, url: str | os.PathLike[str]) -> Storage:
+        """Open the store at `url`: a path, or scheme://…. This sends no request.
 
-    @property
-    def rereads(self) -> int:
-        """How often a read whose bytes are wrong is worth repeating: a network may have changed
-        them on the way, a disk gives the same again."""
+        Raises:
+            UsageError: the path is empty, or no store is known for the scheme.
+        """
+        text = os.fspath(url)
+        scheme = scheme_of(text)
+        found = _STORES.find(scheme) or _OTHERS
+        make = _imported(scheme, found) if isinstance(found, str) else found
+        store: Storage = make(text, self)
+        return store
 
+    def holding(self, share: Share) -> Access:
+        """The same options with another share."""
+        return dataclasses.replace(self, share=share)
+
+    def to_json(self) -> dict[str, Any]:
+        """A form for another process. It includes the stores that were registered in this
+        process."""
+        return {
+            "stores": dict(_STORES.registered),
+            "options": {scheme: dict(fields) for scheme, fields in self.options.items()},
+            "share": dataclasses.asdict(self.share),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Access:
+        for scheme, factory in data["stores"].items():
+            register_store(scheme, factory)
+        return cls(data["options"], Share(**data["share"]))
+
+
+class Storage(ABC):
+    """One directory. It need not exist yet: verbs that write create it. Thread-safe.
+
+    Args:
+        url: an absolute path, or `scheme://…`. It is kept in its normal spelling.
+        access: the access that opened it.
+    """
+
+    #: How many writes should be in flight; 0: the caller decides.
+    write_threads: int = 0
+    #: How many reads should be in flight; 0: the caller decides.
+    read_threads: int = 0
+    #: How many bytes one read should ask for; whole MiB.
+    request_bytes: int = 8 << 20
+    #: How often to repeat a read that gave wrong bytes. A network may have changed them; a disk
+    #: gives the same bytes again.
+    rereads: int = 0
+    #: Whether `put_exclusive` also excludes other processes.
+    exclusive: bool = True
+    #: Whether a file is visible only to the process that wrote it.
+    one_process: bool = False
+    #: Whether reads come through this host's page cache.
+    is_file_system: bool = False
+    #: Whether the store limits requests per prefix of its keys. Then the ranks' files may lie under
+    #: several prefixes.
+    shards_prefixes: bool = False
+    #: Over how many prefixes a new save spreads the ranks' files.
+    prefixes: int = 1
+    #: The location below which these prefixes are made; None: the parent of the step's directory.
+    prefix_root: str | None = None
+
+    def __init__(self, url: str, access: Access | None = None) -> None:
+        self.url = normal_url(url)
+        self.access = Access() if access is None else access
+
+    # -- what each store must have -----------------------------------------------------------------
+
+    @abstractmethod
     def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
         """Begin a new file of `size` bytes.
 
         Args:
-            replace: it gets its name when it is finished, in the place of what has the name then.
-                Else the name must be free, and a file system shows it, unfinished, at once.
+            replace: the file gets its name when it is finished, and replaces a file that has the
+                name by then. Otherwise the name must be free, and a file system shows the
+                unfinished file at once.
 
         Raises:
-            StorageError: the name exists (an object store says so when the object is complete) and
-                is not to be replaced, or the store refused.
+            StorageError: the name exists and `replace` is not set (an object store finds that when
+                the object is complete), or the store refused.
         """
 
-    def put(self, name: str, data: bytes) -> None:
-        """Create a small file, durable when this returns. A crash may leave it half written, so
-        `name` must be unique to the attempt.
-
-        Raises:
-            StorageError: the name exists, or the store refused.
-        """
-
+    @abstractmethod
     def put_exclusive(self, name: str, data: bytes) -> bool:
-        """Create `name`, whole and durable, unless it exists: of all that try, one succeeds, and
-        no reader ever sees a part of it.
+        """Create `name`, whole and durable, unless it exists. Of all callers that try, one
+        succeeds. No reader ever sees a part of the file.
 
         Returns:
             True: created. False: the name exists.
 
         Raises:
-            StorageError: the store refused, or cannot create exclusively. Whether the name exists
-                now is open then; never a part of it.
+            StorageError: the store refused, or cannot create exclusively. The whole file may or may
+                not exist then, but never a part of it.
         """
 
-    def try_out(self, name: str) -> str:
-        """Find out whether saves can work here, with a small file that is gone afterwards. A file
-        system shows that by the first file that is made in it, so there it does nothing.
-
-        Returns:
-            What the user should know although it hinders nothing; "" for nothing.
-
-        Raises:
-            StorageError, UsageError: they cannot.
-        """
-
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes from `offset`, or all up to the end.
-
-        Raises:
-            CheckpointNotFoundError: no such file.
-            CorruptCheckpointError: the file ends before `offset + length`.
-        """
-
+    @abstractmethod
     def read_into(
         self,
         name: str,
@@ -134,62 +202,296 @@ class Storage(Protocol):
         buffers: Sequence[memoryview],
         seen: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Fill `buffers`, one after the other, with consecutive bytes from `offset`.
+        """Fill `buffers`, one after the other, with consecutive bytes that begin at `offset`.
 
         Args:
-            seen: called with each stretch of them, in order, as soon as it is filled: its bytes
-                are still in the processor's cache.
+            seen: called with each filled stretch, in order, while its bytes are still in the
+                processor's cache.
 
         Raises:
             CheckpointNotFoundError: no such file.
             CorruptCheckpointError: the file ends before the last buffer is full.
         """
 
-    def fetch(self, name: str, target: memoryview) -> None:
-        """Fill `target` with a whole file of as many bytes, at most `request_bytes`.
-
-        Raises:
-            CheckpointNotFoundError: no such file.
-            CorruptCheckpointError: it has fewer, or (where the store notices) more.
-        """
-
+    @abstractmethod
     def size(self, name: str) -> int:
-        """In bytes.
+        """The size of a file in bytes.
 
         Raises:
             CheckpointNotFoundError: no such file.
         """
 
-    def list_unfinished(self) -> list[str]:
-        """The names of files begun here that nobody finished and that do not bear them yet, sorted:
-        uploads, and on a file system what was begun to replace, or exclusively."""
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        """The files directly in this directory whose names start with `prefix`, sorted by name. A
+        missing directory has none."""
 
-    def discard_unfinished(self, names: Collection[str]) -> None:
-        """Give up what was begun under these names and not finished; files that bear them stay."""
+    @abstractmethod
+    def list_dirs(self) -> Sequence[str]:
+        """The sorted names of the sub-directories directly in this directory."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file. A missing file is no error."""
+
+    # -- defaults that a store may do better -------------------------------------------------------
+
+    def put(self, name: str, data: bytes) -> None:
+        """Create a small file. It is durable when this returns. A crash may leave it half written,
+        so `name` must be unique to the attempt.
+
+        Raises:
+            StorageError: the name exists, or the store refused.
+        """
+        if not self.put_exclusive(name, data):
+            raise name_taken(file_url(self.url, name))
+
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, *, most: int | None = None
+    ) -> bytes:
+        """Read `length` bytes from `offset`, or everything up to the end.
+
+        Args:
+            most: how many bytes the file may have. A larger file is refused and not read.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+            CorruptCheckpointError: the file ends before `offset + length`, or is larger than
+                `most`.
+        """
+        if length is None:
+            size = self.size(name)
+            if most is not None and size > most:
+                raise too_long(name, size, most, file_url(self.url, name))
+            length = max(size - offset, 0)
+        data = bytearray(length)
+        self.read_into(name, offset, [memoryview(data)])
+        return bytes(data)
+
+    def fetch(self, name: str, target: memoryview) -> None:
+        """Fill `target` with a whole file that has exactly as many bytes, at most `request_bytes`.
+
+        Raises:
+            CheckpointNotFoundError: no such file.
+            CorruptCheckpointError: the file has fewer bytes, or more (not every store notices
+                more).
+        """
+        self.read_into(name, 0, [target])
+
+    def try_out(self, name: str) -> str:
+        """Find out whether saves can work here. It writes a small file and removes it. On a file
+        system it does nothing, because the first file of a save shows it. Elsewhere a session calls
+        it once for each bucket.
+
+        Returns:
+            A remark for the user that is no error, or "".
+
+        Raises:
+            StorageError, UsageError: saves cannot work here.
+        """
+        return ""
+
+    def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
+        """The names directly here that start with one of `prefixes` and are no files: pipes,
+        directories, links that lead nowhere. A store of objects has none."""
+        return []
+
+    def list_unfinished(self) -> Sequence[str]:
+        """The sorted names of files that were begun here, are not finished and do not have their
+        names yet: uploads, and on a file system the temporary files of exclusive and replacing
+        writes."""
+        return []
+
+    def discard_unfinished(self, names: Collection[str]) -> None:  # noqa: B027
+        """Remove what was begun under these names and not finished. Finished files stay."""
 
     def stored_crc64(self, name: str) -> int | None:
-        """The CRC-64/NVME that the store itself computed over all of a file and keeps; None where
-        it keeps none, and only reading the file tells.
+        """The CRC-64/NVME of a whole file that the store itself computed and keeps. None: the store
+        keeps none, so only reading the file can tell.
 
         Raises:
             CheckpointNotFoundError: no such file.
         """
+        self.size(name)
+        return None
 
-    def list_dirs(self) -> list[str]:
-        """The names of the sub-directories directly here, sorted."""
+    def remove_directory(self) -> None:  # noqa: B027
+        """Remove this directory if it is empty. An object store has no directories."""
 
-    def list(self, prefix: str = "") -> list[FileInfo]:
-        """The files directly here whose names start with `prefix`, by name; none if the directory
-        does not exist."""
+    def refuse_links(self) -> None:  # noqa: B027
+        """Check that no symbolic link stands on the path from the directory on which `join` was
+        first called. All verbs that write or delete check this.
 
-    def delete(self, name: str) -> None:
-        """Remove a file; a missing one is fine."""
-
-    def remove_directory(self) -> None:
-        """Remove this directory if it is empty; an object store has none."""
+        Raises:
+            UsageError: there is such a link.
+        """
 
     def join(self, name: str) -> Storage:
-        """The sub-directory `name` ("a/b" goes two levels down), which may not exist yet."""
+        """The sub-directory `name`. It need not exist yet. "a/b" goes two levels down."""
+        if name == ".." or name.startswith("../"):
+            raise UsageError(
+                f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
+            )
+        return self.at(join_url(self.url, name))
 
-    def close(self) -> None:
-        """Let go of descriptors and connections. The object may be used again afterwards."""
+    def at(self, url: str) -> Storage:
+        """The store of another place, with this store's access."""
+        return self.access.open(url)
+
+    def close(self) -> None:  # noqa: B027
+        """Close descriptors and connections. The object may be used again afterwards."""
+
+    # -- for classes that implement a store --------------------------------------------------------
+
+    def refuse_name(self, name: str) -> None:
+        """Refuse a name that leads out of the directory. Names come from manifests too, which
+        anyone may have written.
+
+        Raises:
+            UsageError: it is not a plain file name.
+        """
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise UsageError(
+                f"{name!r} is not a plain file name",
+                remedy="pass a name without directory",
+                path=self.url,
+            )
+
+
+def refuse_save(storage: Storage, writers: int, *, by_worker: bool = True) -> None:
+    """Refuse a save that cannot become a checkpoint in this store.
+
+    Args:
+        writers: ranks of the job.
+        by_worker: whether a worker process writes for each of them.
+
+    Raises:
+        UsageError: several processes would write, and the store cannot create exclusively, or
+            does not show a process what another one wrote.
+    """
+    scheme = scheme_of(storage.url)
+    if storage.one_process and (by_worker or writers > 1):
+        raise UsageError(
+            f"{scheme}:// keeps files in the process that wrote them, but a worker process "
+            "writes the save",
+            remedy="save to a file system (/dev/shm is one in memory) or an object store; "
+            "exports, imports and copies in one process may go here",
+            path=storage.url,
+        )
+    if writers > 1 and not storage.exclusive:
+        raise UsageError(
+            f"{scheme}:// has no exclusive create, so {writers} ranks, or an older attempt, "
+            "could overwrite each other's commits",
+            remedy="save to a file system or to s3://, and copy from there with `smckpt cp`; "
+            "one rank alone may save here",
+            path=storage.url,
+        )
+
+
+def refuse_outside(offset: int, nbytes: int, size: int, path: str) -> None:
+    """Refuse a write that does not lie within a file of `size` bytes."""
+    if offset < 0 or offset + nbytes > size:
+        raise UsageError(
+            f"cannot write bytes {offset} to {offset + nbytes} of a file of {size} bytes",
+            remedy="write within the size that create_file was given",
+            path=path,
+        )
+
+
+def refuse_incomplete(written: int, size: int, path: str) -> None:
+    """Refuse to finish a file of `size` bytes of which other than all were written."""
+    if written != size:
+        raise StorageError(
+            f"{written} of {size} bytes were written",
+            remedy="this is a fault of smckpt: please report it",
+            path=path,
+        )
+
+
+def refuse_size(size: int, path: str) -> None:
+    """Refuse to begin a file of less than no bytes."""
+    if size < 0:
+        raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=path)
+
+
+def name_taken(path: str) -> StorageError:
+    """The error for a name that must be free and is not."""
+    return StorageError(
+        "cannot create the file: the name exists already",
+        remedy="names are unique to an attempt: do two jobs write here with one session?",
+        path=path,
+    )
+
+
+def too_short(name: str, size: int, needed: int, path: str) -> CorruptCheckpointError:
+    """The error for a file that ends at byte `size`."""
+    return CorruptCheckpointError(
+        f"{name} ends at byte {size}; {needed} were needed",
+        remedy="the file was cut after it was written: use an older checkpoint",
+        path=path,
+    )
+
+
+def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointError:
+    """The error for a file of `size` bytes that should have at most `most`."""
+    return CorruptCheckpointError(
+        f"{name} has {size} bytes; it should have at most {most}",
+        remedy="the file was changed after it was written: use an older checkpoint, and find out "
+        "what changed it",
+        path=path,
+    )
+
+
+# -- which stores there are ---------------------------------------------------------------------
+
+_OTHERS = "smckpt.storage.fsspec_store:FsspecStorage"  # for schemes without a store of their own
+
+# Scheme → "module:name" of the class or function that makes its stores, or the object itself if a
+# package brings it.
+_STORES: Registry[Any] = Registry(
+    "store",
+    object,
+    "smckpt.stores",
+    {
+        "": "smckpt.storage.posix:PosixStorage",
+        "file": "smckpt.storage.posix:PosixStorage",
+        "s3": "smckpt.storage.s3.storage:open_s3",
+        "msc": "smckpt.storage.fsspec_store:MscStorage",
+    },
+)
+
+
+def register_store(scheme: str, factory: str | Callable[[str, Access], Storage]) -> None:
+    """Register the stores of `scheme` in this process and in the workers that it starts.
+
+    Args:
+        scheme: "myfs" for myfs://….
+        factory: a class or function of a module, or its name as "module:name", because the worker
+            imports it too. It is called with the URL and the access and returns the `Storage`.
+
+    Raises:
+        UsageError: the scheme has a store already, or the factory has no name in a module.
+    """
+    if not isinstance(factory, str):
+        module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
+        if not name.isidentifier() or module in ("", "__main__"):
+            raise UsageError(
+                f"the worker process cannot import {factory!r}, which makes the stores of "
+                f"{scheme}://",
+                remedy="pass a class or function that is defined at the top of an importable "
+                "module",
+            )
+        factory = f"{module}:{name}"
+    _STORES.register(scheme.lower(), factory)
+
+
+def _imported(scheme: str, factory: str) -> Callable[[str, Access], Storage]:
+    module, _, name = factory.partition(":")
+    try:
+        make: Callable[[str, Access], Storage] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"cannot import {factory}, which makes the stores of {scheme}://: {error}",
+            remedy="install what it needs, or put its module on PYTHONPATH",
+        ) from error
+    return make

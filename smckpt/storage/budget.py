@@ -1,9 +1,9 @@
-"""How many requests a second each rank may send to an object store, and the bucket that holds it
-to that.
+"""How many requests per second each rank may send to an object store, and the token bucket that
+enforces it.
 
 S3 answers 3,500 writes and 5,500 reads a second for each partitioned prefix
-(https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html), whatever the
-number of clients, and 503 above that. So a job has one budget, which its writers share evenly.
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html), for any number
+of clients, and answers 503 above that. So a job has one budget, which its writers share evenly.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
     "save_cost",
 ]
 
-MIN_PART = 5 << 20  # bytes; S3's own limit, as are 10,000 parts
+MIN_PART = 5 << 20  # bytes; S3's own limit. It also takes at most 10,000 parts
 MAX_PARTS = 10_000
 
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Requests a second that one prefix stands, and by how much we stay below."""
+    """How many requests per second one prefix answers, and the factor by which we stay below."""
 
     writes: float = 3500.0
     reads: float = 5500.0
@@ -51,27 +51,27 @@ class RateLimits:
 
 PREFIX_LIMITS = RateLimits()
 
-_EPISODE = 1.0  # seconds within which several 503 count as one
-_GROWTH = math.log(1.25)  # the rate grows by a quarter each second without one
-_FEW = 16.0  # requests a second: what is below says little about what the store stands
+_EPISODE = 1.0  # seconds; several 503 within this time count as one
+_GROWTH = math.log(1.25)  # the rate grows by a quarter in each second without a 503
+_FEW = 16.0  # requests per second; a lower measured rate says little about the store
 
 
 def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
-    """Requests a second of each of `writers` ranks, dealt out to `prefixes` prefixes by turns, so
-    that those of each prefix together stay below its limit. NeMo's rule, concurrency × writers ×
-    1.15 ≤ limit, with the rate in the place of the concurrency, since a connection may send more
-    than one request a second."""
+    """The requests per second that each of `writers` ranks may send. The ranks are dealt to
+    `prefixes` prefixes in turn; those of one prefix together stay below its limit. The rule is
+    NeMo's, concurrency × writers × 1.15 ≤ limit, with the rate instead of the concurrency, because
+    a connection may send more than one request per second."""
     if min(writers, prefixes) < 1:
         raise UsageError(f"{writers} writers, {prefixes} prefixes", remedy="pass 1 or more of each")
     return limit / (-(-writers // prefixes) * headroom)
 
 
 def part_size(size: int, wanted: int) -> int:
-    """Bytes of each part of an upload of `size` bytes: `wanted`, or more where 10,000 parts of it
-    would not do."""
+    """The size in bytes of each part of an upload of `size` bytes: `wanted`, or more if 10,000
+    parts of that size are too few."""
     if wanted < MIN_PART:
         raise UsageError(
-            f"parts of {wanted} bytes; the store's least is {MIN_PART}",
+            f"parts of {wanted} bytes are below the store's minimum of {MIN_PART}",
             remedy="chunk_size_MB=64 is a good size",
         )
     least = -(-size // MAX_PARTS)
@@ -80,9 +80,9 @@ def part_size(size: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """A process's part of what a store answers a second: `writes` and `reads` as fractions of one
-    prefix's limits, and the `phase` (0 to 1) of its turns, so that many do not begin in one
-    instant. Above 1 where it sends to several prefixes."""
+    """A process's part of the requests that a store answers: `writes` and `reads` are fractions of
+    one prefix's limits, above 1 if the process sends to several prefixes. `phase` (0 to 1) shifts
+    its turns, so that many processes do not begin in one instant."""
 
     writes: float = 1 / PREFIX_LIMITS.headroom
     reads: float = 1 / PREFIX_LIMITS.headroom
@@ -94,30 +94,32 @@ class Share:
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int, prefixes: int = 1) -> Share:
-        """Of one rank where all of them send at once, each to one of the prefixes."""
+        """The share of one rank when all ranks send at once, each to one of the prefixes."""
         each = rank_rate(1.0, ranks, prefixes, headroom=PREFIX_LIMITS.headroom)
         return cls(each, each, rank % ranks / ranks)
 
     @classmethod
     def of_coordinator(cls, turn: int, groups: int, prefixes: int = 1) -> Share:
-        """Of a group's coordinator, which looks after the files of all its ranks: publishes, reads
-        back and deletes. Only coordinators read during a save. They write and delete within the
-        headroom that the ranks leave, for the next save may be under way. What they ask for lies
-        under all prefixes by turns."""
+        """The share of a group's coordinator, which publishes, reads back and deletes for all its
+        ranks. Only coordinators read during a save. They write and delete within the headroom that
+        the ranks leave, because the next save may be under way. Their requests go to all prefixes
+        in turn."""
         spare = (1 - 1 / PREFIX_LIMITS.headroom) / groups
         return cls(spare, rank_rate(1.0, groups), turn / groups).times(prefixes)
 
     def times(self, prefixes: int) -> Share:
-        """The same part of so many prefixes, used by turns."""
+        """The same share of `prefixes` prefixes that are used in turn."""
         return Share(self.writes * prefixes, self.reads * prefixes, self.phase)
 
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What one save of a whole job asks of the store.
+    """The requests of one save of a whole job.
 
-    requests: writes, all ranks together. per_rank: of them. rate: requests a second of each rank.
-    seconds: for all requests at that rate, all ranks at once; the bytes may take longer.
+    requests: writes of all ranks together. per_rank: writes of one rank. rate: requests per second
+        of each rank.
+    seconds: how long the requests take at that rate, with all ranks at once. The bytes may take
+        longer.
     """
 
     writers: int
@@ -138,10 +140,10 @@ def save_cost(
     groups: int = 1,
     limits: RateLimits = PREFIX_LIMITS,
 ) -> SaveCost:
-    """The requests of one save of `nbytes` that `writers` ranks share evenly.
+    """Count the requests of one save of `nbytes` bytes that `writers` ranks share evenly.
 
-    Each rank sends its data (one PUT, or parts with a begin and an end), its checksums and its part
-    record; each group its manifest; the job its record and two claims.
+    Each rank sends its data (one PUT, or the parts of an upload with its begin and end), its
+    checksums and its part record; each group its manifest; the job its record and two leases.
     """
     each = -(-nbytes // writers)
     parts = -(-each // part_size(each, part))
@@ -152,15 +154,15 @@ def save_cost(
 
 
 class TokenBucket:
-    """Lets `rate` requests a second through, with at most `burst` at once. Thread-safe.
+    """Lets `rate` requests per second through, at most `burst` at once. Thread-safe.
 
-    phase: the part of a turn, 0 to 1, by which the first one is later, after any idle time.
-    Thousands of ranks that begin in one instant with one request each would be a burst of
-    thousands: rank r of n passes r / n.
+    phase: the part of a turn, 0 to 1, by which the first request after idle time is delayed.
+        Without it, thousands of ranks that begin in one instant would make a burst of thousands.
+        Rank r of n passes r / n.
 
-    A 503 halves the rate, or what was sent of late where that is less, for everyone who shares the
-    bucket. After a second without one it grows by a quarter each second: a store that has split
-    its partitions is used again.
+    A 503 halves the rate for everyone who shares the bucket; if fewer requests were sent recently,
+    it halves their rate. After a second without a 503 the rate grows by a quarter each second, so a
+    store that has split its partitions is used fully again.
     """
 
     def __init__(
@@ -174,11 +176,11 @@ class TokenBucket:
     ) -> None:
         if not (math.isfinite(rate) and rate > 0 and burst >= 1 and 0 <= phase <= 1):
             raise UsageError(
-                f"a bucket of {rate} a second, burst {burst}, phase {phase}",
+                f"a token bucket with rate {rate}, burst {burst} and phase {phase} is not possible",
                 remedy="rate above 0, burst 1 or more, phase from 0 to 1",
             )
         self.most = rate
-        self.taken = 0  # turns in all
+        self.taken = 0  # all turns so far
         self._full = burst - phase
         self._clock = clock
         self._wait = wait
@@ -191,7 +193,7 @@ class TokenBucket:
 
     @property
     def rate(self) -> float:
-        """Requests a second now."""
+        """The present rate in requests per second."""
         with self._lock:
             self._refill()
             return self._rate
@@ -199,7 +201,8 @@ class TokenBucket:
     def take(self) -> float:
         """Wait for this request's turn. Returns the seconds waited.
 
-        A turn is given out when asked for, and the wait is outside the lock: callers queue fairly.
+        A turn is given out when it is asked for, and the wait is outside the lock, so callers queue
+        fairly.
         """
         with self._lock:
             self._refill()
@@ -212,13 +215,13 @@ class TokenBucket:
         return wait
 
     def slow_down(self) -> bool:
-        """The store said 503, to us or to a neighbour. Halves the rate at most once a second,
-        whoever reports it; returns whether this call did."""
+        """The store answered 503 to us or to another process of this host. Halves the rate, at most
+        once a second. Returns whether this call halved it."""
         with self._lock:
             self._refill()
             if self._at - self._slowed < _EPISODE:
                 return False
-            # Half of a rate that was never reached would slow nobody.
+            # To halve a rate that was never reached would slow nobody down.
             reached = max(self._lately, self._sent, _FEW)
             self._rate = max(min(self._rate, reached) / 2, min(self.most / 64, 1.0))
             self._tokens = min(self._tokens, 0.0)
@@ -235,12 +238,12 @@ class TokenBucket:
         self._at = now
 
     def _ahead(self) -> tuple[float, float]:
-        """Seconds until the rate begins to grow, and those that it then grows."""
+        """Seconds until the rate begins to grow, and for how many seconds it then grows."""
         pause = max(0.0, self._slowed + _EPISODE - self._at)
         return pause, math.log(self.most / self._rate) / _GROWTH
 
     def _in_seconds(self, passed: float) -> tuple[float, float]:
-        """The tokens that come until then, and the rate at that time, if no 503 does."""
+        """The tokens that come in `passed` seconds, and the rate after them, if no 503 comes."""
         pause, growing = self._ahead()
         steady = min(passed, pause)
         grown = min(passed - steady, growing)
@@ -249,8 +252,8 @@ class TokenBucket:
         return tokens + self.most * (passed - steady - grown), rate
 
     def _seconds_for(self, tokens: float) -> float:
-        """Until so many have come: a turn that waited as long as the rate of now would have it
-        would still be waiting when the store has long recovered."""
+        """Seconds until so many tokens have come. The growth of the rate is counted: at the
+        present, lowered rate a turn would still wait when the store has long recovered."""
         pause, growing = self._ahead()
         slow, grown = self._rate * pause, (self.most - self._rate) / _GROWTH
         if tokens <= slow:

@@ -1,8 +1,9 @@
-"""Giving a finished file its name only if nobody has it, on file systems that differ in how.
+"""Give a finished file its name only if the name is free. File systems differ in how that is done.
 
-`link` does it everywhere but on FAT and some FUSE mounts; `renameat2(RENAME_NOREPLACE)` on most of
-those; the last way is a guard file, made with O_EXCL, under which existence is checked and the file
-renamed. In each the name appears in one step, with the whole file behind it.
+`link` works everywhere except on FAT and some FUSE mounts. `renameat2(RENAME_NOREPLACE)` works on
+most of those. The last resort is a guard file, made with O_EXCL: its holder checks whether the name
+is free and renames the file. In each case the name appears in one step, with the whole file behind
+it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def publish(temporary: str, final: str) -> bool:
     """Move the durable file `temporary` to `final`, unless `final` exists.
 
     Returns:
-        True: `final` is now this file, and `temporary` may or may not remain. False: it exists.
+        True: `final` is now this file, and `temporary` may or may not remain. False: `final`
+            existed before.
 
     Raises:
-        StorageError: another process holds, or left, the guard.
+        StorageError: another process holds the guard, or died and left it.
         OSError: the file system refused.
     """
     linked = _link(temporary, final)
@@ -38,11 +40,11 @@ def publish(temporary: str, final: str) -> bool:
 
 
 def _link(temporary: str, final: str) -> bool | None:
-    """True, False as `publish`; None where there are no hard links."""
+    """True or False as `publish`; None if there are no hard links."""
     try:
         os.link(temporary, final)
     except FileExistsError:
-        # NFS may repeat a request whose answer was lost: then the name that exists is our own.
+        # NFS may repeat a request whose answer was lost. Then the existing name is our own.
         return os.path.samefile(temporary, final)
     except OSError as error:
         if error.errno in _NO_LINK:
@@ -61,7 +63,7 @@ def _rename_guarded(temporary: str, final: str) -> bool:
         except FileExistsError:
             if time.monotonic() > deadline:
                 raise _stuck(guard, final) from None
-            time.sleep(0.02)  # such mounts offer no event to wait for
+            time.sleep(0.02)  # such mounts have no event to wait for
             continue
         try:
             if os.path.lexists(final):
@@ -75,8 +77,8 @@ def _rename_guarded(temporary: str, final: str) -> bool:
 
 def _stuck(guard: str, final: str) -> StorageError:
     return StorageError(
-        "another process is creating this file, or died while it did (this mount has neither "
-        "hard links nor exclusive renames, so a guard file stands in for them)",
+        "another process is creating this file, or died while it created it (this mount has "
+        "neither hard links nor exclusive renames, so a guard file replaces them)",
         remedy=f"if no other job writes here, delete {guard}",
         path=final,
     )

@@ -1,4 +1,5 @@
-"""What an operating system's error means to the user: classified once, here."""
+"""What an operating system's error means to the user. This is the only place that classifies
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
 __all__ = ["storage_error"]
 
-_SAFE = "; what is committed there is untouched"
+_SAFE = "; committed checkpoints there are untouched"
 
 # errno → (what happened, what to do)
 _MEANING: dict[int, tuple[str, str]] = {
@@ -38,14 +39,14 @@ _MEANING: dict[int, tuple[str, str]] = {
     ),
     errno.ESTALE: (
         "the file or its file system is gone (stale handle)",
-        "look whether the server replaced or deleted it, then try again",
+        "check whether the server replaced or deleted it, then try again",
     ),
     errno.ENOTCONN: ("the file system is not connected", "mount it again"),
     errno.ENODEV: ("the device is gone", "mount it again"),
-    errno.EIO: ("the device reported an input/output error", "look at the kernel's log"),
-    errno.ETIMEDOUT: ("the file server did not answer", "look at the server, then try again"),
+    errno.EIO: ("the device reported an input/output error", "read the kernel's log (dmesg)"),
+    errno.ETIMEDOUT: ("the file server did not answer", "check the server, then try again"),
     errno.ENAMETOOLONG: ("the path is too long", "choose a shorter directory"),
-    errno.ELOOP: ("symbolic links form a loop", "mend the links"),
+    errno.ELOOP: ("symbolic links form a loop", "repair the links"),
     errno.ENOSYS: ("this file system lacks the operation", "save to another file system"),
     errno.EOPNOTSUPP: ("this file system lacks the operation", "save to another file system"),
     errno.EMFILE: ("too many open files in this process", "raise the limit (ulimit -n)"),
@@ -54,17 +55,18 @@ _MEANING: dict[int, tuple[str, str]] = {
 
 
 def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
-    """The error to raise for `error`, met at `path` while trying to `action` ("write", "list")."""
+    """The error to raise when the attempt to `action` ("write", "list") at `path` failed with
+    `error`."""
     if isinstance(error, CheckpointError):
         return error
     if error.errno == errno.ENOENT:
         return CheckpointNotFoundError(
             f"cannot {action}: there is no such file or directory",
-            remedy="look at the path; `smckpt ls` on its parent shows what is there",
+            remedy="check the path; `smckpt ls` on its parent shows what is there",
             path=path,
         )
     what, remedy = _MEANING.get(
         error.errno or 0,
-        (error.strerror or str(error), "see what the file system says about this path"),
+        (error.strerror or str(error), "check this path with the tools of the file system"),
     )
     return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path)

@@ -1,7 +1,7 @@
-"""A word between the processes of one host: "it happened again", by the time stamp of a file.
+"""A signal between the processes of one host ("it happened again"): the time stamp of a file.
 
-Nobody waits and nobody serves. What cannot be shared (no temporary directory, one that belongs to
-somebody else) is not shared, and each process then learns by itself.
+No process waits for another, and there is no server. Without a temporary directory of this user the
+signal is not shared; each process then finds out by itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 
 __all__ = ["HostSignal"]
 
-_LOOK = 0.05  # seconds between two looks at the file
+_LOOK = 0.05  # seconds; the file is not looked at more often
 
 
 class HostSignal:
-    """The signal `name` among processes of one user that have one temporary directory.
-    Thread-safe."""
+    """The signal `name` between processes of one user with one temporary directory. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
@@ -30,7 +29,7 @@ class HostSignal:
         self._looked = time.monotonic()
 
     def raised(self) -> bool:
-        """Whether another process has raised it since the last call."""
+        """Whether another process has raised the signal since the last call."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked < _LOOK:
@@ -41,7 +40,7 @@ class HostSignal:
             return stamp not in (before, 0)
 
     def raise_(self) -> None:
-        """Tell the others."""
+        """Raise the signal for the other processes."""
         with self._lock, contextlib.suppress(OSError):
             _own(self._path.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +64,7 @@ def _folder() -> Path:
 
 
 def _own(folder: Path) -> None:
-    """Make the folder, ours alone: names in a temporary directory can be foreseen by others.
+    """Make the folder for this user alone. Other users can guess names in a temporary directory.
 
     Raises:
         OSError: it belongs to somebody else, or cannot be made.
@@ -73,4 +72,4 @@ def _own(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not ours")
+        raise PermissionError(f"{folder} belongs to another user")

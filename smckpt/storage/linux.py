@@ -1,4 +1,5 @@
-"""System calls that Python does not offer. Each answers "not here" instead of failing elsewhere."""
+"""System calls that Python does not offer. Each one says so if this system lacks it, instead of
+failing."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, err
 
 
 def fallocate(fd: int, size: int) -> bool:
-    """Reserve `size` bytes for the file, so that a full disk shows before anything is written.
+    """Reserve `size` bytes for the file, so that a full disk is found before anything is written.
 
-    Not `os.posix_fallocate`: where the file system cannot, glibc writes a byte to every block.
+    `os.posix_fallocate` is not used: if the file system cannot reserve, glibc writes a byte to
+    every block.
 
     Returns:
-        Whether the file system can; the file has that size then.
+        True: the space is reserved and the file has that size. False: the file system cannot
+            reserve.
 
     Raises:
         OSError: no space, quota, file too large.
@@ -28,7 +31,7 @@ def fallocate(fd: int, size: int) -> bool:
     if size == 0 or not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    call = getattr(libc, "fallocate64", None) or libc.fallocate  # musl has the second name only
+    call = getattr(libc, "fallocate64", None) or libc.fallocate  # musl has only the second name
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while call(fd, 0, 0, size):
         code = ctypes.get_errno()

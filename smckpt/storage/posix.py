@@ -1,8 +1,8 @@
 """A directory of a POSIX file system: local disk, NFS, FSx for Lustre, FUSE.
 
-Big files are written with O_DIRECT where the file system takes it: the bytes go from the arena to
-the device without a copy through the page cache (three to six times the rate of buffered writes +
-fsync on a virtual disk). Names appear exclusively, files and directories are fsynced.
+Large files are written with O_DIRECT if the file system supports it. The bytes go from the arena to
+the device without a copy through the page cache (on a virtual disk three to six times the rate of
+buffered writes + fsync). Names are created exclusively. Files and directories are fsynced.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ import errno
 import os
 import re
 import secrets
+import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
-from smckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UsageError,
-)
-from smckpt.storage.base import FileInfo, Storage
+from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from smckpt.storage.base import Access, FileInfo, Storage, refuse_size, too_short
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import storage_error
 from smckpt.storage.posix_write import PosixWriter, sync_directory, unlink, write_all
-from smckpt.storage.urls import join_url
 
 __all__ = ["TEMPORARY_SUFFIX", "PosixStorage"]
 
-TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp`: what is to bear the name when it is whole
+TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp` becomes `<name>` when it is whole
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
-_OPEN_FILES = 64  # kept open for reading
+_OPEN_FILES = 64  # how many files stay open for reading
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-_READ_AHEAD = 1 << 20  # bytes: a read this large is asked for ahead of its copying
-_STRETCH = 256 << 10  # bytes: what somebody looks at while it is in the processor's cache
+_DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+_READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
+_STRETCH = 256 << 10  # bytes; `seen` gets this much while it is in the processor's cache
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
-# When a directory is not empty, gone, a mount point, or held by rights that rmdir needs alone.
+# rmdir failed because the directory is not empty, is gone, is a mount point, or its rights forbid
+# it.
 _STAYS = (
     errno.ENOTEMPTY,
     errno.EEXIST,
@@ -50,29 +48,20 @@ _STAYS = (
 )
 
 
-class PosixStorage:
-    """The directory `path`, absolute. Thread-safe; implements `Storage`."""
+class PosixStorage(Storage):
+    """The directory `path`. Thread-safe."""
 
-    def __init__(self, path: str) -> None:
-        self.url = os.path.abspath(path)
+    is_file_system = True
+
+    def __init__(self, path: str, access: Access | None = None) -> None:
+        super().__init__(path, access)
+        self._root = self.url  # as the user named it; below it, others may have put links
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
-    @property
-    def write_threads(self) -> int:
-        return 0
-
-    @property
-    def request_bytes(self) -> int:
-        return 8 << 20
-
-    @property
-    def rereads(self) -> int:
-        return 0
-
     def create_file(self, name: str, size: int, *, replace: bool = False) -> PosixWriter:
-        if size < 0:
-            raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=self.url)
+        refuse_size(size, self.url)
+        self.refuse_links()
         path = self._path(name)
         begun = self._temporary(name) if replace else path
         try:
@@ -82,6 +71,7 @@ class PosixStorage:
         return PosixWriter(begun, path, size, fd, partial(self._forget, path))
 
     def put(self, name: str, data: bytes) -> None:
+        self.refuse_links()
         path = self._path(name)
         try:
             self._write_new(path, data)
@@ -90,6 +80,7 @@ class PosixStorage:
             raise storage_error(error, path, "write") from error
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
+        self.refuse_links()
         path = self._path(name)
         temporary = self._temporary(name)
         try:
@@ -99,7 +90,7 @@ class PosixStorage:
             try:
                 created = publish(temporary, path)
             finally:
-                with contextlib.suppress(OSError):  # what stays is swept
+                with contextlib.suppress(OSError):  # a later sweep removes what stays
                     unlink(temporary)
         except CheckpointError:
             raise
@@ -109,19 +100,9 @@ class PosixStorage:
             if created:
                 sync_directory(self.url)
         except OSError as error:
-            action = "make the new name durable (it is seen already, and power may take it)"
+            action = "make the new name durable (it is visible, but a power failure may remove it)"
             raise storage_error(error, path, action) from error
         return created
-
-    def try_out(self, name: str) -> str:
-        return ""
-
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        if length is None:
-            length = max(self.size(name) - offset, 0)
-        data = bytearray(length)
-        self.read_into(name, offset, [memoryview(data)])
-        return bytes(data)
 
     def read_into(
         self,
@@ -139,29 +120,25 @@ class PosixStorage:
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-                self._forget(path)  # NFS: the server restarted; a fresh descriptor may do
+                self._forget(path)  # NFS: the server restarted, and a new descriptor may work
                 complete = reading.run(self._descriptor(path))
         except CheckpointError:
-            raise  # of `seen`: some of ours are OSErrors, and none may be its own cause
+            raise  # from `seen`: some of our errors are OSErrors; none may be its own cause
         except OSError as error:
             raise storage_error(error, path, "read") from error
         if not complete:
-            raise CorruptCheckpointError(
-                f"{name} ends at byte {reading.offset}; "
-                f"{offset + sum(b.nbytes for b in wanted)} were needed",
-                remedy="the file was cut after it was written: use an older checkpoint",
-                path=path,
-            )
-
-    def fetch(self, name: str, target: memoryview) -> None:
-        self.read_into(name, 0, [target])
+            needed = offset + sum(b.nbytes for b in wanted)
+            raise too_short(name, reading.offset, needed, path)
 
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            return os.stat(path).st_size
+            found = os.stat(path)
         except OSError as error:
             raise storage_error(error, path, "look up the size") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path)
+        return found.st_size
 
     def list_unfinished(self) -> list[str]:
         return sorted({name for _, name in self._unfinished()})
@@ -169,14 +146,7 @@ class PosixStorage:
     def discard_unfinished(self, names: Collection[str]) -> None:
         for path, name in self._unfinished() if names else ():
             if name in names:
-                try:
-                    unlink(path)
-                except OSError as error:
-                    raise storage_error(error, path, "delete") from error
-
-    def stored_crc64(self, name: str) -> int | None:
-        self.size(name)  # raises where there is no such file
-        return None
+                self._delete(path)
 
     def list_dirs(self) -> list[str]:
         entries = self._scan()
@@ -193,24 +163,33 @@ class PosixStorage:
                     if entry.is_file():
                         found.append(FileInfo(entry.name, entry.stat().st_size))
                 except FileNotFoundError:
-                    continue  # deleted between the listing and the look: it is not there
+                    continue  # deleted after it was listed
                 except OSError as error:
                     if error.errno == errno.ELOOP:
-                        continue  # links that lead to nothing, and none of ours
+                        continue  # a link that leads to nothing is not one of our files
                     raise storage_error(error, entry.path, "look up") from error
         return sorted(found, key=lambda info: info.name)
+
+    def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
+        named = [entry for entry in self._scan() if entry.name.startswith(prefixes)]
+        return sorted(entry.name for entry in named if not _is_file(entry))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
         self._forget(path)
+        self._delete(path)
+
+    def _delete(self, path: str) -> None:
         try:
-            unlink(path)
-        except NotADirectoryError:
-            return  # the directory is a file, so `name` is missing below it
+            with self._directory() as fd:
+                os.unlink(os.path.basename(path), dir_fd=fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # it is missing, or its parent is a file
         except OSError as error:
             raise storage_error(error, path, "delete") from error
 
     def remove_directory(self) -> None:
+        self.refuse_links()
         try:
             os.rmdir(self.url)
         except OSError as error:
@@ -218,29 +197,60 @@ class PosixStorage:
                 raise storage_error(error, self.url, "remove the empty directory") from error
 
     def join(self, name: str) -> Storage:
-        if name == ".." or name.startswith("../"):
-            raise UsageError(
-                f"{name!r} leads out of the directory", remedy="use join_url", path=self.url
-            )
-        return PosixStorage(join_url(self.url, name))
+        joined = super().join(name)
+        if isinstance(joined, PosixStorage):
+            joined._root = self._root
+        return joined
+
+    def refuse_links(self) -> None:
+        if self.url == self._root:
+            return
+        try:
+            with self._directory():
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            return  # nothing is there, so no link can lead elsewhere
+        except OSError as error:
+            raise storage_error(error, self.url, "open the directory") from error
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
+        """A descriptor of this directory. No link may stand between the root and it: whoever can
+        write there could otherwise redirect our deletions to another place."""
+        fd = os.open(self._root, _DIRECTORY)
+        try:
+            way = os.path.relpath(self.url, self._root)
+            for part in () if way == "." else way.split(os.sep):
+                try:
+                    deeper = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                except OSError:
+                    if stat.S_ISLNK(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode):
+                        raise UsageError(
+                            f"{part!r} below {self._root} is a symbolic link; smckpt does not "
+                            "write or delete where a link leads",
+                            remedy="if you mean the directory behind the link, pass its real path",
+                            path=self.url,
+                        ) from None
+                    raise
+                os.close(fd)
+                fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         with self._lock:
             self._open.clear()
 
     def _path(self, name: str) -> str:
-        # Names come from manifests too, which anyone may have written: none leads elsewhere.
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise UsageError(
-                f"{name!r} is no file name", remedy="pass a name without directory", path=self.url
-            )
+        self.refuse_name(name)
         return os.path.join(self.url, name)
 
     def _temporary(self, name: str) -> str:
         return self._path(f".{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
 
     def _unfinished(self) -> Sequence[tuple[str, str]]:
-        """(path, name) of what is to bear a name later."""
+        """(path, name) of each temporary file and the name that it was to get."""
         matches = ((entry.path, _TEMPORARY.fullmatch(entry.name)) for entry in self._scan())
         return [(path, match["name"]) for path, match in matches if match]
 
@@ -278,7 +288,7 @@ class PosixStorage:
             if found is not None:
                 self._open.move_to_end(path)
                 return found
-        opened = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        opened = _Descriptor(_open_file(path))
         with self._lock:
             opened = self._open.setdefault(path, opened)
             while len(self._open) > _OPEN_FILES:
@@ -290,8 +300,32 @@ class PosixStorage:
             self._open.pop(path, None)
 
 
+def _open_file(path: str) -> int:
+    """Open a regular file and refuse anything else: to open or read a pipe or a device may never
+    end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a missing device
+            raise _no_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _no_file(path)
+    return fd
+
+
+def _no_file(path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "a directory, pipe, socket or device has the name of a file",
+        remedy="find out what made it; use an older checkpoint",
+        path=path,
+    )
+
+
 class _Descriptor:
-    """A descriptor that closes with its last user: one may be evicted while a thread reads."""
+    """A descriptor that is closed after its last user, because it may be evicted while a thread
+    reads."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -301,7 +335,7 @@ class _Descriptor:
 
 
 class _Reading:
-    """Buffers being filled from `offset` on; what is left can go on with another descriptor."""
+    """Buffers that are filled from `offset` on. Another descriptor can go on with the rest."""
 
     def __init__(
         self,
@@ -314,14 +348,14 @@ class _Reading:
         self._span = sum(buffer.nbytes for buffer in buffers)
         self._end = offset + self._span
         self._seen = seen
-        # What is in the page cache is taken first, without a word to the disk.
+        # First take what is in the page cache, without a request to the disk.
         self._flags = _NOWAIT
 
     def run(self, file: _Descriptor) -> bool:
-        """Read up to the end of the buffers, or of the file; whether it was that of the buffers.
+        """Read up to the end of the buffers or of the file. Returns whether the buffers are full.
 
-        It holds the descriptor, not its number: that may be closed, or another file's, once
-        evicted.
+        It holds the descriptor object, not the number: after an eviction the number may be closed,
+        or belong to another file.
         """
         while self._left:
             if self._seen is not None and self._left[-1].nbytes > _STRETCH:
@@ -341,12 +375,12 @@ class _Reading:
     def _in_stretches(
         self, file: _Descriptor, buffer: memoryview, seen: Callable[[memoryview], None]
     ) -> int:
-        """Fill one buffer; how many bytes of it. What `_next` and `_take` do, without their cost:
-        a load from the page cache spends its time here."""
+        """Fill one buffer and return how many bytes were filled. It does the work of `_next` and
+        `_take` more cheaply, because a load from the page cache spends its time here."""
         at, size = 0, buffer.nbytes
         try:
             while at < size:
-                # None reaches over a block's end, so that a checksum takes each as a whole.
+                # No stretch crosses a block's end, so each goes whole into one checksum.
                 stretch = buffer[at : at + _STRETCH - self.offset % _STRETCH]
                 count = self._read(file, [stretch])
                 if count == 0:
@@ -369,14 +403,14 @@ class _Reading:
                 count = 0
             if count:
                 return count
-            # Not cached, or the end of the file, or a file system that cannot say.
+            # Not cached, or the end of the file, or the file system cannot tell.
             self._flags = 0
             self._ask_ahead(file, self._end - self.offset)
         return os.preadv(file.fd, batch, self.offset)
 
     def _ask_ahead(self, file: _Descriptor, span: int) -> None:
-        """For all of the rest at once, not in the kernel's read-ahead steps: cold reads as fast as
-        direct ones."""
+        """Ask the kernel for the whole rest at once, instead of its read-ahead steps. Cold reads
+        are then as fast as direct reads."""
         if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fd, self.offset, span, os.POSIX_FADV_WILLNEED)
 
@@ -391,7 +425,7 @@ class _Reading:
         return batch
 
     def _take(self, batch: Sequence[memoryview], count: int) -> None:
-        """`count` bytes of the batch are filled."""
+        """Note that `count` bytes of the batch are filled."""
         self.offset += count
         for buffer in batch:
             taken = min(count, buffer.nbytes)
@@ -406,9 +440,17 @@ class _Reading:
                 self._left[-1] = self._left[-1][taken:]
 
 
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # links in a circle; what cannot be looked at
+        return False
+
+
 def _may_be_directory(entry: os.DirEntry[str]) -> bool:
-    """One that cannot be looked at may be: who opens it hears why, and its neighbours are found.
-    A link in a circle, or to where this user may not look, is none."""
+    """Whether the entry may be a directory. An entry that cannot be looked at counts as one: the
+    call that opens it raises the reason, and its neighbours are still found. A link that loops, or
+    leads where this user has no rights, is not a directory."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -418,7 +460,7 @@ def _may_be_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _make_directory(path: str) -> None:
-    """Make `path` and its parents; each new name is durable in its parent."""
+    """Make `path` and its parents. Each new name is durable in its parent."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

@@ -1,4 +1,4 @@
-"""One new file of a POSIX file system, written piecewise, past the page cache where that works."""
+"""One new file of a POSIX file system, written piecewise, with O_DIRECT if that works."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import os
 import threading
 from collections.abc import Callable
 
-from smckpt.errors import StorageError, UsageError
-from smckpt.storage.base import BLOCK
+from smckpt.errors import StorageError
+from smckpt.storage.base import BLOCK, FileWriter, refuse_incomplete, refuse_outside
 from smckpt.storage.faults import storage_error
 from smckpt.storage.linux import fallocate
 
 __all__ = ["PosixWriter", "sync_directory", "unlink", "write_all"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-# What a file system answers to fsync of a directory when it has no such thing (CIFS, some FUSE).
+# The errors of fsync on a directory where the file system cannot do it (CIFS, some FUSE).
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-class PosixWriter:
-    """One new file; implements `FileWriter`.
+class PosixWriter(FileWriter):
+    """One new file.
 
-    begun: its path until it is finished; path: after that. done: called then.
+    begun: its path until it is finished. path: its path after that. done: called when it is
+        finished.
     """
 
     def __init__(self, begun: str, path: str, size: int, fd: int, done: Callable[[], None]) -> None:
@@ -32,7 +33,7 @@ class PosixWriter:
         self._size = size
         self._lock = threading.Lock()
         self._written = 0
-        self._fds = [fd]  # the buffered one first: it takes odd ends, and fsync
+        self._fds = [fd]  # the buffered descriptor comes first: it takes odd ends and fsync
         self._direct: int | None = None
         try:
             fallocate(fd, size)
@@ -46,20 +47,11 @@ class PosixWriter:
 
     @property
     def direct(self) -> bool:
-        """Whether O_DIRECT works here, as far as is known."""
+        """Whether O_DIRECT works here, as far as we know yet."""
         return self._direct is not None
 
-    @property
-    def piece(self) -> int:
-        return 0
-
     def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
-        if offset < 0 or offset + data.nbytes > self._size:
-            raise UsageError(
-                f"bytes {offset} to {offset + data.nbytes} of a file of {self._size}",
-                remedy="write within the size that create_file was given",
-                path=self._path,
-            )
+        refuse_outside(offset, data.nbytes, self._size, self._path)
         try:
             done = self._write_direct(offset, data)
             write_all(self._fds[0], data[done:], offset + done)
@@ -69,12 +61,7 @@ class PosixWriter:
             self._written += data.nbytes
 
     def finish(self) -> None:
-        if self._written != self._size:
-            raise StorageError(
-                f"{self._written} of {self._size} bytes were written",
-                remedy="this is a fault of smckpt: please report it",
-                path=self._path,
-            )
+        refuse_incomplete(self._written, self._size, self._path)
         try:
             os.fsync(self._fds[0])
             self._close()
@@ -96,9 +83,16 @@ class PosixWriter:
             raise storage_error(error, self._path, "remove the unfinished file") from error
 
     def _taken_over(self) -> StorageError:
+        above = os.path.dirname(self._path)
+        if not os.path.isdir(above):
+            return StorageError(
+                f"the directory was removed while {os.path.basename(self._path)} was written",
+                remedy="see who deletes directories here, and save again",
+                path=above,
+            )
         return StorageError(
-            "the file was removed before it was finished: another copy to this place took over",
-            remedy="make one copy at a time; the other goes on",
+            "the file was removed before it was finished: another copy to this directory took over",
+            remedy="run one copy to a directory at a time; the other copy goes on",
             path=self._path,
         )
 
@@ -115,7 +109,7 @@ class PosixWriter:
         return fd
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """How many bytes went out with O_DIRECT: all whole blocks, or none."""
+        """Write all whole blocks with O_DIRECT, or none. Returns the number of bytes written."""
         fd, whole = self._direct, data.nbytes - data.nbytes % BLOCK
         if fd is None or not whole or offset % BLOCK:
             return 0
@@ -126,7 +120,7 @@ class PosixWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Memory or offset is not aligned as this device asks: buffered from here on.
+                # Memory or offset is not aligned as this device needs: write buffered from here on.
                 self._direct = None
                 break
         return done
@@ -137,7 +131,7 @@ class PosixWriter:
         first: OSError | None = None
         for fd in reversed(fds):
             try:
-                os.close(fd)  # NFS reports a full disk here
+                os.close(fd)  # NFS reports a full disk when a file is closed
             except OSError as error:
                 first = first or error
         if first is not None:

@@ -1,8 +1,8 @@
-"""Paths and URLs of directories: joined, cut and compared without touching a store.
+"""Paths and URLs of directories. They are joined, cut and compared without touching a store.
 
 A location is an absolute or relative path, `file:///path`, or `scheme://bucket/prefix/`. In an
-object store `//`, `.` and `..` mean nothing and are kept byte for byte; the one spelling of a
-location there ends with a slash, so that location + name is the object's key.
+object store `//`, `.` and `..` have no meaning and are kept byte for byte. A location there is
+always spelled with a slash at its end, so location + name is the object's key.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from smckpt.errors import UsageError
 
 __all__ = [
+    "bucket_url",
     "build_s3_url",
     "common_parent",
     "file_url",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# What pathlib, os.path.normpath and os.path.abspath make of a URL.
+# A URL after pathlib, os.path.normpath or os.path.abspath: one slash is lost.
 _SLASH_LOST = re.compile(r"(?:^|/)((?:s3a?|gs|gcs|az|abfss?|hdfs|msc|https?|file):)/(?!/)")
 
 
@@ -52,16 +53,17 @@ def is_s3_url(url: str | os.PathLike[str]) -> bool:
 
 
 def parse_s3_url(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Bucket and key of an s3:// URL; the key byte for byte, "" for a whole bucket.
+    """Split an s3:// URL into bucket and key. The key is kept byte for byte; "" means the whole
+    bucket.
 
     Raises:
-        UsageError: it is no s3:// URL, or names no bucket.
+        UsageError: it is not an s3:// URL, or names no bucket.
     """
     text = os.fspath(url)
     bucket, _, key = text.partition("://")[2].partition("/")
     if not is_s3_url(text) or not bucket:
         raise UsageError(
-            "this is no URL of an object in S3", remedy="write s3://bucket/prefix", path=text
+            "this is not an s3:// URL with a bucket", remedy="write s3://bucket/prefix", path=text
         )
     return bucket, key
 
@@ -73,7 +75,7 @@ def build_s3_url(bucket: str, key: str = "") -> str:
         UsageError: `bucket` is empty or holds a slash.
     """
     if not bucket or "/" in bucket:
-        raise UsageError(f"{bucket!r} is no name of a bucket", remedy="pass the bucket's name")
+        raise UsageError(f"{bucket!r} is not a bucket name", remedy="pass the bucket's name")
     return f"s3://{bucket}/{key}"
 
 
@@ -81,10 +83,11 @@ def local_path(url: str) -> str:
     """The absolute path of a path or a file:// URL, without `.`, `..` and doubled slashes.
 
     Raises:
-        UsageError: it is empty, names another host, is no file URL, or is one that lost a slash.
+        UsageError: it is empty, names another host, is not a file URL, or is a URL that lost a
+            slash.
     """
     if not url:
-        raise UsageError("an empty path", remedy="pass the checkpoint's directory")
+        raise UsageError("the path is empty", remedy="pass the checkpoint's directory")
     if "\0" in url:
         raise UsageError(f"a NUL byte in the path {url!r}", remedy="pass a plain path")
     scheme = scheme_of(url)
@@ -97,28 +100,33 @@ def local_path(url: str) -> str:
         url = slash + unquote(rest)
     elif not scheme and (lost := _SLASH_LOST.search(url)):
         raise UsageError(
-            f"the path holds {lost[1]}/, a URL that lost a slash, as in pathlib and os.path",
+            f"the path contains {lost[1]}/: a URL that lost a slash, as pathlib and os.path cause",
             remedy=f"pass the URL as text, with {lost[1]}//",
             path=url,
         )
     elif scheme:
-        raise UsageError(f"{scheme}:// is no file system", remedy="pass a directory", path=url)
+        raise UsageError(f"{scheme}:// is not a file system", remedy="pass a directory", path=url)
     try:
         return os.path.abspath(url)
     except FileNotFoundError as error:
         raise UsageError(
-            "the path is relative, and this process's working directory was removed",
+            "the path is relative, but this process's working directory was removed",
             remedy="pass an absolute path",
             path=url,
         ) from error
 
 
 def normal_url(url: str) -> str:
-    """One spelling of a location: an absolute path, or the URL with a slash at its end."""
+    """The normal spelling of a location: an absolute path, or the URL with a slash at its end."""
     if is_local(url):
         return local_path(url)
     scheme, bucket, parts = _split(url)
     return _unsplit(scheme, bucket, parts)
+
+
+def bucket_url(url: str) -> str:
+    """ "s3://bucket" of a URL; "" of a path."""
+    return "" if is_local(url) else "{}://{}".format(*_split(url))
 
 
 def parent_url(url: str) -> str:
@@ -141,7 +149,7 @@ def common_parent(urls: Sequence[str]) -> str:
     """The deepest location that is a proper parent of each of `urls`.
 
     Raises:
-        UsageError: no URL, or they lie in different stores or buckets.
+        UsageError: no URL is given, or they lie in different stores or buckets.
     """
     if not urls:
         raise UsageError("no directory given", remedy="pass at least one")
@@ -163,16 +171,17 @@ def common_parent(urls: Sequence[str]) -> str:
 
 
 def relative_url(url: str, base: str) -> str:
-    """The way from `base` to `url`, so that `join_url(base, way) == url`: "tp0", "", "../tp1".
+    """The relative path from `base` to `url`, such as "tp0", "" or "../tp1". `join_url(base, path)`
+    gives `url` again.
 
     Raises:
         UsageError: they lie in different stores or buckets, or (in an object store) a part of the
-            way is itself named "..".
+            path is itself named "..".
     """
     whole, start = normal_url(url), normal_url(base)
     if _place(whole) != _place(start):
         raise UsageError(
-            f"there is no relative way from {base} to here",
+            f"there is no relative path from {base} to here",
             remedy="keep all groups of a step in one store and bucket",
             path=url,
         )
@@ -187,17 +196,17 @@ def relative_url(url: str, base: str) -> str:
         raise UsageError(
             'a part of the key is named ".."', remedy="choose another prefix", path=url
         )
-    # The slash at the end goes without saying, except after an empty name ("a//").
+    # The slash at the end is left out, except after an empty name ("a//").
     rest = rest if rest == "/" or rest.endswith("//") else rest[:-1]
     return "../" * ups + rest if rest or not ups else "../" * (ups - 1) + ".."
 
 
 def join_url(base: str, rel: str) -> str:
-    """The location that `rel`, as `relative_url` gives it, leads to from `base`.
+    """The location that the relative path `rel` (from `relative_url`) leads to from `base`.
 
     Raises:
-        UsageError: `rel` is absolute, climbs higher than `base` has parents, or (on a file system)
-            holds an empty part, "." or a ".." behind a name.
+        UsageError: `rel` is absolute, goes above the parents of `base`, or (on a file system) has
+            an empty part, "." or a ".." after a name.
     """
     start, rest = normal_url(base), rel
     while rest == ".." or rest.startswith("../"):
@@ -208,15 +217,15 @@ def join_url(base: str, rel: str) -> str:
         return start + (rest if rest.endswith("/") else rest + "/")
     if {"", ".", ".."} & set(rest.split("/")) or "\0" in rest:
         raise UsageError(
-            f"{rel!r} is no relative path of a directory",
-            remedy="pass one without '.', empty parts, and '..' behind a name",
+            f"{rel!r} is not a relative path of a directory",
+            remedy="pass one without '.', empty parts, or '..' after a name",
             path=start,
         )
     return posixpath.join(start, rest)
 
 
 def file_url(directory: str, name: str) -> str:
-    """The path or URL of a file in a location, for people: a slash at its end would be a lie."""
+    """The path or URL of a file in a location, for messages, without a slash at its end."""
     start = normal_url(directory)
     return posixpath.join(start, name) if is_local(start) else start + name
 
@@ -230,7 +239,7 @@ def _split(url: str) -> tuple[str, str, list[str]]:
     """Scheme, bucket, and the parts of the prefix: ["a", "", "b"] of "s3://bucket/a//b/"."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
-    if not bucket:
+    if not bucket and not key.strip("/"):  # hdfs:///run has no host
         raise UsageError("the URL names no bucket", remedy="write s3://bucket/prefix", path=url)
     if key and not key.endswith("/"):
         key += "/"

@@ -1,4 +1,4 @@
-"""Who holds what: parallel degrees, the order of ranks, and the groups that follow from them.
+"""Parallel degrees, the order of ranks, and the groups that follow from them.
 
 The world is a grid of six dimensions. Innermost first, by default:
 
@@ -17,7 +17,7 @@ parallelism is a dimension beside the shard group, and context parallelism one i
 published scripts name one sharded checkpoint `tp{tp_rank}_ep{ep_rank}` per FSDP process group, so
 ep_rank is the same in all of it, and AWS's training adapter for NeMo (its function
 `validate_distributed_degrees`) demands that shard × tp × ep divide the world and that cp is at most
-the shard degree. What SMP itself cannot run (ep with tp, pp at all) is described all the same.
+the shard degree. Combinations that SMP itself cannot run (ep with tp, any pp) work here too.
 """
 
 from smckpt.topology.ranker import DEFAULT_ORDER, Ranker

@@ -1,4 +1,4 @@
-"""Reading degrees and rank order off a torch `DeviceMesh`."""
+"""Reads degrees and rank order from a torch `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smckpt.topology.ranker import DEFAULT_ORDER
 
 __all__ = ["order_of", "rank_in_job", "role_of", "roles_of"]
 
-# What the dimensions of a mesh are called in torch's, torchtitan's and transformers' examples.
+# The names of mesh dimensions in the examples of torch, torchtitan and transformers.
 _USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -22,7 +22,7 @@ _USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def rank_in_job(mesh_size: int) -> int | None:
-    """This process's rank, once the mesh is known to span its job."""
+    """This process's rank, after a check that the mesh spans its job."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -71,13 +71,13 @@ def _usual_role(dim: str, dim_names: tuple[str, ...]) -> str:
 
 
 def order_of(dims: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> tuple[str, ...]:
-    """Read the rank order off a mesh: the dimension along which ranks step by 1 is innermost."""
+    """The rank order of a mesh: the dimension along which ranks step by 1 is innermost."""
     steps: dict[str, int] = {}
     below = 1  # ranks between two neighbours along the dimension, in the flattened mesh
     for dim, size in reversed(list(zip(dims, shape, strict=True))):
         steps[dim] = ranks[below] - ranks[0] if size > 1 else 0
         below *= size
-    # dimensions of size 1 have no step: they stand where the default order has them
+    # dimensions of size 1 have no step: they keep their place in the default order
     large = sorted((dim for dim in dims if steps[dim]), key=lambda dim: steps[dim])
     places = iter(large)
     order = tuple(next(places) if dim in large else dim for dim in DEFAULT_ORDER)

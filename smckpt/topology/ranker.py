@@ -1,4 +1,4 @@
-"""Which ranks form which group of a grid of ranks."""
+"""The groups of a grid of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["DEFAULT_ORDER", "Ranker"]
 
 DEFAULT_ORDER = ("tp", "cp", "ep", "fsdp", "rep", "pp")
 
-# The dimensions that a group of each kind runs through; all others stay fixed.
+# The dimensions in which a group of each kind extends; all others are fixed.
 _SHARD = ("cp", "fsdp")
 _DATA = ("ep", "fsdp", "rep")
 
 
 class Ranker:
-    """Answers which ranks form which group.
+    """Computes the groups of each kind.
 
     Args:
         sizes: (name, size) of the grid's dimensions, innermost first; their product is the world.
@@ -108,7 +108,7 @@ class Ranker:
         return math.prod(self._sizes[dim] for dim in _DATA)
 
     def _offsets(self, dims: Sequence[str]) -> list[int]:
-        """What the ranks of a group add to its lowest one, ascending."""
+        """The offsets of a group's ranks from its lowest one, ascending."""
         steps = [range(0, self._sizes[d] * self._strides[d], self._strides[d]) for d in dims]
         return sorted(map(sum, itertools.product(*steps)))
 

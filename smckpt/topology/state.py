@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParallelState"]
 
-# The fields that make a topology, and those whose product must divide the world.
+# The fields of a topology, and those whose product must divide the world.
 _DEGREES = (
     "world_size",
     "tensor_parallel_degree",
@@ -47,16 +47,15 @@ class ParallelState:
         context_parallel_degree: ranks that share a sequence; divides the shard degree, because
             they are ranks of one shard group.
         pipeline_parallel_degree: stages.
-        hybrid_shard_degree: 0: native FSDP (FULL_SHARD over everything that the other degrees
-            leave; for a native HYBRID_SHARD pass its degree), or with tensor parallelism the
-            largest that is possible: the same number. 1: no sharding. 2 and more: shards over so
-            many ranks, replicated over the rest.
+        hybrid_shard_degree: 0: shard over all ranks that the other degrees leave, as native
+            FSDP's FULL_SHARD does. 1: no sharding. 2 or more: shard over that many ranks and
+            replicate over the rest; pass it for a native HYBRID_SHARD.
         rank: this process's global rank; by default torchrun's RANK, where its WORLD_SIZE is
             `world_size`. Only the properties that end in `_rank` need one.
         order: the grid's dimensions, innermost (neighbouring ranks) first.
 
     Raises:
-        UsageError: a degree or the order is no such thing.
+        UsageError: a degree is not a whole number in its range, or the order is no permutation.
         TopologyError: the degrees do not fit the world; the arithmetic is in the message.
     """
 
@@ -89,7 +88,7 @@ class ParallelState:
 
     def _check_product(self) -> None:
         factors = [(name, getattr(self, name)) for name in _FACTORS]
-        # 0 asks for what is left, so it takes no part in the product
+        # 0 means the ranks that are left, so it is not part of the product
         shown = [(name, value) for name, value in factors if value > 1] or factors[:1]
         product = math.prod(value for _, value in shown)
         if self.world_size % product:
@@ -206,13 +205,13 @@ class ParallelState:
     def _own_rank(self) -> int:
         if self.rank is None:
             raise UsageError(
-                "this ParallelState knows no rank of its own",
+                "this ParallelState was made without a rank",
                 remedy="pass rank=, or start under torchrun with the same world size",
             )
         return self.rank
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest records; the same on every rank."""
+        """The record for a manifest, the same on every rank."""
         return {
             **{name: getattr(self, name) for name in _DEGREES},
             "shard_degree": self.shard_degree,
@@ -222,9 +221,9 @@ class ParallelState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, rank: int | None = None) -> ParallelState:
-        """The inverse of `to_json`, seen from `rank`."""
-        degrees = {name: data[name] for name in _DEGREES}
-        return cls(order=tuple(data["order"]), rank=rank, **degrees)
+        """The inverse of `to_json`, for `rank`. Absent fields have their defaults."""
+        degrees = {name: data[name] for name in _DEGREES if name in data}
+        return cls(order=tuple(data.get("order", DEFAULT_ORDER)), rank=rank, **degrees)
 
     @classmethod
     def from_device_mesh(
@@ -234,9 +233,9 @@ class ParallelState:
 
         Args:
             mesh: with named dimensions, over ranks 0 to n - 1 in any regular order.
-            names: role ("tp", "cp", "ep", "fsdp", "rep", "pp") → name of the mesh dimension that
-                plays it. What is left out is found by its usual name ("dp_shard", "dp_replicate",
-                …). The shard group is made of the "fsdp" and "cp" dimensions together.
+            names: role ("tp", "cp", "ep", "fsdp", "rep", "pp") → name of its mesh dimension. Other
+                dimensions are found by their usual names ("dp_shard", "dp_replicate", …). The
+                "fsdp" and "cp" dimensions together form the shard group.
 
         Raises:
             UsageError: a dimension of the mesh has no role, or a role no dimension.

@@ -1,4 +1,4 @@
-"""Arguments of another kind than they should be, refused by name before anything is done."""
+"""Refuse arguments of a wrong type by name, before anything is done."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from typing import Any
 
 from smckpt.errors import UsageError
 
-__all__ = ["check_counts", "check_flags", "check_paths"]
+__all__ = ["check_counts", "check_flags", "check_paths", "refuse_given"]
 
 
 def check_counts(**given: Any) -> None:
-    """Raises UsageError: one of them is no whole number above 0."""
+    """Raise UsageError if one of them is not a whole number above 0."""
     for name, value in given.items():
         if not isinstance(value, int) or value is True or value < 1:
-            raise UsageError(f"{name}={value!r}", remedy="give a whole number above 0")
+            raise UsageError(f"{name}={value!r}", remedy="pass a whole number above 0")
 
 
 def check_flags(**given: Any) -> None:
-    """Raises UsageError: one of them is neither True nor False; "no" would count as True."""
+    """Raise UsageError if one of them is neither True nor False. The text "no" would count as
+    True."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}={value!r}", remedy="pass True or False")
 
 
 def check_paths(**given: Any) -> None:
-    """Raises UsageError: one of them is no path."""
+    """Raise UsageError if one of them is not a path."""
     for name, value in given.items():
         if not isinstance(value, (str, os.PathLike)):
             raise UsageError(f"{name}={value!r}", remedy="pass a path or URL")
+
+
+def refuse_given(when: str, **given: Any) -> None:
+    """Raises UsageError: some are given, which have no meaning then."""
+    names = [f"{name}=" for name, value in given.items() if value is not None]
+    if names:
+        raise UsageError(f"{', '.join(names)} has no meaning {when}", remedy="leave it out")

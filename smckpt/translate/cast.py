@@ -1,8 +1,8 @@
 """Casts between floating dtypes, exact to the bit, on NumPy arrays that may hold bfloat16 bits.
 
-NumPy has no bfloat16: such values travel as `uint16`. Every cast rounds to nearest, ties to even,
-once; NaNs stay NaNs with their sign. A finite value that the target can only show as infinity is
-an error, for it would ruin a model in silence.
+NumPy has no bfloat16, so such values are held as `uint16`. Every cast rounds once, to nearest, ties
+to even. NaNs stay NaNs with their sign. A finite value that would become infinity is an error,
+because it would silently ruin a model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cast(values: Array, source: str, target: str) -> Array:
     if infinite.any():
         lost = infinite & ~np.isinf(wide)
         if lost.any():
-            raise OverflowError(f"{wide[lost].ravel()[0]} is beyond the range of {target}")
+            raise OverflowError(f"{wide[lost].ravel()[0]} is outside the range of {target}")
     return out
 
 

@@ -1,4 +1,5 @@
-"""An import's checkpoint: the parts of ranks that never ran, as they would have written them."""
+"""The checkpoint that an import writes: the parts of ranks that never ran, as they would have
+written them."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from functools import cached_property
 from typing import Any
 
 from smckpt._version import __version__
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest
-from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
-from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name, seal_json
+from smckpt.checkpoint.commit import publish_manifest, take_lease
+from smckpt.checkpoint.crc import BLOCK, combine, hex64
+from smckpt.checkpoint.crc import crc64 as crc
+from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name
 from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.sealed import seal_json
 from smckpt.checkpoint.sweep import sweep
 from smckpt.layout.entries import Entry, Path, dotted
-from smckpt.layout.geometry import KeptGeometry
+from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
-from smckpt.storage import FileWriter
+from smckpt.storage import FileWriter, Storage
 from smckpt.topology import ParallelState
 from smckpt.translate.files import Output
 from smckpt.translate.targets import OutputFile
@@ -34,7 +37,7 @@ _ONE_FILE = 1 << 62  # bytes: no rank's data is split
 
 @dataclass(frozen=True)
 class RankFile(OutputFile):
-    """The data file of a rank, laid out as that rank would."""
+    """The data file of a rank, with the layout that the rank would use."""
 
     layout: Layout
 
@@ -50,13 +53,13 @@ def new_session() -> str:
 def rank_files(
     session: str, prefix: Path, ranks: Sequence[Sequence[Translated]]
 ) -> tuple[RankFile, ...]:
-    """A file for each rank: tensors of its own, under `prefix` in the state dict."""
+    """Make a file for each rank, with its own tensors under `prefix` in the state dict."""
     files = []
     for rank, targets in enumerate(ranks):
         entries = [
             Entry(
-                path=(*prefix, t.name), dtype=t.dtype, shape=t.shape,
-                geometry=KeptGeometry((t.name,), t.shape, rank), before=prefix, after=(),
+                path=(*prefix, t.name), dtype=t.dtype, before=prefix, after=(), ranks=(rank,),
+                geometry=PerRankGeometry((t.name,), t.shape, (rank,)),
             )
             for t in targets
         ]  # fmt: skip
@@ -69,37 +72,40 @@ def rank_files(
 
 
 class CheckpointOutput(Output):
-    """The directory `url`, on its way to a checkpoint of as many ranks as there are files."""
+    """The directory `storage`, which becomes a checkpoint with one rank for each file."""
 
-    def __init__(self, url: str, session: str, files: Sequence[RankFile]) -> None:
-        super().__init__(url, files)
-        self._hidden = False  # nothing but a manifest makes files a checkpoint
+    def __init__(self, storage: Storage, session: str, files: Sequence[RankFile]) -> None:
+        super().__init__(storage, files)
+        self._hidden = False  # only a manifest makes the files a checkpoint
         self._session = session
         self._ranks = tuple(files)
         self._summed: dict[str, _Summed] = {}
         self._parts: dict[str, dict[str, str]] = {}
 
     def prepare(self, *, overwrite: bool) -> None:
-        """Refuse a directory that holds something; a checkpoint there goes when this one stands."""
+        """Refuse a directory that is not empty. With `overwrite`, an old checkpoint there is
+        removed after this one is committed."""
         self._present(overwrite)
         self._check_space()
 
     def put_parts(self, topology: ParallelState, metadata: Mapping[str, Any]) -> None:
-        """Say for each rank what it wrote."""
+        """Write the part of each rank."""
         for rank in range(len(self._ranks)):
             self._parts[str(rank)] = self._put_part(rank, topology, metadata)
 
     def commit(self, *, sweep_older: bool) -> None:
-        """Make it a checkpoint. Where that fails nothing may be deleted: a store can have created
-        the manifest and its answer be lost."""
-        session = self._session
-        epoch = int(claim_epoch(self.url, session, socket.gethostname())["epoch"])
+        """Commit the checkpoint. If that fails, nothing may be deleted: the store may have created
+        the manifest and lost its answer."""
+        session, access = self._session, self.storage.access
+        fencing_token = int(
+            take_lease(access, self.url, session, socket.gethostname())["fencing_token"]
+        )
         done = publish_manifest(
-            self.url, _attempt(session), session, _NUMBER, epoch, range(len(self._ranks)),
-            self._parts, None,
+            access, self.url, _attempt(session), session, _NUMBER, fencing_token,
+            range(len(self._ranks)), self._parts, None,
         )  # fmt: skip
         if sweep_older:
-            sweep(self.url, [done["manifest"]], epoch)
+            sweep(access, self.url, [done["manifest"]], fencing_token)
 
     def _put_part(
         self, rank: int, topology: ParallelState, metadata: Mapping[str, Any]
@@ -109,7 +115,7 @@ class CheckpointOutput(Output):
             checkpoint_id=self.url, kind="SHARDED", step=0, attempt=_attempt(self._session),
             session=self._session, number=_NUMBER, rank=rank, host=socket.gethostname(),
             group_ranks=file.layout.group_ranks, fingerprint=file.layout.fingerprint,
-            classes=file.layout.classes, layout=encode_rows(file.layout.entries), objects={},
+            classes=file.layout.classes, layout=encode_rows(file.layout.entries, {}), objects={},
             files=(self._record(file, rank),), topology=topology.to_json(),
             metadata=dict(metadata),
             versions={"smckpt": __version__, "python": platform.python_version()},
@@ -117,10 +123,10 @@ class CheckpointOutput(Output):
         name, body = part_name(part.attempt, rank), seal_json(part.to_json())
         self._made.append(name)
         self.storage.put(name, body)
-        return {"part": name, "crc64": hex64(crc64(body)), "host": part.host}
+        return {"part": name, "crc64": hex64(crc(body)), "host": part.host}
 
     def _record(self, file: RankFile, rank: int) -> FileRecord:
-        """Of a data file whose block checksums are put beside it."""
+        """The record of a data file. Its block checksums are written beside it."""
         blocks, name = self._summed[file.name].blocks(), crc_name(_attempt(self._session), rank, 0)
         self._made.append(name)
         self.storage.put(name, struct.pack(f"<{len(blocks)}Q", *blocks))
@@ -134,23 +140,20 @@ class CheckpointOutput(Output):
         return self._summed[name]
 
 
-class _Summed:
-    """A file under way and the checksums of what was written, whatever the order."""
+class _Summed(FileWriter):
+    """A file that is being written, and the checksums of what was written, in any order."""
 
     def __init__(self, writer: FileWriter, size: int) -> None:
         self._writer = writer
+        self.piece = writer.piece
         self._size = size
         self._runs: dict[int, tuple[int, int]] = {}  # offset → length within a block, checksum
 
-    @property
-    def piece(self) -> int:
-        return self._writer.piece
-
-    def write_at(self, offset: int, data: memoryview, _: int | None = None) -> None:
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
         at = total = 0
         while at < len(data):
             length = min(BLOCK - (offset + at) % BLOCK, len(data) - at)
-            value = crc64(data[at : at + length])
+            value = crc(data[at : at + length])
             self._runs[offset + at] = length, value
             total = combine(total, value, length)
             at += length

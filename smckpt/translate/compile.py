@@ -1,179 +1,142 @@
-"""From two sides of a translation to block copies, proven on shapes before any data moves."""
+"""Compile the two sides of a translation to block copies, and prove them on shapes before any data
+moves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError
 from smckpt.layout.mesh import Shape
-from smckpt.translate.pieces import Axis, Key, Piece, Side
+from smckpt.layout.strided import Copy, Coverage, Strided, coverage, meet
+from smckpt.translate.pieces import Side, TensorKey
 
-__all__ = ["Block", "Span", "compile_blocks"]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`count` indices: `at`, `at + step`, … of dimension `dim` of the source, and as many of
-    dimension `to_dim` of the target."""
-
-    count: int
-    dim: int
-    at: int
-    step: int
-    to_dim: int
-    to_at: int
-    to_step: int
+__all__ = ["Block", "compile_blocks", "prove_copies"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of stored tensor `source` that go, as they are, into a target; one span for each
-    dimension but an expert's, of which there is one index: `index`, `to_index` of dimension 0."""
+    """Elements of the stored tensor `source` that go unchanged into a target; or, with several
+    buffers, those that go into buffer number `buffer`."""
 
-    source: Key
-    spans: tuple[Span, ...]
-    index: int = -1
-    to_index: int = -1
+    source: TensorKey
+    copy: Copy
+    buffer: int = 0
 
 
-def compile_blocks(source: Side, target: Side) -> dict[Key, list[Block]]:
+def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:
     """Target tensor → the blocks that fill it.
 
-    Proves that each target element is written once (but padding of the vocabulary), and that each
-    source element is used once (but the same).
+    Proves that each target element is written once and each source element is used once. Padding of
+    the vocabulary is excepted.
 
     Raises:
-        KeysMismatchError, TensorMismatchError: the proof fails; lists what is left over.
+        KeysMismatchError, TensorMismatchError: the proof fails; the message lists what is left
+            over.
     """
-    blocks: dict[Key, list[Block]] = {key: [] for key in target.shapes}
+    blocks: dict[TensorKey, list[Block]] = {key: [] for key in target.shapes}
     for role, pieces in target.pieces.items():
-        for piece in pieces:
-            for other in source.pieces.get(role, ()):
-                block = _meet(other, piece)
-                if block is not None:
-                    blocks[piece.key].append(block)
-    _prove_sources(source, blocks)
+        for to, piece in pieces:
+            for key, other in source.pieces.get(role, ()):
+                copy = meet(other, piece)
+                if copy is not None:
+                    blocks[to].append(Block(key, copy))
+    proof = _Proof()
+    _prove_sources(source, blocks, proof)
     for first, (how, others) in target.joined.items():
-        for rank in others:  # the mean of equal ones, or the sum of one and of zeros
+        for rank in others:  # the mean goes to all; the sum to one, zeros to the others
             blocks[rank] = blocks[first] if how == "mean" else []
             target.padding[rank] = 0 if how == "mean" else target.shapes[rank][0]
-    for first, copy in target.copies:
-        blocks[copy] = blocks[first]
-    _prove_targets(target, blocks)
+    for first, copied in target.copies:
+        blocks[copied] = blocks[first]
+    _prove_targets(target, blocks, proof)
     return blocks
 
 
-def _meet(source: Piece, target: Piece) -> Block | None:
-    spans = []
-    for a, b in zip(source.axes, target.axes, strict=True):
-        span = _common(a, b)
-        if span is None:
-            return None
-        spans.append(span)
-    return Block(source.key, tuple(spans), source.index, target.index)
+def prove_copies(
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
+    parts: Mapping[str, Sequence[tuple[str, Copy]]],
+) -> None:
+    """Show that the parts of each target, which are copies out of sources, fill it exactly once,
+    and that they use each element of each source exactly once.
 
-
-def _common(a: Axis, b: Axis) -> Span | None:
-    """The indices of a role's dimension that both hold."""
-    low = max(a.role_at, b.role_at)
-    high = min(a.role_at + a.count, b.role_at + b.count)
-    if high <= low:
-        return None
-    at, to_at = a.at + (low - a.role_at) * a.step, b.at + (low - b.role_at) * b.step
-    return Span(high - low, a.dim, at, a.step, b.dim, to_at, b.step)
+    Raises:
+        KeysMismatchError: they do not; lists what is left over.
+    """
+    proof = _Proof()
+    used: dict[str, list[Strided]] = {name: [] for name in sources}
+    wrong = []
+    for name, shape in targets.items():
+        for source, copy in parts[name]:
+            used[source].append(copy.source)
+        fault = proof.fault(shape, (copy.target for _, copy in parts[name]), 0)
+        wrong += [f"{name} {shape}: {fault}"] if fault else []
+    for name, shape in sources.items():
+        fault = proof.fault(shape, used[name], 0)
+        wrong += [f"{name} {shape} of the source: {fault}"] if fault else []
+    if wrong:
+        raise KeysMismatchError(
+            f"{len(wrong)} tensors would not be used or filled exactly once: "
+            f"{'; '.join(wrong[:8])}",
+            remedy="pass the model's own config; naming='module' keeps the names as they are",
+        )
 
 
 # -- the proof ---------------------------------------------------------------------------------
 
 
-def _prove_targets(target: Side, blocks: dict[Key, list[Block]]) -> None:
-    painter = _Painter()
+class _Proof:
+    """Proves that parts cover tensors exactly. Equal layers are checked once."""
+
+    def __init__(self) -> None:
+        self._coverage = functools.cache(coverage)
+
+    def fault(self, shape: Shape, parts: Iterable[Strided], padding: int) -> str:
+        """What is wrong; "" if each element is covered once, except the last `padding` rows."""
+        filled = (shape[0] - padding, *shape[1:]) if padding else shape
+        found: Coverage = self._coverage(filled, tuple(parts))
+        if found.outside:
+            return (
+                "padding is used as vocabulary" if padding else "a part reaches beyond the tensor"
+            )
+        if found.exact:
+            return ""
+        return f"{found.never} elements are not covered, {found.often} are covered more than once"
+
+
+def _prove_targets(target: Side, blocks: dict[TensorKey, list[Block]], proof: _Proof) -> None:
     wrong = []
     for key, shape in target.shapes.items():
-        boxes = [_target_box(block, len(shape)) for block in blocks[key]]
-        bad = painter.not_once(shape, boxes, target.padding.get(target.original(key), 0))
-        if bad:
-            wrong.append(f"{key.name} {shape}: {bad}")
+        parts = (block.copy.target for block in blocks[key])
+        fault = proof.fault(shape, parts, target.padding.get(target.original(key), 0))
+        if fault:
+            wrong.append(f"{key.name} {shape}: {fault}")
     if wrong:
         raise KeysMismatchError(
             f"{len(wrong)} tensors would not be filled exactly once: {'; '.join(wrong[:8])}",
-            remedy="the source lacks parts of them, or has some twice: check layout= and config=",
+            remedy="the source lacks parts of these tensors, or has some twice: check layout= "
+            "and config=",
         )
 
 
-def _prove_sources(source: Side, blocks: dict[Key, list[Block]]) -> None:
-    used: dict[Key, list[_Ranges]] = {key: [] for key in source.shapes}
+def _prove_sources(source: Side, blocks: dict[TensorKey, list[Block]], proof: _Proof) -> None:
+    used: dict[TensorKey, list[Strided]] = {key: [] for key in source.shapes}
     for held in blocks.values():
         for block in held:
-            used[block.source].append(_source_box(block, len(source.shapes[block.source])))
-    painter = _Painter()
+            used[block.source].append(block.copy.source)
     repeated = {other for _, other in source.copies}
     repeated.update(other for _, others in source.joined.values() for other in others)
     wrong = []
-    for key, boxes in used.items():
+    for key, parts in used.items():
         if key not in repeated:
-            bad = painter.not_once(source.shapes[key], boxes, source.padding.get(key, 0))
-            if bad:
-                wrong.append(f"{key.name} {source.shapes[key]}: {bad}")
+            fault = proof.fault(source.shapes[key], parts, source.padding.get(key, 0))
+            if fault:
+                wrong.append(f"{key.name} {source.shapes[key]}: {fault}")
     if wrong:
         raise TensorMismatchError(
-            f"{len(wrong)} tensors of the source would not be used once: {'; '.join(wrong[:8])}",
-            remedy="check layout= and config=: they do not describe this source",
+            f"{len(wrong)} tensors of the source would not be used exactly once: "
+            f"{'; '.join(wrong[:8])}",
+            remedy="check layout= and config=, which do not describe this source",
         )
-
-
-_Ranges = tuple[tuple[int, int, int], ...]  # per dimension: first, step, count
-
-
-def _target_box(block: Block, ndim: int) -> _Ranges:
-    found = {span.to_dim: (span.to_at, span.to_step, span.count) for span in block.spans}
-    return tuple(found.get(d, (block.to_index, 1, 1)) for d in range(ndim))
-
-
-def _source_box(block: Block, ndim: int) -> _Ranges:
-    found = {span.dim: (span.at, span.step, span.count) for span in block.spans}
-    return tuple(found.get(d, (block.index, 1, 1)) for d in range(ndim))
-
-
-class _Painter:
-    """Counts how often each element is meant; layers alike are counted once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Shape, tuple[_Ranges, ...], int], str] = {}
-
-    def not_once(self, shape: Shape, boxes: Iterable[_Ranges], padding: int) -> str:
-        """What is wrong with it; "" if all of the shape but the last `padding` rows is met once."""
-        key = (shape, tuple(sorted(boxes)), padding)
-        if key not in self._known:
-            self._known[key] = _counted(shape, key[1], padding)
-        return self._known[key]
-
-
-def _counted(shape: Shape, boxes: Sequence[_Ranges], padding: int) -> str:
-    # A dimension that every box has whole needs one count for all of its indices.
-    counted = [
-        d for d, n in enumerate(shape) if padding or any(box[d] != (0, 1, n) for box in boxes)
-    ]
-    if not boxes:
-        counted = []
-    counts = np.zeros([n if d in counted else 1 for d, n in enumerate(shape)], np.int32)
-    for box in boxes:
-        where = tuple(
-            slice(at, at + step * count, step) if d in counted else slice(None)
-            for d, (at, step, count) in enumerate(box)
-        )
-        counts[where] += 1
-        reach = [at + step * (count - 1) for at, step, count in box]
-        if any(r >= n for r, n in zip(reach, shape, strict=True)):
-            return "a part reaches beyond it"
-    scale = math.prod(n for d, n in enumerate(shape) if d not in counted)
-    if padding:
-        if counts[shape[0] - padding :].any():
-            return "padding is taken for vocabulary"
-        counts = counts[: shape[0] - padding]
-    never, often = int((counts == 0).sum()) * scale, int((counts > 1).sum()) * scale
-    return f"{never} elements never, {often} more than once" if never or often else ""

@@ -1,4 +1,4 @@
-"""config.json and its companions, with the keys that transformers 4 and 5 each look for."""
+"""config.json and the files beside it, with the keys of both transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
 
 __all__ = ["CONFIG", "GENERATION_CONFIG", "ModelConfig", "read_config", "tokenizer_files"]
@@ -46,7 +47,7 @@ class ModelConfig:
 
     @property
     def ties_embeddings(self) -> bool | None:
-        """What `tie_word_embeddings` says; None where nothing says it."""
+        """The value of `tie_word_embeddings`; None if it is not set."""
         for values in (self.values, *_nested(self.values)):
             if "tie_word_embeddings" in values:
                 return bool(values["tie_word_embeddings"])
@@ -55,7 +56,7 @@ class ModelConfig:
     def complete(self, dtype: str | None) -> dict[str, Any]:
         """The config to write: both generations' keys, and `dtype` of the weights that are written.
 
-        Without the older keys transformers 4 falls back to a theta of 10,000 and says nothing.
+        Without the older keys, transformers 4 silently uses a theta of 10,000.
 
         Raises:
             UsageError: the two generations' keys contradict each other.
@@ -71,7 +72,7 @@ class ModelConfig:
         return out
 
     def generation(self) -> dict[str, Any] | None:
-        """A generation_config.json made of the config's token ids, when it has any."""
+        """A generation_config.json with the config's token ids; None if it has none."""
         ids = {key: self.values[key] for key in _TOKEN_IDS if self.values.get(key) is not None}
         return {"_from_model_config": True, **ids} if ids else None
 
@@ -112,7 +113,7 @@ def read_config(source: Any) -> ModelConfig | None:
     named = values.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UsageError(
-            f"the config has architectures={named!r}, which is no list of names",
+            f"the config has architectures={named!r}, which is not a list of names",
             remedy="pass the model's own config (model.config)",
             path=where,
         )
@@ -127,10 +128,10 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"the config cannot be read: {error}",
+            f"cannot read the config: {error}",
             remedy="pass a directory that has a config.json, or that file",
             path=str(path),
         ) from error
@@ -141,7 +142,7 @@ def _check_json(values: dict[str, Any], where: str | None) -> None:
         json.dumps(values)
     except TypeError as error:
         raise UsageError(
-            f"the config holds a value that JSON cannot hold: {error}",
+            f"the config has a value that JSON cannot hold: {error}",
             remedy="pass config.to_dict(), or a dict of plain values",
             path=where,
         ) from error
@@ -176,7 +177,7 @@ def _older_keys(values: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _older_keys_by_layer(values: dict[str, Any], new: dict[str, Any]) -> None:
-    """Gemma 3's shape: one set of parameters for each type of attention layer."""
+    """As in Gemma 3: one set of parameters for each type of attention layer."""
     full, sliding = new.get("full_attention"), new.get("sliding_attention")
     if isinstance(full, dict):
         _older_keys(values, full)
@@ -196,7 +197,7 @@ def _newer_keys(values: dict[str, Any]) -> None:
 
 
 def _complete_experts(values: dict[str, Any]) -> None:
-    """Qwen's mixtures: transformers 4 looks for one of these and else takes a default of its own,
+    """Set both keys of Qwen's mixtures. Transformers 4 reads one of them (or takes its default),
     transformers 5 writes the other."""
     keys = ("num_experts", "num_local_experts")
     found = [values[key] for key in keys if values.get(key) is not None]
@@ -210,10 +211,12 @@ def _agree_if_neox(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _agree(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `key`, or refuse: the model would compute another thing under the other generation."""
+    """Set `key`, or refuse if it has another value: the model would compute something else under
+    the other version of transformers."""
     if values.get(key, value) not in (value, None):
         raise UsageError(
-            f"the config says {key}={values[key]} and, under the other generation's name, {value}",
+            f"the config says {key}={values[key]}, but {value} under the name of the other "
+            "transformers version",
             remedy="give both the same value, or leave one of them out",
         )
     values[key] = value

@@ -13,9 +13,9 @@ __all__ = ["Degrees"]
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks that differ, in Megatron's order: rank r is tensor-parallel rank r % tp of column
-    r // tp. For experts it is r % etp of those that cut each one, and r // etp % ep of those that
-    share them out: where etp is tp, a column is an expert-parallel rank.
+    """The ranks with different tensors, in Megatron's order. Rank r is tensor-parallel rank r % tp
+    of column r // tp. For experts it is part r % etp of each expert, and expert-parallel rank r //
+    etp % ep. If etp equals tp, a column is an expert-parallel rank.
 
     tp: tensor-parallel degree. ep: expert-parallel degree. etp: Megatron's
     `expert_tensor_parallel_size`. columns: how many times tp ranks.
@@ -28,10 +28,10 @@ class Degrees:
 
     @classmethod
     def of(cls, tp: int, ep: int, etp: int | None = None, columns: int | None = None) -> Degrees:
-        """With as many columns as it takes for every expert to be there.
+        """Make degrees with as many columns as are needed for all experts.
 
         Raises:
-            UsageError: a degree is below 1; `columns` are too few, or hold some twice and not all.
+            UsageError: a degree is below 1, or `columns` is not a multiple of what is needed.
         """
         etp = tp if etp is None else etp
         check_counts(tp=tp, ep=ep, etp=etp)
@@ -39,10 +39,10 @@ class Degrees:
         columns = least // tp if columns is None else columns
         if tp * columns % least:
             raise UsageError(
-                f"tp={tp}, ep={ep} and etp={etp} make up {least} ranks that differ, and "
-                f"{tp * columns} are recorded",
-                remedy="save with a parallel_state= whose tensor- and expert-parallel degrees, "
-                "multiplied, are that many",
+                f"tp={tp}, ep={ep} and etp={etp} need {least} ranks, but {tp * columns} are "
+                "recorded",
+                remedy="save with a parallel_state= whose tensor- and expert-parallel degrees "
+                "have that product",
             )
         return cls(tp, ep, etp, columns)
 
@@ -52,16 +52,16 @@ class Degrees:
 
     @property
     def apart(self) -> bool:
-        """Whether experts are cut otherwise than layers."""
+        """Whether experts are cut differently from layers."""
         return self.etp != self.tp
 
     def of_expert(self, tp: int, column: int) -> tuple[int, int]:
-        """Which part of which expert-parallel rank's experts a rank has."""
+        """The part and the expert-parallel rank whose experts a rank has."""
         rank = tp + self.tp * column
         return rank % self.etp, rank // self.etp % self.ep
 
     def first_of(self, part: int, ep: int) -> tuple[int, int]:
-        """The first rank that has it: (tensor-parallel rank, column)."""
+        """The first rank that has this part: (tensor-parallel rank, column)."""
         column, tp = divmod(part + self.etp * ep, self.tp)
         return tp, column
 

@@ -1,4 +1,4 @@
-"""Which layout the names of a source are in."""
+"""Find the layout of a source from its names."""
 
 from __future__ import annotations
 
@@ -7,50 +7,56 @@ from collections.abc import Collection
 
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.translate.dims import Dims
+from smckpt.translate.families import find_family
 from smckpt.translate.layouts import get_layout, layouts_of
-from smckpt.translate.pieces import dropped, places_of
-from smckpt.translate.table import Layout
+from smckpt.translate.pieces import dropped, tensors_of
+from smckpt.translate.table import TensorLayout
 
-__all__ = ["choose_layout", "looks_transformed", "unmatched"]
+__all__ = ["choose_layout", "looks_packed", "looks_transformed", "unmatched"]
 
-# Parts of names that no model of transformers has.
+# PeftTensors of names that no model of transformers has.
 _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
     r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
     r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
 )
-# Experts as transformers 5 packs them in memory: for these families not on disk.
+# Experts as transformers 5 packs them in memory; some families have other names on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
-_ONE_BY_ONE = ("mixtral", "qwen3_moe")
 
 
-def looks_transformed(names: Collection[str], family: str | None) -> bool:
-    """Whether some names are of a tensor-parallel layout, and not Hugging Face's on disk."""
-    own = _PACKED if family in _ONE_BY_ONE else None
-    return any(_TRANSFORMED.search(n) or (own and own.search(n)) for n in names)
+def looks_transformed(names: Collection[str]) -> bool:
+    """Whether some names are of a tensor-parallel layout that is not transformers' own."""
+    return any(_TRANSFORMED.search(name) for name in names)
+
+
+def looks_packed(names: Collection[str], model_type: str | None) -> bool:
+    """Whether experts are packed as in memory, in a family of ours whose released models have them
+    one by one."""
+    family = find_family(model_type) if model_type else None
+    return family is not None and family.packs_experts and any(map(_PACKED.search, names))
 
 
 def choose_layout(
-    names: Collection[str], dims: Dims, layout: str | Layout | None, ep: int, where: str
-) -> Layout:
-    """The layout that was asked for, or the only one that the names fit.
+    names: Collection[str], dims: Dims, layout: str | TensorLayout | None, ep: int, where: str
+) -> TensorLayout:
+    """The requested layout, or the only one that the names fit.
 
     Raises:
-        UsageError: no layout fits, or several do; names the candidates.
-        KeysMismatchError: the one that was asked for does not fit; lists the names.
+        UsageError: no layout fits, or several do; the message names them.
+        KeysMismatchError: the requested layout does not fit; the message lists the names.
     """
     if layout is not None:
         chosen = get_layout(layout, dims.family)
         missing, unexpected = unmatched(names, chosen, dims, ep)
         if missing or unexpected:
             raise KeysMismatchError(
-                f"the names do not fit the layout {chosen.name} of a {dims.family} model: missing "
-                f"{_some(missing)}; unexpected {_some(unexpected)}",
+                f"the names do not fit the layout {chosen.name} of a {dims.family.name} model: "
+                f"missing {_some(missing)}; unexpected {_some(unexpected)}",
                 remedy="check layout=, config=, ep= and etp=, or add rows to a layout of your own",
                 path=where,
             )
         return chosen
-    fits: list[Layout] = []
+    fits: list[TensorLayout] = []
     nearest: list[tuple[int, str, list[str], list[str]]] = []
     for name, candidate in layouts_of(dims.family).items():
         try:
@@ -74,7 +80,7 @@ def choose_layout(
         )
     _, name, missing, unexpected = min(nearest)
     raise UsageError(
-        f"the names fit no layout known for {dims.family}; nearest is {name}, with missing "
+        f"the names fit no known layout of {dims.family.name}; the nearest is {name}, with missing "
         f"{_some(missing)}; unexpected {_some(unexpected)}",
         remedy="check config=, ep= and etp=, pass layout=, or register a layout of your own",
         path=where,
@@ -82,21 +88,23 @@ def choose_layout(
 
 
 def unmatched(
-    names: Collection[str], layout: Layout, dims: Dims, ep: int
+    names: Collection[str], layout: TensorLayout, dims: Dims, ep: int
 ) -> tuple[list[str], list[str]]:
-    """Names that the layout wants and are not there, and those that are there for nothing.
+    """The names that the layout needs and the source lacks, and the names of the source that the
+    layout does not have.
 
-    A head that the config ties to the embedding may be there.
+    A head that the config ties to the embedding may exist.
     """
-    wanted = {place.name for place in places_of(layout, dims, ep)}
+    wanted = {place.name for place in tensors_of(layout, dims, ep)}
     heads = {row.name for row in layout.rows if row.roles == ("head",)} if dims.tied else set()
     unexpected = [n for n in sorted(set(names) - wanted - heads) if not dropped(layout, n)]
     return sorted(wanted - set(names)), unexpected
 
 
-def _alike(a: Layout, b: Layout, dims: Dims, ep: int) -> bool:
-    """Whether two layouts say the same of this model: they may differ in experts only."""
-    return set(places_of(a, dims, ep)) == set(places_of(b, dims, ep))
+def _alike(a: TensorLayout, b: TensorLayout, dims: Dims, ep: int) -> bool:
+    """Whether two layouts are the same for this model. They may differ only in experts, for
+    instance."""
+    return set(tensors_of(a, dims, ep)) == set(tensors_of(b, dims, ep))
 
 
 def _some(names: list[str]) -> str:

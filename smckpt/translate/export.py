@@ -1,7 +1,8 @@
 """Export a checkpoint as a Hugging Face directory: `export_hf`.
 
-Catalogue → the model's tensors (`names`) → targets in files (`targets`) → chunks, read, cast and
-written (`stream`) → config and tokenizer (`config`) → what makes it loadable (`files`).
+Catalogue → the model's tensors, by the names of released ones (`contents`) → targets in files
+(`targets`) → chunks, read, cast and written (`stream`) → config and tokenizer (`config`) → what
+makes it loadable (`files`).
 """
 
 from __future__ import annotations
@@ -10,35 +11,27 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from smckpt.checkpoint.catalogue import LogicalTensor, open_catalogue
-from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.storage.s3_config import S3Config, s3_options, using_s3
-from smckpt.storage.urls import is_s3_url
-from smckpt.translate.arguments import check_counts, check_flags, check_paths
+from smckpt.calls import alone
+from smckpt.errors import UsageError
+from smckpt.storage import Access, access_to
+from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
-from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
-from smckpt.translate.companions import tokenizer_of, write_companions
-from smckpt.translate.config import CONFIG, ModelConfig, read_config
-from smckpt.translate.crew import crew_of
-from smckpt.translate.degrees import Degrees
-from smckpt.translate.detect import looks_transformed
+from smckpt.translate.comparison import Comparison
+from smckpt.translate.config import read_config
+from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
+from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
-from smckpt.translate.lora import ADAPTER_WEIGHTS, read_lora_config, sort
-from smckpt.translate.merged import MergedSource, merged_targets, open_base
-from smckpt.translate.meta_model import Comparison
-from smckpt.translate.model import to_hub
-from smckpt.translate.names import find_ties, model_tensors
-from smckpt.translate.run import Contents, Planned, Run
-from smckpt.translate.source import Source
-from smckpt.translate.stores import Store, open_files
-from smckpt.translate.stream import CHUNK
-from smckpt.translate.table import Layout
-from smckpt.translate.targets import OutputFile, Same, Target, arrange
+from smckpt.translate.lora import ADAPTER_WEIGHTS
+from smckpt.translate.merged import find_peft_contents
+from smckpt.translate.sidecars import tokenizer_of, write_sidecars
+from smckpt.translate.stages import Planned, Stages
+from smckpt.translate.table import TensorLayout
+from smckpt.translate.targets import OutputFile, arrange
 from smckpt.translate.vocabulary import check_tokenizer
 
 __all__ = ["ExportReport", "export_hf"]
@@ -55,7 +48,8 @@ class ExportReport:
 
     directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
     left_out: names not written because they are tied to one that is. notes: what a reader should
-    know ("no config was given …"). layout: the tensor-parallel layout that it was translated from.
+    know ("no config was given …"). naming: "hub", the names of released models, or "module", those
+    of the state dict. layout: the tensor-parallel layout that it was translated from.
     nonfinite: how many NaN and infinite elements each tensor has that has any.
     """
 
@@ -66,15 +60,17 @@ class ExportReport:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    naming: str
     layout: str | None = None
     nonfinite: dict[str, int] = field(default_factory=dict)
 
 
+@alone()
 def export_hf(
     checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out_dir: str | os.PathLike[str],
     *,
-    layout: str | Layout | None = None,
+    layout: str | TensorLayout | None = None,
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
@@ -91,6 +87,7 @@ def export_hf(
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
     against_model: bool = True,
+    naming: str = HUB,
     lora: str | None = None,
     lora_config: Any = None,
     base: str | os.PathLike[str] | None = None,
@@ -99,71 +96,81 @@ def export_hf(
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
-    Models whose tensors have Hugging Face's names keep them; those of a tensor-parallel layout
-    are translated (docs/layouts.md), after a proof on shapes that each element has one place.
-    Needs no model, no process group and no torch; memory stays at two chunks of 16 MiB a thread.
+    Tensors get the names and shapes that released models of the family have. Those of a
+    tensor-parallel layout are translated (docs/layouts.md), after a proof on shapes that each
+    element has one place. Needs no model, no process group and, for families with a table, no
+    torch; memory stays at two chunks of 16 MiB a thread.
     Every byte of a checkpoint is verified as it is read. The directory loads when all of it is
     durable, and not before.
 
     Args:
-        checkpoint: a committed checkpoint: a group's directory that is whole by itself, or the
-            directory above the groups'. Or the files of all ranks (safetensors, or `torch.save` of
+        checkpoint: the directory of a committed checkpoint; for one of several groups the directory
+            above the groups. Or a list with the files of all ranks (safetensors, or `torch.save` of
             a state dict), tensor-parallel ranks innermost, then expert-parallel ones.
-        out_dir: the directory to write; made when missing.
-        layout: the tensor-parallel layout: a name, or a `Layout`. Found from the names when left
-            out; names that fit several are refused.
-        tp, ep: tensor- and expert-parallel degrees; by default those recorded in the checkpoint,
-            else 1.
-        etp: the degree at which experts are cut, where it is not tp: Megatron's
-            `expert_tensor_parallel_size`. Rank r has then part r % etp of the experts of
+        out_dir: the directory to write. It is made if it is missing.
+        layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
+            the tensors' names; names that fit several layouts are refused.
+        tp, ep: tensor- and expert-parallel degrees. By default those recorded in the checkpoint,
+            otherwise 1.
+        etp: the degree at which experts are cut, if it is not tp: Megatron's
+            `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
             expert-parallel rank r // etp % ep.
-        padded_vocab_size: as many rows as a tensor-parallel layout has of the vocabulary, padding
-            included. Where left out there may be vocab_size of the config, or as many as trainers
-            round that up to, and the tokenizer must use none of the padding.
-        config: the model's config: a directory or file, a dict, or `model.config`. Written with
-            the keys of transformers 4 and 5, and with the dtype of the weights.
+        padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
+            included. By default there may be as many as the config's vocab_size, or as many as
+            trainers round that up to, and the tokenizer must not use the padding.
+        config: the model's config: a directory or file, a dict, or `model.config`. It is written
+            with the keys of transformers 4 and 5 and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
-            `save_pretrained`. By default those beside `config`, if that is a directory.
-        dtype: "float32", "bfloat16" or "float16" to cast every floating tensor to it, rounding to
-            nearest even; None keeps each tensor's own.
-        max_shard_size: of data in one file, in bytes or as "5GB", "512MiB".
-        prefix: dotted place of the model in the saved state dict ("model"; "" for all of it).
-            Found when left out: the key "model", or the only part that is no optimizer's.
-        threads: how many read and write; by default one for each processor, at most 8.
-        progress: called with (bytes written, bytes in all) after each chunk, one call at a time.
-        overwrite: replace a model that is in `out_dir`. The old one is gone first.
-        s3_region, s3client_config: where `checkpoint` or `out_dir` is in S3, as in `save`.
-        allow_nonfinite: export weights that hold NaN or infinity too; the report counts them.
-        against_model: compare names and shapes with the model that transformers makes of `config`
-            (on the meta device), where transformers is installed, before anything is written.
+            `save_pretrained`. By default the files beside `config`, if that is a directory.
+        dtype: "float32", "bfloat16" or "float16" to cast floating tensors to it, rounding to
+            nearest even, but those that `from_pretrained` keeps in float32; None keeps each
+            tensor's own.
+        max_shard_size: how much data one file may have, in bytes or as "5GB", "512MiB".
+        prefix: the dotted place of the model in the saved state dict ("model"; "" for all of it).
+            By default the key "model", or the only part that is not an optimizer.
+        threads: how many threads read and write; by default one for each processor, at most 8.
+        progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
+        overwrite: replace a model in `out_dir`. The old one is removed first.
+        s3_region, s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        allow_nonfinite: also export weights with NaN or infinity; the report counts them.
+        against_model: compare names and shapes with those of the config's model: with the table of
+            a built-in family, and, if that does not fit exactly and transformers is installed, with
+            the model that transformers makes on the meta device.
+        naming: "hub": the names of released models, as `save_pretrained` writes them. For families
+            without a table here, transformers says what they are; a note says if it cannot.
+            "module": the names in the state dict, which not all servers and versions load.
         lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
             `PeftModel.from_pretrained` loads, "merge" the base's with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
             `model.peft_config`.
         base: with "merge", a Hugging Face directory with the base's weights, where the checkpoint
             has the adapter's alone.
-        process_group: the processes that call this together, with the same arguments, and share
-            the files: a torch process group, or the `Crew` of `crew_of_environment`. None: this
-            process does it by itself. `progress` is then called by the first of them.
-        timeout: with `process_group`, seconds without a byte of one of them until all give up.
+        process_group: the processes that call this together, with the same arguments, and share the
+            files: a torch process group, or the `ExportGroup` of `export_group_of_environment`.
+            Only the first of them calls `progress`. None: this process exports alone.
+        timeout: with `process_group`: all give up when one of them has written no byte for so many
+            seconds.
 
     Raises:
         PeerError: another process has died.
-        UsageError: an argument; `out_dir` is not empty; the model's place is ambiguous; weights
-            are NaN or infinite.
-        KeysMismatchError: names or shapes are not those of the config's model.
+        UsageError: an argument is wrong; `out_dir` is not empty; the model's place is ambiguous;
+            weights are NaN or infinite.
+        KeysMismatchError: names or shapes differ from the config's model.
         TensorMismatchError: tensors that the config says are tied differ.
-        CorruptCheckpointError: a block of the checkpoint is not what was written.
+        CorruptCheckpointError: a block of the checkpoint differs from what was written.
         StorageError: the disk is full, read-only, ….
     """
     began = time.perf_counter()
     with ExitStack() as cleanup:
-        crew = crew_of(process_group, timeout)  # first: what is wrong here the others hear of
-        cleanup.callback(crew.close)
-        cleanup.enter_context(crew.telling())
+        # first, so that the others hear what is wrong here
+        group = export_group_of(process_group, timeout)
+        cleanup.callback(group.close)
+        cleanup.enter_context(group.telling())
         files = _check_places(checkpoint, out_dir)
-        cleanup.enter_context(using_s3(_s3_of(checkpoint, out_dir, s3_region, s3client_config)))
+        access = _access(checkpoint, out_dir, s3_region, s3client_config)
         dtype = _dtype_name(dtype)
+        if naming not in (HUB, MODULE):
+            raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
@@ -175,43 +182,55 @@ def export_hf(
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         refuse_into_source(out_dir, *files, **given)
 
+        config_of_model = None if settings is None or lora == "adapter" else settings.complete(None)
+        asked = naming == HUB or (against_model and group.leads)
+        comparison = Comparison(config_of_model if asked else None, strict=against_model)
+        cleanup.callback(comparison.close)
+
         def plan() -> Planned:
+            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size)
             if lora is None:
-                _refuse_given("without lora=", lora_config=lora_config, base=base)
-                degrees = tp, ep, etp
-                found = _contents(
-                    checkpoint, settings, dtype, prefix, layout, degrees, padded_vocab_size
+                refuse_given("without lora=", lora_config=lora_config, base=base)
+                found = find_contents(
+                    access, checkpoint, prefix, settings, said, naming, comparison
                 )
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                _refuse_given(
-                    "with lora=", layout=layout, tp=tp, ep=ep, etp=etp,
-                    padded_vocab_size=padded_vocab_size,
-                )  # fmt: skip
-                found = _of_peft(checkpoint, settings, dtype, prefix, lora, lora_config, base)
+                refuse_given("with lora=", **vars(said))
+                found = find_peft_contents(
+                    access,
+                    checkpoint,
+                    prefix,
+                    settings,
+                    lora,
+                    lora_config,
+                    base,
+                    naming,
+                    comparison,
+                )
+            kept = found.kept.get(dtype or "", frozenset())
+            cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]
+            found = replace(found, targets=cast)
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-            output = Output(os.fspath(out_dir), files)
+            output = Output(access.open(out_dir), files)
             return Planned(
                 found, files, output,
-                lambda: write_companions(output, settings, tokens, found.adapter, found.targets),
+                lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets),
             )  # fmt: skip
 
-        compared = settings if against_model and lora != "adapter" and crew.leads else None
-        comparison = Comparison(None if compared is None else compared.complete(None))
-        cleanup.callback(comparison.close)
-        run = Run(crew, comparison, overwrite, allow_nonfinite, workers, progress)
-        cleanup.callback(run.close)
+        stages = Stages(group, comparison, overwrite, allow_nonfinite, workers, progress)
+        cleanup.callback(stages.close)
         on_failure = cleanup.enter_context(ExitStack())
-        on_failure.callback(run.abandon)
-        crew.meet("plan", lambda: run.plan(plan), run.prepare)
-        told = crew.meet("written", run.write, run.publish)
+        on_failure.callback(stages.abandon)
+        group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+        decided = group.meet("written", stages.write, stages.publish)
         on_failure.pop_all()
-    return _report(run.made, told, time.perf_counter() - began)
+    return _report(stages.made, decided, time.perf_counter() - began)
 
 
-def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport:
-    notes = (*made.found.notes, *told["notes"])
+def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:
+    notes = (*made.found.notes, *decided["notes"])
     for note in notes:
         log.warning("%s: %s", made.output.url, note)
     return ExportReport(
@@ -222,175 +241,35 @@ def _report(made: Planned, told: dict[str, Any], seconds: float) -> ExportReport
         left_out=made.found.left_out,
         notes=notes,
         seconds=seconds,
+        naming=made.found.naming,
         layout=made.found.layout,
-        nonfinite=told["nonfinite"],
+        nonfinite=decided["nonfinite"],
     )
 
 
-# -- what is exported ----------------------------------------------------------------------------
-
-
-def _contents(
-    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
-    layout: str | Layout | None, given: tuple[int | None, int | None, int | None],
-    padded: int | None,
-) -> Contents:  # fmt: skip
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        _refuse_prefix(prefix)
-        tp, ep, etp = given
-        degrees = Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
-        store: Store = open_files(checkpoint, degrees)
-        return _translated(store, settings, dtype, layout, degrees, padded)
-    catalogue = open_catalogue(os.fspath(checkpoint))
-    tensors = model_tensors(catalogue, prefix)
-    family = settings.values["model_type"] if settings is not None else None
-    if layout is not None or looks_transformed(tensors, family):
-        degrees = degrees_of(catalogue, *given)
-        store = CheckpointStore(catalogue, tensors, degrees)
-        store.refuse_unlike_replicas()
-        made = _translated(store, settings, dtype, layout, degrees, padded)
-        return replace(made, identity=catalogue.identity)
-    if any(value is not None for value in (*given, padded)):
-        raise UsageError(
-            "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's own",
-            remedy="leave them out, or pass layout=",
-            path=catalogue.url,
-        )
-    source = Source(catalogue)
-    left_out = _tied(source, tensors, settings)
-    targets = [_target(name, t, dtype) for name, t in tensors.items() if name not in left_out]
-    notes = _notes(tensors, settings)
-    return Contents(source, targets, left_out, notes, identity=catalogue.identity)
-
-
-def _translated(
-    store: Store, settings: ModelConfig | None, dtype: str | None, layout: str | Layout | None,
-    degrees: Degrees, padded: int | None,
-) -> Contents:  # fmt: skip
-    made = to_hub(store, settings, layout, degrees, padded)
-    targets = [replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made.targets]
-    return Contents(
-        made.source, targets, made.left_out, (), made.layout, vocabulary=made.vocabulary
-    )
-
-
-def _of_peft(
-    checkpoint: Any, settings: ModelConfig | None, dtype: str | None, prefix: str | None,
-    lora: str, lora_config: Any, base: str | os.PathLike[str] | None,
-) -> Contents:  # fmt: skip
-    if lora not in ("adapter", "merge"):
-        raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
-    adapter = read_lora_config(lora_config)
-    catalogue = open_catalogue(os.fspath(checkpoint))
-    parts = sort(model_tensors(catalogue, prefix, peft=True), catalogue.url)
-    adapter.check(parts.pairs, catalogue.url)
-    source = Source(catalogue)
-    if lora == "adapter":
-        _refuse_given('with lora="adapter"', base=base, config=settings)
-        adapter.refuse_biases(catalogue.url)
-        own = [_target(name, tensor, dtype) for name, tensor in parts.adapter.items()]
-        return Contents(source, own, (), (), adapter=adapter, identity=catalogue.identity)
-    directory = open_base(base, adapter) if base is not None else None
-    family = settings.values["model_type"] if settings is not None else None
-    if directory is None and looks_transformed(parts.base, family):
-        raise UsageError(
-            "the base's names are not those that Hugging Face has on disk",
-            remedy="pass base= the Hugging Face directory of the base model",
-            path=catalogue.url,
-        )
-    made = merged_targets(parts, adapter, directory, catalogue.url)
-    tied: tuple[str, ...] = ()
-    if directory is None:
-        tied = _tied(source, parts.base, settings)
-        adapter.refuse_tied(tied, parts.pairs, catalogue.url)
-    targets: list[Target] = [
-        replace(t, dtype=_wanted(t.name, t.dtype, dtype)) for t in made if t.name not in tied
-    ]
-    notes = _notes([t.name for t in made], settings)
-    merged = MergedSource(source, directory)
-    return Contents(merged, targets, tied, notes, identity=catalogue.identity)
-
-
-def _one_file(found: Contents) -> tuple[OutputFile, ...]:
-    """An adapter's weights are one file."""
+def _one_file(found: ExportContents) -> tuple[OutputFile, ...]:
+    """Put an adapter's weights into one file."""
     (file,) = arrange(found.targets, 1 << 62)
     return (replace(file, name=ADAPTER_WEIGHTS),)
 
 
-def _refuse_given(when: str, **given: Any) -> None:
-    names = [f"{name}=" for name, value in given.items() if value is not None]
-    if names:
+def _cast(target: Any, dtype: str | None) -> Any:
+    """A target in the dtype to write it in."""
+    if dtype is None or not _is_float(target.dtype):
+        return target
+    if target.dtype not in CASTABLE:
         raise UsageError(
-            f"{', '.join(names)} has no meaning {when}", remedy="leave it out", path=None
-        )
-
-
-def _refuse_prefix(prefix: str | None) -> None:
-    if prefix is not None:
-        raise UsageError(
-            "prefix= is for checkpoints, not for files of ranks",
-            remedy="save the model's state dict alone, or under the key model",
-        )
-
-
-def _target(name: str, tensor: LogicalTensor, dtype: str | None) -> Same:
-    wanted = _wanted(name, tensor.dtype, dtype)
-    return Same(name, wanted, tuple(tensor.shape), tensor.name, tensor.dtype)
-
-
-def _wanted(name: str, own: str, dtype: str | None) -> str:
-    """The dtype to write a tensor in."""
-    if dtype is None or not _is_float(own):
-        return own
-    if own not in CASTABLE:
-        raise UsageError(
-            f"{name} has dtype {own}, which is not cast",
+            f"{target.name} has dtype {target.dtype}, which is not cast",
             remedy=f"export with dtype=None; casts are between {', '.join(CASTABLE)}",
         )
-    return dtype
-
-
-def _tied(
-    source: Source, tensors: dict[str, LogicalTensor], settings: ModelConfig | None
-) -> tuple[str, ...]:
-    """Names to leave out because the config ties them to another; refused where they differ."""
-    if settings is None or not settings.ties_embeddings:
-        return ()
-    left_out = []
-    for tie in find_ties(tensors):
-        kept, other = tensors[tie.kept], tensors[tie.left_out]
-        if not source.equal(kept, other, CHUNK):
-            raise TensorMismatchError(
-                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
-                remedy="set tie_word_embeddings to false in the config if the model was trained "
-                "with both; else the checkpoint is not of this model",
-                path=source.catalogue.url,
-            )
-        left_out.append(tie.left_out)
-    return tuple(left_out)
-
-
-def _notes(tensors: Collection[str], settings: ModelConfig | None) -> tuple[str, ...]:
-    if settings is None:
-        return (f"no config was given: put the model's {CONFIG} there before loading",)
-    notes = []
-    architectures = settings.values.get("architectures") or [""]
-    heads = any("head" in name or name.startswith("embed_out") for name in tensors)
-    if settings.ties_embeddings is False and architectures[0].endswith("ForCausalLM") and not heads:
-        notes.append(
-            f"{architectures[0]} with untied embeddings, but no output head is in the checkpoint: "
-            "from_pretrained would make a random one"
-        )
-    return tuple(notes)
+    return replace(target, dtype=dtype)
 
 
 # -- arguments -----------------------------------------------------------------------------------
 
 
 def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
-    """The files of ranks, if it is they that are exported."""
+    """The files of ranks, if `checkpoint` is a list of them."""
     check_paths(out_dir=out_dir)
     many = isinstance(checkpoint, (list, tuple))
     paths = checkpoint if many else [checkpoint]
@@ -401,12 +280,10 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
     return checkpoint if many else ()
 
 
-def _s3_of(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> S3Config | None:
-    """The options of the one, or both, that are in S3."""
-    urls = [os.fspath(out_dir)]
-    if isinstance(checkpoint, (str, os.PathLike)):
-        urls.append(os.fspath(checkpoint))
-    return s3_options(next(filter(is_s3_url, urls), urls[0]), region, config)
+def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:
+    """The access to the directory that is written, and to the checkpoint if there is one."""
+    read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
+    return access_to(out_dir, *read, s3_region=region, s3client_config=config)
 
 
 def _dtype_name(dtype: Any) -> str | None:

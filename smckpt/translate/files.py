@@ -1,6 +1,6 @@
-"""The export's directory: what stands there before, what is written, and what makes it whole.
+"""The directory of an export: what was there before, what is written, and what makes it loadable.
 
-Weights are written first and made durable; what makes them loadable (the index, or the name
+Weights are written first and made durable. What makes them loadable (the index, or the name
 model.safetensors) comes last. An export that is killed leaves files that nothing loads.
 """
 
@@ -16,17 +16,16 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from smckpt.errors import StorageError, UsageError
-from smckpt.storage import FileWriter, Storage, open_storage
+from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.targets import OutputFile
+from smckpt.translate.targets import INDEX, OutputFile
 
-__all__ = ["INDEX", "Output", "aligned", "refuse_into_source"]
+__all__ = ["Output", "aligned", "refuse_into_source"]
 
-INDEX = "model.safetensors.index.json"
 UNFINISHED = ".unfinished"
 
-# Weights in any form that from_pretrained would take, and their indices.
+# Weights in any form that from_pretrained loads, and their indices.
 _WEIGHTS = re.compile(
     r"(model|adapter_model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
     r"(\.index\.json)?$"
@@ -34,13 +33,13 @@ _WEIGHTS = re.compile(
 
 
 class Output:
-    """The directory `url`, on its way from empty (or overwritten) to a whole model."""
+    """The directory `storage`, which is empty (or overwritten) and becomes a whole model."""
 
-    def __init__(self, url: str, files: Sequence[OutputFile]) -> None:
-        # one file can be loaded by itself, so it has another name until it is whole
+    def __init__(self, storage: Storage, files: Sequence[OutputFile]) -> None:
+        self.storage = storage
+        self.url = url = storage.url
+        # a single file loads by itself, so it has another name until it is whole
         self._hidden = is_local(url) and len(files) == 1
-        self.storage: Storage = open_storage(url)
-        self.url = self.storage.url
         self._files = tuple(files)
         self._lock = threading.Lock()
         self._open: dict[str, FileWriter] = {}
@@ -49,20 +48,20 @@ class Output:
         self._new = is_local(url) and not os.path.exists(local_path(url))
 
     def prepare(self, *, overwrite: bool) -> None:
-        """Refuse a directory that holds something, or take the old model out of it.
+        """Refuse a directory that is not empty, or remove the old model from it.
 
         Raises:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
         present = self._present(overwrite)
-        # The index first: from then on no mixture of two models can be loaded.
+        # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
         self._check_space()
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
-        """The writer of `file`, made with its header when first asked for."""
+        """The writer of `file`. The first call makes it and writes the header."""
         with self._lock:
             if file.name not in self._open:
                 name = self._stored(file)
@@ -78,7 +77,7 @@ class Output:
             return self._open[file.name]
 
     def chunk_done(self, file: OutputFile) -> None:
-        """One chunk less; the file is made durable with its last."""
+        """Count a finished chunk. The last one makes the file durable."""
         with self._lock:
             self._chunks[file.name] -= 1
             if self._chunks[file.name]:
@@ -86,7 +85,7 @@ class Output:
         self._finish(file)
 
     def put(self, name: str, data: bytes) -> None:
-        """A small file, in place of one that was there (only `overwrite` lets that happen)."""
+        """Write a small file. It may replace an old one, which only `overwrite` allows."""
         self.storage.delete(name)
         self.storage.put(name, data)
         self._made.append(name)
@@ -94,20 +93,20 @@ class Output:
     def refuse_absent(self) -> None:
         """
         Raises:
-            StorageError: what other processes wrote is not here.
+            StorageError: files that other processes wrote are missing here.
         """
         sizes = {info.name: info.size for info in self.storage.list()}
         absent = [f.name for f in self._files if sizes.get(self._stored(f)) != f.size]
         if absent:
             raise StorageError(
-                f"{len(absent)} files that other processes wrote are not seen from here: "
+                f"this process does not see {len(absent)} files that other processes wrote: "
                 f"{absent[:8]}",
-                remedy="give out_dir on a file system that all hosts share, or in S3",
+                remedy="pass an out_dir on a file system that all hosts share, or in S3",
                 path=self.url,
             )
 
     def publish(self, index: bytes | None) -> None:
-        """Make it loadable: the index, or the names of files that load alone."""
+        """Make the model loadable: write the index, or give a single file its name."""
         if index is not None:
             self.storage.put(INDEX, index)
             return
@@ -123,8 +122,8 @@ class Output:
                 raise storage_error(error, path, "name the finished file") from error
 
     def abandon(self) -> None:
-        """Remove what was written, as far as the store lets us."""
-        with ExitStack() as each:  # one that cannot be removed does not keep the others
+        """Remove what was written, as far as the store allows."""
+        with ExitStack() as each:  # go on after one that cannot be removed
             for name in self._made:
                 each.callback(self.storage.delete, name)
             for writer in self._open.values():
@@ -153,7 +152,8 @@ class Output:
         self._open[file.name].finish()
 
     def _stored(self, file: OutputFile) -> str:
-        """A file that loads alone has another name until then; an object appears whole anyway."""
+        """The present name of a file. A file that loads alone has another name until the end; an
+        object appears whole anyway."""
         return file.name + UNFINISHED if self._hidden else file.name
 
     def _check_space(self) -> None:
@@ -166,7 +166,7 @@ class Output:
         free = shutil.disk_usage(there).free
         if free < need:
             raise StorageError(
-                f"the model needs {need:,} bytes and {free:,} are free",
+                f"the model needs {need:,} bytes, but only {free:,} are free",
                 remedy="free space, or choose an out_dir on another disk",
                 path=self.url,
             )
@@ -175,8 +175,8 @@ class Output:
 def refuse_into_source(
     out_dir: str | os.PathLike[str], *files: str | os.PathLike[str], **given: Any
 ) -> None:
-    """Raises UsageError: `out_dir` is where files of ranks, or another argument's, are, which the
-    removal of an old model, or of what a failure leaves, would take away."""
+    """Raise UsageError if `out_dir` contains files of ranks or of another argument. They would be
+    lost when an old model, or the rest of a failed export, is removed."""
     url = os.fspath(out_dir)
     if not is_local(url):
         return
@@ -189,14 +189,15 @@ def refuse_into_source(
     for place, what in places:
         if place == there:
             raise UsageError(
-                f"out_dir is the directory of {what}, which would be lost if this fails",
+                f"out_dir is the directory of {what}, which a failure would delete",
                 remedy="choose another out_dir",
                 path=url,
             )
 
 
 def aligned(size: int) -> memoryview:
-    """`size` bytes of page-aligned memory, what direct writes ask for; freed with its last view."""
+    """`size` bytes of page-aligned memory, which direct writes need. It is freed with its last
+    view."""
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 

@@ -1,4 +1,4 @@
-"""NaN and infinity among the elements that an export or import writes, counted as they pass."""
+"""Count NaN and infinity among the elements that an export or import writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 17  # elements whose intermediate arrays stay in the processor's
 
 
 class NonFinite:
-    """Counts by name; of several threads."""
+    """Counts by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,16 +54,16 @@ class NonFinite:
 
 
 def refuse_nonfinite(counts: Mapping[str, int], allowed: bool, url: str, remedy: str) -> list[str]:
-    """What a report notes of them.
+    """The notes for the report.
 
     Raises:
-        UsageError: there are any, and they are not `allowed`.
+        UsageError: there are some, and they are not `allowed`.
     """
     if not counts:
         return []
     worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
     more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-    text = f"{len(counts)} tensors hold NaN or infinity: {worst}{more}"
+    text = f"{len(counts)} tensors have NaN or infinite elements: {worst}{more}"
     if not allowed:
         raise UsageError(text, remedy=f"{remedy}, or pass allow_nonfinite=True", path=url)
     return [text]

@@ -1,4 +1,5 @@
-"""The way back: a Hugging Face directory into a checkpoint of tensor- and expert-parallel ranks."""
+"""Import a Hugging Face directory as a checkpoint of tensor- and expert-parallel ranks:
+`import_hf`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smckpt.calls import alone
 from smckpt.errors import UsageError
-from smckpt.storage.s3_config import s3_options, using_s3
+from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.arguments import check_counts, check_flags, check_paths
@@ -24,9 +26,9 @@ from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
-from smckpt.translate.stores import open_directory
+from smckpt.translate.rank_files import open_directory
 from smckpt.translate.stream import write_chunks
-from smckpt.translate.table import Layout
+from smckpt.translate.table import TensorLayout
 from smckpt.translate.vocabulary import most_padding, padded_rows
 
 __all__ = ["ImportReport", "import_hf"]
@@ -37,8 +39,8 @@ log = logging.getLogger("smckpt")
 @dataclass(frozen=True)
 class ImportReport:
     """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost. notes:
-    what a reader should know. nonfinite: how many NaN and infinite elements each tensor has that
-    has any, in all ranks' files together.
+    what the user should know. nonfinite: for each tensor that has NaN or infinite elements: how
+    many, in all ranks' files together.
     """
 
     directory: str
@@ -50,10 +52,11 @@ class ImportReport:
     nonfinite: dict[str, int] = field(default_factory=dict)
 
 
+@alone()
 def import_hf(
     directory: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
-    layout: str | Layout,
+    layout: str | TensorLayout,
     *,
     tp: int = 1,
     ep: int = 1,
@@ -70,33 +73,35 @@ def import_hf(
 ) -> ImportReport:
     """Write the model in `directory` as a checkpoint of the ranks of a tensor-parallel layout.
 
-    It is one that tp × ep ranks would have saved, each with plain tensors of its own, and it says
-    who is who; `load(…, parallel_state=…)` fills a live model of these degrees from it, whatever
-    FSDP does with it. config.json stands beside it. Rows of padding are zero. What ranks hold in
-    copies is in each one's file. Bytes are moved, never changed; memory stays at two chunks of
-    16 MiB a thread.
+    It is the checkpoint that tp × ep ranks would have saved, each with plain tensors of its own,
+    and it records which rank is which. `load(…, parallel_state=…)` fills a live model of these
+    degrees from it, with or without FSDP. config.json is beside it. Rows of padding are zero.
+    Tensors of which ranks hold copies are in each rank's file. Bytes are moved, never changed.
+    Memory stays at two chunks of 16 MiB per thread.
 
     Args:
-        directory: with safetensors files, and config.json unless `config` is given.
-        out_dir: the checkpoint's directory, on disk or in S3; made when missing.
-        layout: a layout's name, or a `Layout`.
+        directory: has safetensors files, and config.json unless `config` is given.
+        out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
+        layout: a layout's name, or a `TensorLayout`.
         tp, ep: the degrees.
-        etp: the degree at which experts are cut, where it is not tp, as in `export_hf`. As many
-            ranks are written as it takes for every expert to be there, and recorded as tp times
-            expert-parallel ones.
-        pad_vocab_to_multiple_of: of each rank's rows (Megatron's make_vocab_size_divisible_by). A
-            note says where an export will ask for `padded_vocab_size`, if training keeps them.
-        prefix: dotted place of the model in the state dict that will be loaded; "" for all of it.
+        etp: the degree at which experts are cut, if it is not tp, as in `export_hf`. As many ranks
+            are written as are needed for all experts. They are recorded as tp times expert-parallel
+            ranks.
+        pad_vocab_to_multiple_of: each rank's rows are padded to this multiple (Megatron's
+            make_vocab_size_divisible_by). A note says if a later export will need
+            `padded_vocab_size`.
+        prefix: the dotted place of the model in the state dict that will be loaded; "" for all of
+            it.
         threads, progress: as in `export_hf`.
-        overwrite: supersede a checkpoint that is in `out_dir`. The old one is there until the new
-            one is whole.
-        s3_region, s3client_config: where `out_dir` is in S3, as in `save`.
-        allow_nonfinite: import weights that hold NaN or infinity too; the report counts them.
+        overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
+        s3_region, s3client_config: as for `save`, if `out_dir` is in S3.
+        allow_nonfinite: also import weights with NaN or infinity; the report counts them.
 
     Raises:
-        UsageError: an argument; `out_dir` is not empty; weights are NaN or infinite.
-        KeysMismatchError, TensorMismatchError: the files are not the model that the config says.
-        TopologyError: a degree does not divide.
+        UsageError: an argument is wrong; `out_dir` is not empty; weights are NaN or infinite.
+        KeysMismatchError, TensorMismatchError: the files are not the model that the config
+            describes.
+        TopologyError: a degree does not divide a size of the model.
     """
     began = time.perf_counter()
     check_paths(directory=directory, out_dir=out_dir)
@@ -107,6 +112,7 @@ def import_hf(
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
     degrees = Degrees.of(tp, ep, etp)
     folder, url = Path(os.fspath(directory)), normal_url(os.fspath(out_dir))
+    access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
     refuse_into_source(url, directory=folder)
     settings = read_config(folder if config is None else config)
     dims = model_dims(settings, str(folder))
@@ -122,8 +128,8 @@ def import_hf(
     session = new_session()
     own = [made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)] for r in ranks]
     files = rank_files(session, tuple(filter(None, prefix.split("."))), own)
-    with using_s3(s3_options(url, s3_region, s3client_config)), ExitStack() as cleanup:
-        output = CheckpointOutput(url, session, files)
+    with ExitStack() as cleanup:
+        output = CheckpointOutput(access.open(url), session, files)
         cleanup.callback(output.close)
         cleanup.callback(source.close)
         output.prepare(overwrite=overwrite)
@@ -145,13 +151,13 @@ def import_hf(
     )  # fmt: skip
 
 
-def _notes(layout: Layout, size: int, tp: int, multiple: int) -> list[str]:
-    """Of padding that an export does not take for it by itself."""
+def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:
+    """A note on padding that an export would not recognise by itself."""
     rows = padded_rows(size, tp, multiple)
     padded = any(row.how == "vocabulary" for row in layout.rows)
     if not padded or rows - size <= most_padding(rows, tp):
         return []
     return [
-        f"the vocabulary of {size} is padded to {rows} rows, which is no multiple that trainers "
-        f"round up to: export with padded_vocab_size={rows}"
+        f"the vocabulary of {size} is padded to {rows} rows, which is not a multiple that "
+        f"trainers round up to: export with padded_vocab_size={rows}"
     ]

@@ -1,15 +1,17 @@
-"""The source layouts: tables against the hub's roles, and the user's own beside them."""
+"""The built-in tensor-parallel layouts, and the registry of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from smckpt.errors import UsageError
-from smckpt.translate.hub import FAMILIES, family_names
-from smckpt.translate.table import ZERO_CENTRED, Layout, Row, rows
+from smckpt.registry import Registry
+from smckpt.translate.families import family_of
+from smckpt.translate.family import Family
+from smckpt.translate.table import ZERO_CENTRED, TensorLayout, rows
+from smckpt.translate.table import LayoutRow as Row
 
-__all__ = ["LAYOUTS", "get_layout", "layouts_of", "register_layout"]
+__all__ = ["get_layout", "layouts_of", "register_layout"]
 
 _QKV, _QKV_B = ("q", "k", "v"), ("q_b", "k_b", "v_b")
 _EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_pos_emb\.inv_freq")
@@ -47,12 +49,12 @@ def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
     )
 
 
-def _te(name: str, qkv: tuple[Row, ...]) -> Layout:
+def _te(name: str, qkv: tuple[Row, ...]) -> TensorLayout:
     table = _OUTER + rows("{layers}.{i}.", _te_layer(qkv))
-    return Layout(name, table, _EXTRA_STATE, whole_groups=True)
+    return TensorLayout(name, table, _EXTRA_STATE, whole_groups=True)
 
 
-def _te_fused(name: str, how: str) -> Layout:
+def _te_fused(name: str, how: str) -> TensorLayout:
     return _te(name, (Row("weight", _QKV, how, 0), Row("bias", _QKV_B, how, 0)))
 
 
@@ -85,7 +87,7 @@ _MCORE_LAYER = (
     Row("mlp.linear_fc2.weight", ("fc2",), tp=1),
     Row("mlp.linear_fc2.bias", ("fc2_b",)),
     Row("self_attention.core_attention.softmax_offset", ("sinks",), tp=0),
-    Row("self_attention.linear_q_proj.weight", ("q",), tp=0, when="mla"),
+    Row("self_attention.linear_q_proj.weight", ("q",), tp=0, when="latent"),
     Row("self_attention.linear_q_up_proj.weight", ("q_up",), tp=0),
     Row("self_attention.linear_kv_up_proj.weight", ("kv_up",), tp=0),
     Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
@@ -122,8 +124,8 @@ _LEGACY = (
 _MCORE_TE_OWN = (
     Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
     Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
-    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="mha"),
-    Row("input_layernorm.weight", ("norm1",), when="mla"),
+    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="not latent"),
+    Row("input_layernorm.weight", ("norm1",), when="latent"),
     Row("self_attention.linear_q_up_proj.layer_norm_weight", ("q_down_norm",)),
     Row("self_attention.linear_kv_up_proj.layer_norm_weight", ("kv_down_norm",)),
     Row("self_attention.linear_proj.post_layernorm.weight", ("post1",)),
@@ -144,12 +146,12 @@ _MCORE_LOCAL_OWN = (
 )
 
 
-def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> Layout:
+def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> TensorLayout:
     layer = rows("decoder.layers.{i}.", _MCORE_LAYER + own + experts)
-    return Layout(name, _MCORE_TOP + layer, _EXTRA_STATE)
+    return TensorLayout(name, _MCORE_TOP + layer, _EXTRA_STATE)
 
 
-_META = Layout(
+_META = TensorLayout(
     "meta",
     (
         Row("tok_embeddings.weight", ("embed",), "vocabulary", 0),
@@ -184,7 +186,7 @@ _TORCHTITAN = _META.renamed(
     ("output.weight", "lm_head.weight"),
 )
 
-_SMP_V1 = Layout(
+_SMP_V1 = TensorLayout(
     "smp_v1",
     (
         Row("word_embedding.weight", ("embed",), "vocabulary", 0),
@@ -216,35 +218,7 @@ _SMP_V1 = Layout(
     families=frozenset({"gpt_neox"}),
 )
 
-# transformers' own tensor parallelism, with the names that models have in memory
-_HF_CUT = {
-    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
-    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
-    **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
-}
-_HF_MLP = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
-_HF_EXPERTS = (
-    Row("{layers}.{i}.mlp.gate.weight", ("router",)),
-    Row("{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
-    Row("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
-)
-_ZERO_CENTRED = ("gemma2", "gemma3_text")
-_NO_PLAN = ("falcon", "gpt2", "gpt_oss")  # transformers has no tensor parallelism for them
-
-
-def _hf_tp(family: str) -> Layout:
-    hub = FAMILIES[family]
-    # DeepSeek's attention is not divided
-    cut = {r: _HF_CUT[r] for r in _HF_MLP} if family == "deepseek_v3" else _HF_CUT
-    dense = tuple(
-        replace(row, tp=cut.get(row.roles[0]))
-        for row in hub.rows
-        if not row.of_experts and row.roles != ("router",)
-    )
-    return Layout("hf_tp", dense + _HF_EXPERTS, hub.drop, joined=False)
-
-
-LAYOUTS: Mapping[str, Layout] = {
+_BUILT_IN = {
     layout.name: layout
     for layout in (
         _te("te_split", _TE_SPLIT),
@@ -259,75 +233,70 @@ LAYOUTS: Mapping[str, Layout] = {
         _SMP_V1,
     )
 }
+_LAYOUTS = Registry("layout", TensorLayout, "smckpt.layouts", _BUILT_IN)
+_LIVE = "hf_tp"  # each family's own: transformers' tensor parallelism
 
 
-@dataclass(frozen=True)
-class _Registry:
-    """The user's layouts; for the life of the process, as its imports are."""
+def register_layout(layout: TensorLayout) -> None:
+    """Register `layout` for the life of the process. It is found from tensor names, like the
+    built-in layouts, and by its name.
 
-    own: dict[str, Layout] = field(default_factory=dict)
-
-
-_REGISTRY = _Registry()
-
-
-def register_layout(layout: Layout) -> None:
-    """Make `layout` known: it is found from names like the built-in ones, and by its name.
+    An installed package registers one through an entry point of the group `smckpt.layouts`, named
+    as the layout.
 
     Raises:
-        UsageError: another layout is called so.
+        UsageError: another layout has this name.
     """
-    known = _REGISTRY.own.get(layout.name)
-    if layout.name in LAYOUTS or layout.name == "hf_tp" or known not in (None, layout):
-        raise UsageError(
-            f"there is a layout {layout.name!r} already", remedy="give yours another name"
-        )
-    _REGISTRY.own[layout.name] = layout
+    if layout.name == _LIVE:
+        raise UsageError(f"there is a layout {_LIVE!r} already", remedy="give yours another name")
+    _LAYOUTS.register(layout.name, layout)
 
 
-def layouts_of(family: str) -> dict[str, Layout]:
-    """The layouts that a family may have, with its own names put in.
+def layouts_of(family: Family) -> dict[str, TensorLayout]:
+    """The layouts that a family may have, with the family's names filled in.
 
-    Gemma's norms are zero-centred wherever it is trained, as they are on disk.
+    If a family's norms are zero-centred on disk, they are so in all layouts.
     """
-    own = {} if family in _NO_PLAN else {"hf_tp": _hf_tp(family)}
-    built_in = dict(LAYOUTS)
-    if family in _ZERO_CENTRED:
-        built_in = {n: replace(layout.zero_centred(), name=n) for n, layout in built_in.items()}
+    shifted = family.zero_centred
+    live = {} if family.live is None else {_LIVE: family.live}
+    known = {
+        name: replace(layout.zero_centred(), name=name) if shifted and name in _BUILT_IN else layout
+        for name, layout in _LAYOUTS.all().items()
+    }
     return {
         name: _resolved(layout, family)
-        for name, layout in {**own, **built_in, **_REGISTRY.own}.items()
-        if layout.families is None or family in layout.families
+        for name, layout in {**live, **known}.items()
+        if layout.families is None or family.name in layout.families
     }
 
 
-def get_layout(layout: str | Layout, family: str) -> Layout:
-    """The layout of that name for a family; with `_zero_centred` behind it, its norms stored less
-    one, which names do not tell.
+def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout:
+    """The layout of that name for a family. The suffix `_zero_centred` means that norms are stored
+    minus one, which names do not show.
 
     Raises:
-        UsageError: there is none; says which there are.
+        UsageError: there is none; the message lists those that exist.
     """
-    if isinstance(layout, Layout):
+    family = family_of(family) if isinstance(family, str) else family
+    if isinstance(layout, TensorLayout):
         return _resolved(layout, family)
     found = layouts_of(family)
     plain = str(layout).removesuffix(ZERO_CENTRED)
-    if plain != layout and plain in found and family not in _ZERO_CENTRED:
+    if plain != layout and plain in found and not family.zero_centred:
         return found[plain].zero_centred()
     if layout not in found:
         raise UsageError(
-            f"layout={layout!r} is not known for {family}",
-            remedy=f"pass one of {', '.join(sorted(found))}, or a Layout of your own",
+            f"layout={layout!r} is not known for {family.name}",
+            remedy=f"pass one of {', '.join(sorted(found))}, or a TensorLayout of your own",
         )
     return found[layout]
 
 
-def _resolved(layout: Layout, family: str) -> Layout:
-    names = family_names(family)
+def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:
     out = []
     for row in layout.rows:
         name = row.name
-        for word, value in names.items():
+        for word, value in family.words.items():
             name = name.replace(f"{{{word}}}", value)
         if "{" not in name.replace("{i}", "").replace("{e}", ""):
             out.append(replace(row, name=name))  # else the family has no such tensor

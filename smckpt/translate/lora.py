@@ -1,12 +1,11 @@
-"""A PEFT model's tensors: which are the adapter's and which the base's, and what the config says.
+"""Sort a PEFT model's tensors into the adapter's and the base's, and read the adapter's config.
 
 Names are PEFT's: `base_model.model.<module>.lora_A.<adapter>.weight` beside
-`<module>.base_layer.weight`; what is trained whole stands under `modules_to_save`.
+`<module>.base_layer.weight`. Modules that are trained whole are under `modules_to_save`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,9 +15,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LoraConfig", "Parts", "read_lora_config", "sort"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "LoraConfig",
+    "PeftTensors",
+    "read_lora_config",
+    "sort",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -28,7 +35,7 @@ _LORA = re.compile(
     r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<rest>.*))?$"
 )
 _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)$")
-# What changes the sum of base and product, and so is not merged here.
+# Options that change the sum of base and product, so they are not merged here.
 _UNMERGED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
@@ -37,12 +44,12 @@ T = TypeVar("T")
 
 
 @dataclass
-class Parts(Generic[T]):
-    """A PEFT model's tensors by what they are.
+class PeftTensors(Generic[T]):
+    """A PEFT model's tensors, sorted.
 
-    pairs: module → (A, B). embeddings: the modules whose weights are embeddings. saved: what the
-    adapter holds whole, by the model's names. base: the rest, by the model's names. adapter: names
-    in the adapter's file → tensor.
+    pairs: module → (A, B). embeddings: the modules whose weights are embeddings. saved: tensors
+    that the adapter saves whole, by the model's names. base: the rest, by the model's names.
+    adapter: names in the adapter's file → tensor.
     """
 
     pairs: dict[str, dict[str, T]] = field(default_factory=dict)
@@ -52,20 +59,21 @@ class Parts(Generic[T]):
     adapter: dict[str, T] = field(default_factory=dict)
 
 
-def sort(tensors: Mapping[str, T], where: str) -> Parts[T]:
-    """Which tensor of a PEFT model is what.
+def sort(tensors: Mapping[str, T], where: str) -> PeftTensors[T]:
+    """Sort the tensors of a PEFT model.
 
     Raises:
-        UsageError: it is no PEFT model with LoRA, or holds several adapters.
+        UsageError: it is not a PEFT model with LoRA, or has several adapters.
     """
     strange = [name for name in tensors if not name.startswith(PREFIX)]
     if strange or not any(".lora_" in name for name in tensors):
         raise UsageError(
-            f"lora= is for a PEFT model with LoRA; there are {sorted(strange or tensors)[:3]} …",
+            "lora= needs a PEFT model with LoRA, but the names are "
+            f"{sorted(strange or tensors)[:3]} …",
             remedy="leave lora= out, or pass prefix= the place of the PEFT model",
             path=where,
         )
-    parts: Parts[T] = Parts()
+    parts: PeftTensors[T] = PeftTensors()
     adapters: set[str] = set()
     others: dict[str, T] = {}
     for full, tensor in tensors.items():
@@ -87,7 +95,7 @@ def sort(tensors: Mapping[str, T], where: str) -> Parts[T]:
             others[name] = tensor
     if len(adapters) > 1:
         raise UsageError(
-            f"the checkpoint holds several adapters: {', '.join(sorted(adapters))}",
+            f"the checkpoint has several adapters: {', '.join(sorted(adapters))}",
             remedy="save the state of a model with one of them",
             path=where,
         )
@@ -96,7 +104,7 @@ def sort(tensors: Mapping[str, T], where: str) -> Parts[T]:
 
 
 def _add_pair(
-    parts: Parts[T], adapters: set[str], found: re.Match[str], tensor: T, full: str
+    parts: PeftTensors[T], adapters: set[str], found: re.Match[str], tensor: T, full: str
 ) -> None:
     module, side, words = found["module"], found["side"], (found["rest"] or "").split(".")
     weight = [] if found["embedding"] else ["weight"]
@@ -114,8 +122,9 @@ def _add_pair(
     parts.adapter[".".join([PREFIX + module, middle, *weight])] = tensor
 
 
-def _add_others(parts: Parts[T], others: Mapping[str, T], named: bool) -> None:
-    """The base's; or, in an adapter's own state, which names no adapter, what is saved whole."""
+def _add_others(parts: PeftTensors[T], others: Mapping[str, T], named: bool) -> None:
+    """Add the base's tensors. In an adapter's own state, which names no adapter, they are tensors
+    that are saved whole."""
     for name, tensor in others.items():
         short = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         if named or short != name:
@@ -136,15 +145,15 @@ class LoraConfig:
     values: dict[str, Any]
 
     def check(self, pairs: Mapping[str, Mapping[str, Any]], where: str) -> None:
-        """Every module has both sides, of the rank that the config gives it.
+        """Check that every module has both LoRA matrices, with the rank that the config gives.
 
         Raises:
-            TensorMismatchError: one does not.
+            TensorMismatchError: a module lacks one, or has another rank.
         """
         for module, sides in pairs.items():
             if set(sides) != {"A", "B"}:
                 raise TensorMismatchError(
-                    f"{module} has {sorted(sides)} of the LoRA pair and not both",
+                    f"{module} has only {sorted(sides)} of the LoRA pair",
                     remedy="use a checkpoint of the whole adapter",
                     path=where,
                 )
@@ -168,17 +177,18 @@ class LoraConfig:
         return bool(self.values.get("fan_in_fan_out"))
 
     def refuse_unmerged(self, where: str) -> None:
-        """Raises UsageError: merging would be more than adding the product."""
+        """Raise UsageError if merging is more than adding the product."""
         used = [key for key in _UNMERGED if self.values.get(key)]
         if used:
             raise UsageError(
-                f"an adapter with {', '.join(used)} is not merged here",
+                f"smckpt does not merge an adapter with {', '.join(used)}",
                 remedy='export it with lora="adapter" and merge it with PEFT',
                 path=where,
             )
 
     def refuse_biases(self, where: str) -> None:
-        """Raises UsageError: the base's biases are trained too, which an adapter's file lacks."""
+        """Raise UsageError if the base's biases are trained too. An adapter's file has no place for
+        them."""
         if self.values.get("bias", "none") != "none":
             raise UsageError(
                 f"the adapter trains biases of the base (bias={self.values['bias']!r})",
@@ -187,7 +197,8 @@ class LoraConfig:
             )
 
     def refuse_tied(self, tied: Iterable[str], modules: Iterable[str], where: str) -> None:
-        """Raises UsageError: an embedding is tied, and the adapter changes one of the two."""
+        """Raise UsageError if an embedding is tied to the head and the adapter changes one of the
+        two."""
         names = {f"{module}.weight" for module in modules}
         embeds = any("embed" in name or "wte" in name for name in names)
         if (tied and embeds) or names & set(tied):
@@ -208,11 +219,12 @@ def read_lora_config(source: Any) -> LoraConfig:
     """A LoRA config from a directory, a JSON file, a dict, PEFT's object, or `model.peft_config`.
 
     Raises:
-        UsageError: it is none of these, or not LoRA's.
+        UsageError: it is none of these, or not a LoRA config.
     """
     if source is None:
         raise UsageError(
-            "lora= needs the adapter's config, for lora_alpha is in no tensor, and none was given",
+            "lora= needs the adapter's config, because no tensor contains lora_alpha, but "
+            "lora_config= was not given",
             remedy="pass lora_config= (a directory, an adapter_config.json, or model.peft_config)",
         )
     where: str | None = None
@@ -221,10 +233,10 @@ def read_lora_config(source: Any) -> LoraConfig:
         path = path / ADAPTER_CONFIG if path.is_dir() else path
         where = str(path)
         try:
-            source = json.loads(path.read_text(encoding="utf-8"))
+            source = read_json(path)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"the adapter's config cannot be read: {error}",
+                f"cannot read the adapter's config: {error}",
                 remedy=f"pass a directory with {ADAPTER_CONFIG}, or that file",
                 path=where,
             ) from error
@@ -235,7 +247,8 @@ def read_lora_config(source: Any) -> LoraConfig:
     values = _plain(source) if isinstance(source, Mapping) else {}
     if values.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= values.keys():
         raise UsageError(
-            f"lora_config= is no config of a LoRA adapter (peft_type {values.get('peft_type')!r})",
+            "lora_config= is not the config of a LoRA adapter (peft_type "
+            f"{values.get('peft_type')!r})",
             remedy="pass the adapter's own config",
             path=where,
         )

@@ -1,36 +1,132 @@
-"""An adapter merged into its base as it streams: weight + scaling · B·A, range by range.
+"""An adapter exported, or merged into its base as it streams: weight + scaling · B·A, by ranges.
 
 Computed in float32 and rounded once, to the dtype that is written.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from smckpt.checkpoint.catalogue import LogicalTensor
-from smckpt.errors import KeysMismatchError, TensorMismatchError
-from smckpt.layout.entries import DTYPES, Entry
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
+from smckpt.storage import Access
+from smckpt.translate.arguments import refuse_given
 from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.comparison import Comparison
+from smckpt.translate.compile import Block
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.contents import HUB, MODULE, ExportContents, head_notes, whole_tensors
+from smckpt.translate.detect import looks_packed, looks_transformed
 from smckpt.translate.files import aligned
-from smckpt.translate.lora import LoraConfig, Parts
-from smckpt.translate.pieces import Key
-from smckpt.translate.source import Source
-from smckpt.translate.stores import open_directory
-from smckpt.translate.targets import Chunk, Range, Same
+from smckpt.translate.logical_tensors import LogicalTensors
+from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_config, sort
+from smckpt.translate.names import HubTensor, model_tensors
+from smckpt.translate.pieces import RankTensors, TensorKey
+from smckpt.translate.rank_files import RankFiles, TensorReader, open_directory
+from smckpt.translate.stream import tied_names
+from smckpt.translate.targets import Chunk, Range, Target
 from smckpt.translate.translated import Translated, TranslatedSource
 from smckpt.translate.translated import whole as whole_of
 
-__all__ = ["Merged", "MergedSource", "merged_targets", "open_base"]
+__all__ = ["Merged", "MergedSource", "find_peft_contents"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements of the product made at once
+
+
+def find_peft_contents(
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
+    lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """The adapter in a checkpoint of a PEFT model, or the base with it merged.
+
+    Raises:
+        as `export_hf`.
+    """
+    if lora not in ("adapter", "merge"):
+        raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
+    adapter = read_lora_config(lora_config)
+    catalogue = open_catalogue(access.open(checkpoint))
+    found = model_tensors(catalogue, prefix, peft=True)
+    reader = LogicalTensors(catalogue, found)
+    tensors = {target.name: target for target in whole_tensors(reader)}
+    parts = sort(tensors, catalogue.url)
+    adapter.check(parts.pairs, catalogue.url)
+    if lora == "adapter":
+        refuse_given('with lora="adapter"', base=base, config=settings)
+        adapter.refuse_biases(catalogue.url)
+        own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
+        source = TranslatedSource(reader)
+        return ExportContents(
+            source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity
+        )
+    directory = _open_base(base, adapter) if base is not None else None
+    family = settings.values["model_type"] if settings is not None else None
+    if directory is None and (looks_transformed(parts.base) or looks_packed(parts.base, family)):
+        raise UsageError(
+            "the base's names are not those that Hugging Face has on disk",
+            remedy="pass base= the Hugging Face directory of the base model",
+            path=catalogue.url,
+        )
+    made = _merged_targets(parts, adapter, directory, catalogue.url)
+    merged = MergedSource(reader if directory is None else _Both(reader, directory))
+    notes = head_notes([t.name for t in made], settings)
+    if naming == HUB:
+        made, naming, more = _named(made, settings, comparison, catalogue.url)
+        notes = (*notes, *more)
+    tied: tuple[str, ...] = ()
+    if directory is None:
+        if settings is not None and settings.ties_embeddings:
+            plain = [t.base if isinstance(t, Merged) else t for t in made]
+            tied = tied_names(TranslatedSource(reader), plain, catalogue.url)
+        adapter.refuse_tied(tied, parts.pairs, catalogue.url)
+    targets = [target for target in made if target.name not in tied]
+    return ExportContents(merged, targets, tied, notes, naming, identity=catalogue.identity)
+
+
+def _named(
+    targets: list[Merged | Translated], settings: ModelConfig | None, comparison: Comparison,
+    where: str,
+) -> tuple[list[Merged | Translated], str, tuple[str, ...]]:  # fmt: skip
+    """By the names of released models, where these differ in nothing but names."""
+    found = comparison.names(targets, where)
+    if isinstance(found, str):
+        note = f"the names are those of the state dict: {found}"
+        return targets, MODULE, (note,) if settings is not None else ()
+    if found is None or found.hub is None:
+        return targets, HUB, ()
+    named = {tensor.parts[0][0]: tensor.name for tensor in found.hub if _is_renamed(tensor)}
+    others = [target.name for target in targets if target.name not in named]
+    if others:
+        raise UsageError(
+            f"released models of this family hold {others[:4]} in other tensors, which are not "
+            "merged with an adapter",
+            remedy="pass naming='module', which transformers 5 loads, or base=",
+            path=where,
+        )
+    return [_with_name(target, named[target.name]) for target in targets], HUB, ()
+
+
+def _is_renamed(tensor: HubTensor) -> bool:
+    (_, copy), *others = tensor.parts
+    return not others and copy.source == copy.target and copy.numel == math.prod(tensor.shape)
+
+
+def _with_name(target: Merged | Translated, name: str) -> Merged | Translated:
+    if isinstance(target, Merged):
+        return replace(target, name=name, base=replace(target.base, name=name))
+    return replace(target, name=name)
 
 
 @dataclass(frozen=True)
@@ -39,9 +135,9 @@ class Merged:
 
     name: str
     dtype: str
-    base: Same | Translated
-    a: Same
-    b: Same
+    base: Translated
+    a: Translated
+    b: Translated
     scaling: float
     flip: bool
 
@@ -53,63 +149,61 @@ class Merged:
     def source_dtype(self) -> str:
         return "float64" if self.base.dtype == "float64" else "float32"
 
-    def entry(self, start: int, stop: int) -> Entry:
-        raise NotImplementedError("a merged tensor is read by its parts")
 
+class _Both:
+    """A reader of a checkpoint's tensors, which have no ranks, and of a directory's."""
 
-class MergedSource:
-    """Reads merged targets, and others as they are: from a checkpoint, or from a directory."""
-
-    def __init__(self, checkpoint: Source, directory: TranslatedSource | None) -> None:
+    def __init__(self, checkpoint: LogicalTensors, directory: RankFiles) -> None:
         self.url = checkpoint.url
+        self.held: Mapping[str, RankTensors] = {**directory.held, **checkpoint.held}
         self._checkpoint = checkpoint
         self._directory = directory
-        self._pairs: dict[str, Any] = {}
 
-    def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """For each chunk its ranges, and a plan for those of each source."""
-        found: list[dict[bool, list[int]]] = []
-        for chunk in chunks:
-            numbers: dict[bool, list[int]] = {True: [], False: []}
-            for number, item in enumerate(chunk.ranges):
-                target = item.target
-                if isinstance(target, Merged) and target.name not in self._pairs:
-                    pair = [[_all(target.a), _all(target.b)]]
-                    (self._pairs[target.name],) = self._checkpoint.plans(pair)
-                numbers[isinstance(_base(item), Translated)].append(number)
-            found.append(numbers)
-        plans: dict[bool, Sequence[Any]] = {}
-        for far, source in ((False, self._checkpoint), (True, self._directory)):
-            if source is not None:
-                plans[far] = source.plans_of([
-                    Chunk(0, 0, tuple(_of_base(chunk.ranges[n]) for n in numbers[far]))
-                    for chunk, numbers in zip(chunks, found, strict=True)
-                ])  # fmt: skip
-        return [
-            (chunk, [(far, numbers[far], plans[far][i]) for far in plans if numbers[far]])
-            for i, (chunk, numbers) in enumerate(zip(chunks, found, strict=True))
-        ]
+    def plan(self, blocks: Sequence[Block]) -> Any:
+        own = [block for block in blocks if block.source.tp < 0]
+        others = [block for block in blocks if block.source.tp >= 0]
+        return self._checkpoint.plan(own), self._directory.plan(others)
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
-        chunk, parts = plan
-        for far, numbers, own in parts:
-            views = [self._view(chunk.ranges[n], buffers[n]) for n in numbers]
-            source = self._directory if far else self._checkpoint
-            assert source is not None
-            source.read(own, views)
-            for number, view in zip(numbers, views, strict=True):
-                item = chunk.ranges[number]
-                if isinstance(item.target, Merged):
-                    self._merge(item.target, item.start, item.stop, view, buffers[number])
+        self._checkpoint.read(plan[0], buffers)
+        self._directory.read(plan[1], buffers)
 
     def close(self) -> None:
         self._checkpoint.close()
-        if self._directory is not None:
-            self._directory.close()
+        self._directory.close()
+
+
+class MergedSource:
+    """Reads merged targets, and others as they are."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self.url = reader.url
+        self._parts = TranslatedSource(reader)
+        self._pairs: dict[str, Any] = {}
+
+    def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """For each chunk itself, and a plan of what is merged into or taken as it is."""
+        for target in (item.target for chunk in chunks for item in chunk.ranges):
+            if isinstance(target, Merged) and target.name not in self._pairs:
+                pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in (target.a, target.b))
+                (self._pairs[target.name],) = self._parts.plans_of([Chunk(0, 0, pair)])
+        plain = [replace(c, ranges=tuple(map(_of_base, c.ranges))) for c in chunks]
+        return list(zip(chunks, self._parts.plans_of(plain), strict=True))
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        chunk, own = plan
+        views = [self._view(item, data) for item, data in zip(chunk.ranges, buffers, strict=True)]
+        self._parts.read(own, views)
+        for item, view, buffer in zip(chunk.ranges, views, buffers, strict=True):
+            if isinstance(item.target, Merged):
+                self._merge(item.target, item.start, item.stop, view, buffer)
+
+    def close(self) -> None:
+        self._parts.close()
 
     @staticmethod
     def _view(item: Range, buffer: memoryview) -> memoryview:
-        """Where the base is read to: memory of its own, unless it is taken as it is."""
+        """The memory for the base: its own, unless the base is used unchanged."""
         if not isinstance(item.target, Merged):
             return buffer
         return aligned((item.stop - item.start) * DTYPES[item.target.base.dtype].itemsize)
@@ -132,9 +226,9 @@ class MergedSource:
             result[where] = cast(values[where], target.base.dtype, wide) + target.scaling * product
 
     def _pair(self, target: Merged) -> tuple[Array, Array]:
-        """What is multiplied, rows of the weight first."""
+        """The two matrices to multiply, the one with the weight's rows first."""
         a, b = aligned(_nbytes(target.a)), aligned(_nbytes(target.b))
-        self._checkpoint.read(self._pairs[target.name], [a, b])
+        self._parts.read(self._pairs[target.name], [a, b])
         wide = np.dtype(target.source_dtype)
         left, right = (
             np.asarray(
@@ -145,35 +239,40 @@ class MergedSource:
         return (right.T, left.T) if target.flip else (left, right)
 
 
-def merged_targets(
-    parts: Parts[LogicalTensor], config: LoraConfig, directory: TranslatedSource | None, url: str
-) -> list[Merged | Same | Translated]:
-    """The model's tensors, in their dtypes: the base's, those with a pair, those saved whole.
+def _merged_targets(
+    parts: PeftTensors[Translated], config: LoraConfig, directory: RankFiles | None, url: str
+) -> list[Merged | Translated]:
+    """The model's tensors in their dtypes: those of the base, those with a LoRA pair, those saved
+    whole.
 
     Raises:
-        UsageError, KeysMismatchError, TensorMismatchError: the base is not there, or not this
-            adapter's; the adapter is of a kind that is not merged.
+        UsageError, KeysMismatchError, TensorMismatchError: the base is missing, or does not fit
+            this adapter; the adapter is of a kind that is not merged.
     """
     config.refuse_unmerged(url)
-    base: dict[str, Same | Translated] = {name: _same(name, t) for name, t in parts.base.items()}
+    base = parts.base
     if directory is not None:
-        base = dict(_stored(directory))
-        base |= {name: _same(name, t) for name, t in parts.saved.items()}
+        base = {
+            name: whole_of(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
+            for name, held in directory.held.items()
+        }
+        base |= parts.saved
     lost = [m for m in parts.pairs if f"{m}.weight" not in base]
     if lost:
         raise KeysMismatchError(
-            f"the weights that the adapter adds to are not there: {lost[:8]}",
+            f"the base weights that the adapter changes are missing: {lost[:8]}",
             remedy="pass base= the Hugging Face directory of the base model",
             path=url,
         )
     pairs = {f"{module}.weight": module for module in parts.pairs}
-    out: list[Merged | Same | Translated] = []
+    out: list[Merged | Translated] = []
     for name, stored in base.items():
+        stored = replace(stored, name=name)
         if name not in pairs:
             out.append(stored)
             continue
         module = pairs[name]
-        a, b = (_same(f"{module}.{side}", parts.pairs[module][side]) for side in "AB")
+        a, b = (parts.pairs[module][side] for side in "AB")
         flip = module in parts.embeddings or config.transposed
         made = Merged(name, stored.dtype, stored, a, b, config.scaling(module), flip)
         _check(made, url)
@@ -181,10 +280,10 @@ def merged_targets(
     return out
 
 
-def open_base(directory: str | os.PathLike[str], config: LoraConfig) -> TranslatedSource:
+def _open_base(directory: str | os.PathLike[str], config: LoraConfig) -> RankFiles:
     """The base's weights in a Hugging Face directory."""
     config.refuse_biases(os.fspath(directory))
-    return TranslatedSource(open_directory(Path(os.fspath(directory))))
+    return open_directory(Path(os.fspath(directory)))
 
 
 def _check(made: Merged, url: str) -> None:
@@ -192,45 +291,23 @@ def _check(made: Merged, url: str) -> None:
     product = product[::-1] if made.flip else product
     if len(made.a.shape) != 2 or product != made.shape:
         raise TensorMismatchError(
-            f"{made.name} has the shape {made.shape}, and what the adapter adds {product}",
+            f"{made.name} has the shape {made.shape}, but the adapter's product has {product}",
             remedy="pass the base that the adapter was trained on, and its own lora_config=",
             path=url,
         )
     strange = {made.base.dtype, made.a.dtype, made.b.dtype} - CASTABLE.keys()
     if strange:
         raise TensorMismatchError(
-            f"{made.name} or what is added to it has dtype {', '.join(sorted(strange))}",
+            f"{made.name}, or its LoRA pair, has dtype {', '.join(sorted(strange))}",
             remedy='export it with lora="adapter"; a quantized base is not merged',
             path=url,
         )
 
 
-def _stored(directory: TranslatedSource) -> dict[str, Translated]:
-    return {
-        name: whole_of(Key(name, 0, 0), held.shards[0, 0], held.dtype)
-        for name, held in directory.store.held.items()
-    }
-
-
-def _same(name: str, tensor: LogicalTensor) -> Same:
-    return Same(name, tensor.dtype, tuple(tensor.shape), tensor.name, tensor.dtype)
-
-
-def _all(tensor: Same) -> Entry:
-    return tensor.entry(0, _numel(tensor))
-
-
-def _base(item: Range) -> Any:
-    return item.target.base if isinstance(item.target, Merged) else item.target
-
-
 def _of_base(item: Range) -> Range:
-    return Range(_base(item), item.start, item.stop, 0)
+    target: Target = item.target.base if isinstance(item.target, Merged) else item.target
+    return Range(target, item.start, item.stop, 0)
 
 
-def _numel(tensor: Same) -> int:
-    return int(np.prod(tensor.shape))
-
-
-def _nbytes(tensor: Same) -> int:
-    return _numel(tensor) * DTYPES[tensor.dtype].itemsize
+def _nbytes(tensor: Translated) -> int:
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

@@ -1,4 +1,4 @@
-"""A translation: the targets in Hugging Face's layout that a store's tensors make."""
+"""A translation: the targets that are made from stored tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.layout.mesh import Shape
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
-from smckpt.translate.hub import FAMILIES
-from smckpt.translate.names import find_ties
-from smckpt.translate.pieces import Held, Key, Side, folded, places_of
-from smckpt.translate.stores import Store
-from smckpt.translate.stream import CHUNK
-from smckpt.translate.table import Layout
+from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
+from smckpt.translate.rank_files import RankFiles, TensorReader
+from smckpt.translate.stream import equal, tied_names
+from smckpt.translate.table import TensorLayout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
 from smckpt.translate.vocabulary import check_rows, padded_rows
 
@@ -36,22 +33,19 @@ __all__ = [
 
 
 class Holder(Protocol):
-    """What a proof needs of a store."""
+    """What a proof needs from a reader."""
 
     @property
     def url(self) -> str: ...
 
     @property
-    def held(self) -> Mapping[str, Held]: ...
-
-    def view(self, key: Key, shape: Shape) -> None:
-        """Give a tensor out in another shape from now on, its elements in the same order."""
+    def held(self) -> Mapping[str, RankTensors]: ...
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Targets, in the source's dtypes, and what reads them; `left_out` are tied to another.
-    vocabulary: how many rows of it are written, and how many are stored."""
+    """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
+    are tied to another. vocabulary: how many of its rows are written, and how many are stored."""
 
     layout: str
     targets: tuple[Translated, ...]
@@ -64,203 +58,206 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
     """The sizes that a translation needs.
 
     Raises:
-        UsageError: no config, or one of a family that no table knows.
+        UsageError: there is no config, or its family has no table.
     """
     if config is None:
         raise UsageError(
-            "a tensor-parallel layout is translated by the sizes in the model's config, and none "
+            "to translate a tensor-parallel layout, the sizes in the model's config are needed, "
+            "but none "
             "was given",
             remedy="pass config= (a directory, a config.json, or model.config)",
             path=where,
         )
-    family = str(config.values["model_type"])
-    if family not in FAMILIES:
-        raise UsageError(
-            f"no table knows the model type {family!r}",
-            remedy=f"translated are {', '.join(sorted(FAMILIES))}; others are exported by their "
-            "own names, which this source does not have",
-            path=where,
-        )
-    return read_dims(config.values)
+    return read_dims(config.values, where)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A translation to the hub that was proven on shapes; `tied_head`: the source has a head that
-    the config ties to the embedding; `rows`: of the vocabulary, as it is stored."""
+    """A translation to Hugging Face that was proven on shapes. `tied_head`: the source has a head
+    that the config ties to the embedding. `rows`: how many rows of the vocabulary are stored."""
 
-    layout: Layout
+    layout: TensorLayout
     side: Side
     hub: Side
-    blocks: dict[Key, list[Block]]
+    blocks: dict[TensorKey, list[Block]]
     tied_head: bool
     rows: int
 
 
 def prove(
-    store: Holder, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees,
+    reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
     padded_vocab_size: int | None = None, *, trims: bool = True,
 ) -> Proof:  # fmt: skip
-    """Show that what a store holds makes the hub's tensors; nothing is read. Padding is judged
-    where it is cut off (`trims`).
+    """Prove that a reader's tensors make Hugging Face's tensors. Nothing is read. Padding is
+    checked if it is cut off (`trims`).
 
     Raises:
         as `to_hub`.
     """
-    dims = model_dims(config, store.url)
-    chosen = choose_layout(store.held, dims, layout, degrees.ep, store.url)
+    dims = model_dims(config, reader.url)
+    chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
     heads = [row.name for row in chosen.rows if row.roles == ("head",)]
-    tied_head = dims.tied and any(name in store.held for name in heads)
+    tied_head = dims.tied and any(name in reader.held for name in heads)
     if tied_head:
         dims = replace(dims, once=dims.once | {"head"})
-    side = side_of_store(store, chosen, dims, degrees)
+    side = side_of_reader(reader, chosen, dims, degrees)
     rows = size = dims.sizes["V"]
     if trims:
-        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, store.url)
+        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
     hub = hub_side(dims)
     return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows)
 
 
 def to_hub(
-    store: Store, config: ModelConfig | None, layout: str | Layout | None, degrees: Degrees,
-    padded_vocab_size: int | None = None,
+    reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
+    degrees: Degrees, padded_vocab_size: int | None = None,
 ) -> Translation:  # fmt: skip
-    """Translate the tensors of a store; nothing but headers, and what must be equal, is read.
+    """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
 
     Args:
-        padded_vocab_size: rows of the vocabulary that are stored; None: as `check_rows` has it.
+        padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
 
     Raises:
-        UsageError, KeysMismatchError: names fit no layout, or several; lists them.
+        UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
         TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
     """
-    proof = prove(store, config, layout, degrees, padded_vocab_size)
-    source = TranslatedSource(store)
-    _refuse_unequal(source, proof.side, store)
-    dtypes = {key: held.dtype for held in store.held.values() for key in _keys(held)}
+    proof = prove(reader, config, layout, degrees, padded_vocab_size)
+    source = TranslatedSource(reader)
+    _refuse_unequal(source, proof.side, reader)
+    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
     hub = proof.hub
     targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
     if proof.tied_head:
-        targets, left_out = _without_tied(targets, source)
+        left_out = tied_names(source, targets, reader.url)
+        targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
     return Translation(proof.layout.name, tuple(targets), source, left_out, vocabulary)
 
 
-def side_of_store(store: Holder, layout: Layout, dims: Dims, degrees: Degrees) -> Side:
+def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
     side = Side(layout, dims, degrees)
-    for place in places_of(layout, dims, degrees.ep):
-        side.add(place, store.held[place.name])
-        _refuse_no_weight(store.held[place.name])
-    for key in side.stored:
-        store.view(key, side.shapes[key])
+    for place in tensors_of(layout, dims, degrees.ep):
+        side.add(place, reader.held[place.name])
+        _refuse_no_weight(reader.held[place.name])
     return side
 
 
-def _refuse_no_weight(held: Held) -> None:
+def _refuse_no_weight(held: RankTensors) -> None:
     if not held.dtype.startswith(("float", "bfloat")):
         raise TensorMismatchError(
-            f"{held.name} is {held.dtype}, which is no weight of a table's",
-            remedy="translate weights in floating point, before they are quantized",
+            f"{held.name} has dtype {held.dtype}, but weights must be floating point",
+            remedy="translate the weights before they are quantized",
         )
 
 
 def hub_side(dims: Dims) -> Side:
-    """Hugging Face's tensors: of one rank."""
-    side = Side(FAMILIES[dims.family], dims, Degrees.of(1, 1))
-    for place in places_of(side.layout, dims, 1):
+    """Hugging Face's tensors, as those of one rank."""
+    side = Side(dims.family.hub, dims, Degrees.of(1, 1))
+    for place in tensors_of(side.layout, dims, 1):
         shape = side.local_shape(place, dims.sizes["V"], 1, 1)
-        side.add(place, Held(place.name, "", {(0, 0): shape}))
+        side.add(place, RankTensors(place.name, "", {(0, 0): shape}))
     return side
 
 
-def side_of_ranks(layout: Layout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
-    """The tensors that ranks would hold, the vocabulary padded to a multiple for each rank."""
+def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
+    """The tensors that ranks would hold, with the vocabulary padded to a multiple for each rank."""
     side = Side(layout, dims, degrees)
     vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
-    for place in places_of(layout, dims, degrees.ep):
+    for place in tensors_of(layout, dims, degrees.ep):
         parts = degrees.etp if place.row.of_experts else degrees.tp
         parts = 1 if place.row.tp is None else parts
         shape = side.local_shape(place, vocabulary, parts, degrees.ep)
         said = folded(place.row, shape)
         shards = {(t, c): said for c in range(degrees.columns) for t in range(degrees.tp)}
-        side.add(place, Held(place.name, "", shards))
+        side.add(place, RankTensors(place.name, "", shards))
     return side
 
 
 def from_hub(
-    store: Store, dims: Dims, layout: Layout, degrees: Degrees, multiple: int
+    reader: RankFiles, dims: Dims, layout: TensorLayout, degrees: Degrees, multiple: int
 ) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
-    """The tensors of each rank (tp, column) in a layout, made of Hugging Face's."""
-    hub = FAMILIES[dims.family]
-    missing, unexpected = unmatched(store.held, hub, dims, 1)
+    """The tensors of each rank (tp, column) in a layout, made from Hugging Face's."""
+    hub = dims.family.hub
+    reader = _with_outer_name(reader, hub)
+    missing, unexpected = unmatched(reader.held, hub, dims, 1)
     if missing or unexpected:
         raise KeysMismatchError(
-            f"the files are no whole {dims.family} model: missing {missing[:8]}, unexpected "
+            f"the files are not a whole {dims.family.name} model: missing {missing[:8]}, "
+            "unexpected "
             f"{unexpected[:8]}",
             remedy="pass a directory with all weights and the config that belongs to them",
-            path=store.url,
+            path=reader.url,
         )
-    _refuse_other_head(store, hub, dims)
-    source = side_of_store(store, hub, dims, Degrees.of(1, 1))
+    _refuse_other_head(reader, hub, dims)
+    source = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
     target = side_of_ranks(layout, dims, degrees, multiple)
     blocks = compile_blocks(source, target)
-    dtypes = {Key(name, 0, 0): held.dtype for name, held in store.held.items()}
+    dtypes = {TensorKey(name, 0, 0): held.dtype for name, held in reader.held.items()}
     out: dict[tuple[int, int], list[Translated]] = {}
     for key in target.shapes:
         out.setdefault((key.tp, key.ep), []).append(
             target_of(key, source, target, blocks[key], dtypes)
         )
-    return TranslatedSource(store), out
+    return TranslatedSource(reader), out
 
 
-def _refuse_other_head(store: Store, hub: Layout, dims: Dims) -> None:
-    """A head that the config ties to the embedding may be there, if it is the same."""
+def _with_outer_name(reader: RankFiles, hub: TensorLayout) -> RankFiles:
+    """Releases of the bare model, GPT-2's for one, lack the name of the module around it."""
+    outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
+    heads = {row.name for row in hub.rows if row.roles == ("head",)}
+    if any(name.startswith(f"{outer}.") for name in reader.held):
+        return reader
+    return reader.renamed({n: n if n in heads else f"{outer}.{n}" for n in reader.held})
+
+
+def _refuse_other_head(reader: TensorReader, hub: TensorLayout, dims: Dims) -> None:
+    """Refuse a head that differs from the embedding to which the config ties it."""
     names = {row.roles[0]: row.name for row in hub.rows if row.roles[0] in ("embed", "head")}
-    if not dims.tied or names.get("head") not in store.held:
+    if not dims.tied or names.get("head") not in reader.held:
         return
     one, two = (
-        whole(Key(n, 0, 0), store.held[n].shards[0, 0], store.held[n].dtype)
+        whole(TensorKey(n, 0, 0), reader.held[n].shards[0, 0], reader.held[n].dtype)
         for n in (names["embed"], names["head"])
     )
-    if not TranslatedSource(store).equal(one, two, CHUNK):
+    if not equal(TranslatedSource(reader), one, two):
         raise TensorMismatchError(
             f"tie_word_embeddings is true, but {two.name} and {one.name} differ",
             remedy="set tie_word_embeddings to false in the config if the model has both",
-            path=store.url,
+            path=reader.url,
         )
 
 
-def _keys(held: Held) -> list[Key]:
+def _keys(held: RankTensors) -> list[TensorKey]:
     if held.whole is not None:
-        return [Key(held.name)]
-    return [Key(held.name, tp, ep) for tp, ep in held.shards]
+        return [TensorKey(held.name)]
+    return [TensorKey(held.name, tp, ep) for tp, ep in held.shards]
 
 
-def _refuse_unequal(source: TranslatedSource, side: Side, store: Store) -> None:
+def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) -> None:
     differ = []
     for key, other in side.copies:
-        dtype = store.held[key.name].dtype
+        dtype = reader.held[key.name].dtype
         one, two = (whole(k, side.shapes[k], dtype) for k in (key, other))
-        if not source.equal(one, two, CHUNK):
+        if not equal(source, one, two):
             differ.append(f"{key.name} (tp, ep) {key.tp, key.ep} and {other.tp, other.ep}")
     if differ:
         raise TensorMismatchError(
-            f"{len(differ)} tensors that ranks hold in copies differ: {'; '.join(differ[:8])}",
-            remedy="these ranks' states are not of one model and step, or layout= is wrong",
-            path=store.url,
+            f"{len(differ)} tensors of which ranks hold copies differ: {'; '.join(differ[:8])}",
+            remedy="pass states of one model and step, and check layout=",
+            path=reader.url,
         )
 
 
 def target_of(
-    key: Key, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[Key, str]
+    key: TensorKey, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[TensorKey, str]
 ) -> Translated:
     found = {dtypes[block.source] for block in blocks}
-    if not found and side.padding.get(side.original(key)):  # a rank's rows are all padding
+    if not found and side.padding.get(side.original(key)):  # all rows of this rank are padding
         found = {max(dtypes.values(), key=list(dtypes.values()).count)}
     if len(found) != 1:
         raise TensorMismatchError(
-            f"{key.name} would be made of parts of different dtypes: {sorted(found)}",
+            f"{key.name} would be made from parts of different dtypes: {sorted(found)}",
             remedy="save all parts in one dtype",
         )
     (dtype,) = found
@@ -274,19 +271,19 @@ def target_of(
     joins = {source.joined[b.source][0] if b.source in source.joined else "" for b in blocks}
     if len(shifts) > 1 or len(joins) > 1:
         raise TensorMismatchError(
-            f"{key.name} would be made of parts that are computed in different ways",
-            remedy="give the rows of what is fused there the same shift= and copies=",
+            f"{key.name} would be made from parts with different shift= or copies=",
+            remedy="give the rows of the parts that are fused there the same shift= and copies=",
         )
     return _computed(made, source, shifts, joins)
 
 
 def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str]) -> Translated:
-    """With the terms and the shift of its blocks."""
+    """Add the terms and the shift of its blocks."""
     if not any(shifts | joins):
         return made
     if made.dtype not in CASTABLE:
         raise TensorMismatchError(
-            f"{made.name} has dtype {made.dtype}, which is not computed with",
+            f"{made.name} has dtype {made.dtype}, with which smckpt does not compute",
             remedy=f"rows with shift= or copies= are for {', '.join(CASTABLE)}",
         )
     ranks = {len(source.joined[b.source][1]) for b in made.blocks if b.source in source.joined}
@@ -295,20 +292,3 @@ def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str
         for number in range(max(ranks, default=0))
     )
     return replace(made, terms=terms, mean=joins == {"mean"}, shift=next(iter(shifts)))
-
-
-def _without_tied(
-    targets: list[Translated], source: TranslatedSource
-) -> tuple[list[Translated], tuple[str, ...]]:
-    by_name = {target.name: target for target in targets}
-    ties = find_ties(by_name)
-    for tie in ties:
-        if not source.equal(by_name[tie.kept], by_name[tie.left_out], CHUNK):
-            raise TensorMismatchError(
-                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
-                remedy="set tie_word_embeddings to false in the config if the model was trained "
-                "with both; else the source is not of this model",
-                path=source.store.url,
-            )
-    names = tuple(tie.left_out for tie in ties)
-    return [t for t in targets if t.name not in names], names

@@ -1,26 +1,62 @@
-"""Which tensors of a checkpoint are the model's, and what Hugging Face calls them."""
+"""Find which tensors of a checkpoint are the model's, and their Hugging Face names."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Copy, Strided
 
-__all__ = ["Tie", "find_ties", "model_tensors"]
+__all__ = ["HubTensor", "Tie", "find_ties", "model_tensors", "unwrapped"]
 
 log = logging.getLogger("smckpt")
 
-# Parts of a name that wrappers add: torch.compile, FSDP1, activation checkpointing.
+# PeftTensors of a name that wrappers add: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_DDP = "module"  # DDP's, and only in front of everything
+_DDP = "module"  # DDP's, only at the beginning of all names
+# A model as attribute `model` of a trainer's module, Lightning's for one, and so in all names.
+_INNER = re.compile(r"model\.(model|gpt_neox|transformer\.h|lm_head|embed_out)\.")
+T = TypeVar("T")
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_SHARED = "shared.weight"  # of an encoder and a decoder that embed alike
+_SHARED = "shared.weight"  # of an encoder and a decoder with one embedding
+
+
+@dataclass(frozen=True)
+class HubTensor:
+    """A tensor of a released checkpoint, by its name there: copies out of tensors of the state
+    dict, by their names in it."""
+
+    name: str
+    shape: Shape
+    parts: tuple[tuple[str, Copy], ...]
+
+    def to_json(self) -> list[Any]:
+        parts = [
+            [name, c.sizes, c.source.start, c.source.strides, c.target.start, c.target.strides]
+            for name, c in self.parts
+        ]
+        return [self.name, self.shape, parts]
+
+    @classmethod
+    def from_json(cls, body: list[Any]) -> HubTensor:
+        name, shape, parts = body
+        return cls(name, tuple(shape), tuple(_part(*part) for part in parts))
+
+
+def _part(
+    name: str, sizes: list[int], start: int, strides: list[int], at: int, to: list[int]
+) -> tuple[str, Copy]:
+    grid = tuple(sizes)
+    return name, Copy(Strided(grid, start, tuple(strides)), Strided(grid, at, tuple(to)))
 
 
 @dataclass(frozen=True)
@@ -34,15 +70,15 @@ class Tie:
 def model_tensors(
     catalogue: Catalogue, prefix: str | None, *, peft: bool = False
 ) -> dict[str, LogicalTensor]:
-    """Name in the export → tensor.
+    """Map each name in the export to its tensor.
 
     Args:
-        prefix: dotted place of the model in the saved state dict; "" for the whole of it. None
-            finds it: the key "model", or the only part that is no optimizer's.
-        peft: a PEFT model's names are wanted.
+        prefix: the dotted place of the model in the saved state dict; "" for the whole of it. None:
+            the key "model", or the only part that is not an optimizer.
+        peft: expect a PEFT model's names.
 
     Raises:
-        UsageError: the place cannot be told (the candidates are named), or holds an adapter.
+        UsageError: the place is ambiguous (the message names the candidates), or holds an adapter.
         KeysMismatchError: nothing is saved there.
     """
     tensors = _outside_optimizers(catalogue)
@@ -56,7 +92,7 @@ def model_tensors(
             remedy="pass prefix= the place of the model in the saved state dict",
             path=catalogue.url,
         )
-    found = _unwrapped(found)
+    found = unwrapped(found)
     if not peft and any(name.startswith("base_model.model.") for name in found):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
@@ -67,7 +103,7 @@ def model_tensors(
 
 
 def find_ties(names: Iterable[str]) -> list[Tie]:
-    """Pairs that a model with `tie_word_embeddings` holds as one tensor each."""
+    """Pairs of names that are one tensor in a model with `tie_word_embeddings`."""
     all_names = set(names)
     shared = sorted((n for n in all_names if _ends(n, (_SHARED,))), key=len)
     ties = []
@@ -113,35 +149,41 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     raise UsageError(
-        f"the model could be any of {sorted(candidates)} of the saved state dict"
+        f"the model could be any of the keys {sorted(candidates)} of the saved state dict"
         if candidates
-        else f"nothing saved looks like a model: the state dict has {_tops(tensors)}",
-        remedy="pass prefix= the one that is the model",
+        else f"no key of the saved state dict looks like a model: it has {_tops(tensors)}",
+        remedy="pass prefix= the key of the model",
         path=url,
     )
 
 
 def _like_a_model(held: list[LogicalTensor]) -> bool:
-    """Floating tensors, and no optimizer's `state` (one saved by means of its own)."""
+    """Whether tensors look like a model: floating tensors, without an optimizer's `state`."""
     if any(len(t.path) > 2 and t.path[1] == "state" for t in held):
         return False
     return any("float" in DTYPES[t.dtype].name for t in held)
 
 
-def _unwrapped(found: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
-    out: dict[str, LogicalTensor] = {}
+def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
+    """By names without what wrappers and trainers' own modules put in front of or into them.
+
+    Raises:
+        UsageError: two tensors would then have one name.
+    """
+    out: dict[str, T] = {}
     ddp = all(name.startswith(f"{_DDP}.") for name in found)
+    inner = all(name.startswith("model.") for name in found) and any(map(_INNER.match, found))
     for name, tensor in found.items():
-        parts = name.split(".")[1:] if ddp else name.split(".")
+        parts = name.split(".")[1:] if ddp or inner else name.split(".")
         clean = ".".join(p for p in parts if p not in _WRAPPERS)
         if clean in out:
             raise UsageError(
-                f"{name} and another tensor are both called {clean} without wrappers' names",
+                f"without the names of wrappers, {name} and another tensor are both called {clean}",
                 remedy="pass prefix= the place of one model",
             )
         out[clean] = tensor
     if out.keys() != found.keys():
-        log.info("names of wrappers (DDP, FSDP, torch.compile) are left out of the export's names")
+        log.info("the export's names leave out the names of wrappers (DDP, FSDP, torch.compile)")
     return out
 
 

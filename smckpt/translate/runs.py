@@ -1,7 +1,7 @@
-"""How one axis of a stored tensor is made of axes of roles: the formulas of every fused tensor.
+"""How one axis of a stored tensor is made from axes of roles: the formulas of all fused tensors.
 
-A *role* is a tensor of the hub by its meaning (`q`, `gate`, …), rows in Hugging Face's own order.
-A run says that `count` indices of the stored axis, `step` apart, are so many of a role's.
+A *role* is a tensor by its meaning (`q`, `gate`, …), with rows in Hugging Face's order. A run says
+that `count` indices of the stored axis, `step` apart, are consecutive indices of a role.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from smckpt.errors import TopologyError
 
-__all__ = ["HOW", "Heads", "Run", "cut", "runs_of_rank"]
+__all__ = ["HOW", "AxisRun", "Heads", "cut", "runs_of_rank"]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AxisRun:
     """Index `at + k * step` of the stored axis is index `role_at + k` of role number `role` of the
     row, for k in [0, count)."""
 
@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the formulas of attention need: groups, heads per group, head size, rotary part."""
+    """The sizes for the formulas of attention: groups, heads per group, head size, rotary part."""
 
     groups: int
     per_group: int
@@ -36,11 +36,11 @@ class Heads:
     rotary: int
 
 
-def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int) -> list[Run]:
-    """The runs of the axis that tensor-parallel rank `rank` of `t` stores.
+def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int) -> list[AxisRun]:
+    """The runs of the axis as tensor-parallel rank `rank` of `t` stores it.
 
     Raises:
-        TopologyError: the degree does not divide what it cuts.
+        TopologyError: the degree does not divide the axis.
     """
     if how == "per_rank":  # each rank joins its own parts: [Q_r; K_r; V_r], [gate_r; up_r]
         return list(_per_rank(sizes, t, rank))
@@ -50,60 +50,60 @@ def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int
     return list(cut(whole, rank * total // t, (rank + 1) * total // t))
 
 
-def cut(runs: Sequence[Run], low: int, high: int) -> Iterator[Run]:
-    """What of the runs lies in [low, high) of the stored axis, which then starts at `low`."""
+def cut(runs: Sequence[AxisRun], low: int, high: int) -> Iterator[AxisRun]:
+    """The parts of the runs in [low, high) of the stored axis, counted from `low`."""
     for run in runs:
         first = max(0, -((run.at - low) // run.step))
         last = min(run.count, -((run.at - high) // run.step))
         if last > first:
             at = run.at + first * run.step - low
-            yield Run(run.role, at, run.step, run.role_at + first, last - first)
+            yield AxisRun(run.role, at, run.step, run.role_at + first, last - first)
 
 
-def _per_rank(sizes: Sequence[int], t: int, rank: int) -> Iterator[Run]:
+def _per_rank(sizes: Sequence[int], t: int, rank: int) -> Iterator[AxisRun]:
     at = 0
     for role, size in enumerate(sizes):
         _divides(t, size)
         count = size // t
-        yield Run(role, at, 1, rank * count, count)
+        yield AxisRun(role, at, 1, rank * count, count)
         at += count
 
 
-def _same(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
+def _same(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
     at = 0
     for role, size in enumerate(sizes):
-        yield Run(role, at, 1, 0, size)
+        yield AxisRun(role, at, 1, 0, size)
         at += size
 
 
-def _interleaved(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
-    """Megatron's QKV: for each group its queries, its key, its value."""
+def _interleaved(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    """Megatron's QKV: for each group its queries, then its key, then its value."""
     size, queries = heads.size, heads.per_group * heads.size
     for group in range(heads.groups):
         at = group * (queries + 2 * size)
-        yield Run(0, at, 1, group * queries, queries)
-        yield Run(1, at + queries, 1, group * size, size)
-        yield Run(2, at + queries + size, 1, group * size, size)
+        yield AxisRun(0, at, 1, group * queries, queries)
+        yield AxisRun(1, at + queries, 1, group * size, size)
+        yield AxisRun(2, at + queries + size, 1, group * size, size)
 
 
-def _alternating(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
-    """GPT-OSS's gate and up: a row of one, a row of the other."""
+def _alternating(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    """GPT-OSS's gate and up: their rows alternate."""
     for role, size in enumerate(sizes):
-        yield Run(role, role, len(sizes), 0, size)
+        yield AxisRun(role, role, len(sizes), 0, size)
 
 
-def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[Run]:
-    """Meta's order, in which the two halves of a rotated pair are neighbours."""
+def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    """Meta's order: the two halves of a rotated pair are neighbours."""
     half = heads.rotary // 2
     for at in range(0, sizes[0], heads.size):
-        yield Run(0, at, 2, at, half)
-        yield Run(0, at + 1, 2, at + half, half)
+        yield AxisRun(0, at, 2, at, half)
+        yield AxisRun(0, at + 1, 2, at + half, half)
         if heads.rotary < heads.size:
             rest = at + heads.rotary
-            yield Run(0, rest, 1, rest, heads.size - heads.rotary)
+            yield AxisRun(0, rest, 1, rest, heads.size - heads.rotary)
 
 
-HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[Run]]] = {
+HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[AxisRun]]] = {
     "same": _same,
     "interleaved": _interleaved,
     "alternating": _alternating,

@@ -1,38 +1,46 @@
-"""The bytes of an export: chunks read, verified, cast and written by a few threads.
+"""Move the bytes of an export: a few threads read, verify, cast and write chunks.
 
-Memory: per thread one chunk as written and, for casts, one as read, however large the tensors.
+Memory: per thread one chunk to write and, for casts, one chunk as read, for tensors of any size.
 """
 
 from __future__ import annotations
 
+import math
 import queue
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 
-from smckpt.errors import UsageError
-from smckpt.storage.pool import pool_here
+from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Output, aligned
-from smckpt.translate.targets import Chunk, OutputFile, Range
+from smckpt.translate.names import find_ties
+from smckpt.translate.targets import Chunk, OutputFile, Range, Target
 
-__all__ = ["CHUNK", "ChunkSource", "write_chunks"]
+__all__ = ["CHUNK", "ChunkSource", "equal", "tied_names", "write_chunks"]
 
-CHUNK = 16 << 20  # bytes: large enough for a disk's full rate, small beside any model
+CHUNK = 16 << 20  # bytes; large enough for a disk's full rate, small compared with a model
 CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache
 
 
 class ChunkSource(Protocol):
-    """What chunks are read from."""
+    """A source of chunks."""
+
+    @property
+    def url(self) -> str: ...
 
     def plans_of(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
-        """A plan for each chunk; made by one thread."""
+        """Make a plan for each chunk. One thread calls it."""
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
-        """Fill a buffer for each range of a chunk, in the source's dtype; by several threads."""
+        """Fill a buffer for each range of a chunk, in the source's dtype. Several threads may call
+        it."""
+
+    def close(self) -> None: ...
 
 
 def write_chunks(
@@ -43,7 +51,7 @@ def write_chunks(
     progress: Callable[[int, int], None] | None,
     look: Callable[[str, str, memoryview], None] | None = None,
 ) -> None:
-    """All chunks of all files, in order, by `threads` workers; the first failure ends it.
+    """Write all chunks of all files, in order, with `threads` threads. The first failure ends it.
 
     look: shown name, dtype and bytes of everything before it is written; by several threads.
     """
@@ -67,7 +75,7 @@ def write_chunks(
         meter.add(chunk.length)
 
     with ExitStack() as stack:
-        pool = pool_here(threads, "smckpt-export")
+        pool = ThreadPoolExecutor(threads, "smckpt-export")
         stack.callback(pool.shutdown, cancel_futures=True)
         before: list[Future[None]] = []
         for file in files:
@@ -82,6 +90,42 @@ def write_chunks(
             _finished(before)  # while this file is planned and begun, not three at a time
             before = now
         _finished(before)
+
+
+def equal(source: ChunkSource, a: Target, b: Target) -> bool:
+    """Whether two targets are bitwise equal before any cast; at most two chunks are held."""
+    if (a.source_dtype, tuple(a.shape)) != (b.source_dtype, tuple(b.shape)):
+        return False
+    itemsize = DTYPES[a.source_dtype].itemsize
+    numel, step = math.prod(a.shape), CHUNK // itemsize
+    memory = [aligned(min(numel, step) * itemsize) for _ in "ab"]
+    for start in range(0, numel, step):
+        stop = min(numel, start + step)
+        views = [data[: (stop - start) * itemsize] for data in memory]
+        chunk = Chunk(0, 0, tuple(Range(target, start, stop, 0) for target in (a, b)))
+        source.read(source.plans_of([chunk])[0], views)
+        if not np.array_equal(np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")):
+            return False
+    return True
+
+
+def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tuple[str, ...]:
+    """Names of targets that the config ties to another, which is written in their stead.
+
+    Raises:
+        TensorMismatchError: two that are tied differ.
+    """
+    by_name = {target.name: target for target in targets}
+    ties = find_ties(by_name)
+    for tie in ties:
+        if not equal(source, by_name[tie.kept], by_name[tie.left_out]):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
+                remedy="set tie_word_embeddings to false in the config if the model was trained "
+                "with both; else what is read is not of this model",
+                path=url,
+            )
+    return tuple(tie.left_out for tie in ties)
 
 
 def _finished(futures: Sequence[Future[None]]) -> None:

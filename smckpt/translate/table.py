@@ -6,13 +6,30 @@ A row says nothing about direction. Export and import read the same table.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from smckpt.errors import UsageError
-from smckpt.translate.dims import ROLES
 
-__all__ = ["NORMS", "ZERO_CENTRED", "Layout", "Row", "rows"]
+__all__ = ["NORMS", "ROLES", "ZERO_CENTRED", "LayoutRow", "TensorLayout", "holds", "rows"]
+
+# Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
+# experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O what
+# the output projection takes, D a head, E experts; of compressed attention A and R the ranks of
+# query and key/value, B, C and U rows of its other projections.
+ROLES: Mapping[str, str] = {
+    "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
+    "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
+    "q": "QX", "k": "KX", "v": "KX", "q_b": "Q", "k_b": "K", "v_b": "K",
+    "o": "XO", "o_b": "X", "q_norm": "D", "k_norm": "D", "sinks": "H",
+    "q_down": "AX", "q_down_norm": "A", "q_up": "BA",
+    "kv_down": "CX", "kv_down_norm": "R", "kv_up": "UR",
+    "gate": "FX", "up": "FX", "down": "XF", "gate_b": "F", "up_b": "F", "down_b": "X",
+    "fc1": "FX", "fc1_b": "F", "fc2": "XF", "fc2_b": "X",
+    "router": "EX", "router_b": "E", "router_shift": "E",
+    "e_gate": "MX", "e_up": "MX", "e_down": "XM", "e_gate_b": "M", "e_up_b": "M", "e_down_b": "X",
+    "s_gate": "SX", "s_up": "SX", "s_down": "XS",
+}  # fmt: skip
 
 ZERO_CENTRED = "_zero_centred"
 NORMS = frozenset({
@@ -29,7 +46,7 @@ _HOW = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """One stored tensor per layer and expert, or several that are called alike.
 
     name: with `{i}` for the layer, `{e}` for the expert (of the rank's own, under expert
@@ -47,7 +64,9 @@ class Row:
     stacked: the stored tensor has the experts as one more dimension, in front.
     folded: the bytes are those of a stacked tensor, but its shape says "columns" (hidden × all
         experts' columns) or "rows" (all experts' rows × hidden): Megatron's legacy weights.
-    when: "dense" or "sparse": only in layers of that kind; or a trait of the model (`Dims.traits`).
+    when: what must hold, one or several separated by commas: "dense" or "sparse" (layers of that
+        kind), "latent" (compressed attention), or a key of the config, which holds where its value
+        counts as true. With "not " before it the opposite.
     """
 
     name: str
@@ -93,7 +112,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A table of rows. `drop`: regular expressions of names that hold no weights.
 
     families: the config's model types that it is for; None for any that has its roles.
@@ -103,7 +122,7 @@ class Layout:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[LayoutRow, ...]
     drop: tuple[str, ...] = ()
     families: frozenset[str] | None = None
     joined: bool = True
@@ -119,7 +138,7 @@ class Layout:
                     remedy="give regular expressions",
                 ) from error
 
-    def renamed(self, name: str, *changes: tuple[str, str]) -> Layout:
+    def renamed(self, name: str, *changes: tuple[str, str]) -> TensorLayout:
         """This layout with other names: each (old, new) replaces a part of every row's name."""
         changed = []
         for row in self.rows:
@@ -129,7 +148,7 @@ class Layout:
             changed.append(replace(row, name=text))
         return replace(self, name=name, rows=tuple(changed))
 
-    def zero_centred(self) -> Layout:
+    def zero_centred(self) -> TensorLayout:
         """This layout where the weights of norms are stored less one (`zero_centered_gamma`)."""
         shifted = tuple(
             replace(row, shift=-1.0) if NORMS.issuperset(row.roles) else row for row in self.rows
@@ -137,6 +156,12 @@ class Layout:
         return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
 
 
-def rows(prefix: str, table: Iterable[Row]) -> tuple[Row, ...]:
+def holds(when: str | None, true: Collection[str]) -> bool:
+    """Whether all conditions of a row hold, where the words of `true` do."""
+    words = when.split(", ") if when else ()
+    return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
+
+
+def rows(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:
     """The rows with a common beginning of their names."""
     return tuple(replace(row, name=prefix + row.name) for row in table)

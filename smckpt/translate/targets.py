@@ -1,8 +1,6 @@
-"""What an export writes: target tensors, each made of boxes of logical tensors, laid out in files.
+"""What an export writes: target tensors, laid out in files.
 
-The seam for translation lies here: a `Target` answers which boxes of which logical tensors make up
-a range of its elements, and nothing after it knows how that was decided. Where names and layouts
-are Hugging Face's already, that is one tensor, whole.
+A `ChunkSource` (`stream`) knows what a range of a target is made of; nothing here does.
 """
 
 from __future__ import annotations
@@ -15,14 +13,24 @@ from functools import cached_property
 from typing import Protocol
 
 from smckpt.errors import UsageError
-from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import BoxGeometry, boxes_of_range
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 
-__all__ = ["ALIGNMENT", "Chunk", "OutputFile", "Range", "Same", "Target", "arrange"]
+__all__ = [
+    "ALIGNMENT",
+    "INDEX",
+    "SINGLE",
+    "Chunk",
+    "OutputFile",
+    "Range",
+    "Target",
+    "arrange",
+    "is_quantized",
+]
 
-ALIGNMENT = 4096  # the data starts on such a boundary, and chunks do: what direct writes ask for
-_SINGLE = "model.safetensors"
+ALIGNMENT = 4096  # bytes; data and chunks start at multiples of it, which direct writes need
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class Target(Protocol):
@@ -30,43 +38,23 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """In the file."""
+        """The name in the file."""
 
     @property
     def dtype(self) -> str:
-        """In the file; a name in `DTYPES` with a safetensors code."""
+        """The dtype in the file: a name in `DTYPES` with a safetensors code."""
 
     @property
     def shape(self) -> Shape: ...
 
     @property
     def source_dtype(self) -> str:
-        """Of the elements that `entry` names."""
-
-    def entry(self, start: int, stop: int) -> Entry:
-        """Elements [start, stop), row-major, as an array of boxes of logical tensors."""
+        """Of the elements that are read."""
 
 
-@dataclass(frozen=True)
-class Same:
-    """A target that is one logical tensor, `source`, under another name and maybe dtype."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    source: str
-    source_dtype: str
-
-    def entry(self, start: int, stop: int) -> Entry:
-        boxes = tuple(boxes_of_range(self.shape, start, stop))
-        return Entry(
-            path=(self.name,),
-            dtype=self.source_dtype,
-            shape=boxes[0].sizes if len(boxes) == 1 else (stop - start,),
-            geometry=BoxGeometry(self.source, self.shape, boxes, (0,)),
-            before=(),
-            after=(),
-        )
+def is_quantized(target: Target) -> bool:
+    """Whether a tensor holds weights, or parts of them, in fewer bits than are computed with."""
+    return target.dtype in ("int8", "uint8", "int32") or target.dtype.startswith("float8")
 
 
 @dataclass(frozen=True)
@@ -99,10 +87,6 @@ class Chunk:
     length: int
     ranges: tuple[Range, ...]
 
-    @property
-    def entries(self) -> list[Entry]:
-        return [r.target.entry(r.start, r.stop) for r in self.ranges]
-
 
 @dataclass(frozen=True)
 class OutputFile:
@@ -117,7 +101,7 @@ class OutputFile:
 
     @cached_property
     def header(self) -> bytes:
-        """Padded, so that the data starts on a boundary."""
+        """The header, padded so that the data starts at a multiple of `ALIGNMENT`."""
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for target in self.ordered:
@@ -141,10 +125,11 @@ class OutputFile:
         return len(self.header) + self.data_bytes
 
     def chunks(self, length: int) -> Iterator[Chunk]:
-        """The data in chunks of `length` bytes, a multiple of `ALIGNMENT`; the last is shorter, and
-        so is the first, that the others lie at multiples of `length` in the file.
+        """The data in chunks of `length` bytes, a multiple of `ALIGNMENT`. The first chunk is
+        shorter, so that the others begin at multiples of `length` in the file; the last may be
+        shorter too.
 
-        No element is split: chunks start on multiples of every element size.
+        No element is split, because chunks start at multiples of every element size.
         """
         ranges: list[Range] = []
         base, filled = len(self.header), 0
@@ -167,8 +152,8 @@ class OutputFile:
 def arrange(targets: Sequence[Target], max_bytes: int) -> tuple[OutputFile, ...]:
     """The targets in files of at most `max_bytes` of data each, in their order.
 
-    A larger tensor has a file of its own. One file is called model.safetensors; several are
-    numbered, as `save_pretrained` does.
+    A larger tensor has a file of its own. A single file is called model.safetensors. Several files
+    are numbered as by `save_pretrained`.
 
     Raises:
         UsageError: a target's dtype has no code in safetensors.
@@ -189,7 +174,7 @@ def arrange(targets: Sequence[Target], max_bytes: int) -> tuple[OutputFile, ...]
         room -= need
     count = len(batches)
     if count == 1:
-        return (OutputFile(_SINGLE, tuple(batches[0])),)
+        return (OutputFile(SINGLE, tuple(batches[0])),)
     return tuple(
         OutputFile(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(batch))
         for number, batch in enumerate(batches, 1)

@@ -1,22 +1,20 @@
-"""Targets that are made of blocks of other tensors, and the source that reads them."""
+"""Targets that are made from blocks of other tensors, and the source that reads them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import Box, boxes_of_range, row_major_strides
 from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
 from smckpt.translate.cast import cast, stored_type
-from smckpt.translate.compile import Block, Span
+from smckpt.translate.compile import Block
 from smckpt.translate.files import aligned
-from smckpt.translate.pieces import Key
-from smckpt.translate.stores import Part, Store
+from smckpt.translate.pieces import TensorKey
+from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.targets import Chunk, Range
 
 __all__ = ["Translated", "TranslatedSource", "whole"]
@@ -29,8 +27,8 @@ class Translated:
     """A target made of blocks.
 
     padding: rows at its end that no block fills; they are zero. terms: blocks of other ranks that
-    are added; with `mean`, the sum is divided by their number and one. shift: added to all. view:
-    the shape that the blocks are of, where the target says it has another.
+        are added; with `mean`, the sum is divided by the number of ranks. shift: a number that is
+        added to all elements. view: the shape of the blocks, if the target has another.
     """
 
     name: str
@@ -48,16 +46,13 @@ class Translated:
     def computed(self) -> bool:
         return bool(self.terms or self.shift)
 
-    def entry(self, start: int, stop: int) -> Entry:
-        raise NotImplementedError("a translated tensor is read by its blocks")
-
 
 class TranslatedSource:
-    """Reads ranges of `Translated` targets out of a store."""
+    """Reads ranges of `Translated` targets from a reader."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.url = store.url
+    def __init__(self, reader: TensorReader) -> None:
+        self.reader = reader
+        self.url = reader.url
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """A plan for each chunk."""
@@ -68,16 +63,16 @@ class TranslatedSource:
         own, padded, computed = plan
         for number in padded:
             np.frombuffer(buffers[number], np.uint8)[:] = 0
-        self.store.read(own, buffers)
+        self.reader.read(own, buffers)
         for number, target, terms in computed:
             self._compute(target, terms, buffers[number])
 
     def _compute(self, target: Translated, terms: Sequence[Any], buffer: memoryview) -> None:
-        """Add the other ranks' and the shift, exactly in float64, rounded once a term."""
+        """Add the other ranks' terms and the shift in float64, rounded once per term."""
         values = np.frombuffer(buffer, stored_type(target.source_dtype))
         others = [aligned(len(buffer)) for _ in terms]
         for plan, other in zip(terms, others, strict=True):
-            self.store.read(plan, [other])
+            self.reader.read(plan, [other])
         for at in range(0, len(values), _AT_ONCE):
             where = slice(at, at + _AT_ONCE)
             total = cast(values[where], target.source_dtype, "float64")
@@ -88,25 +83,10 @@ class TranslatedSource:
             values[where] = cast(total + target.shift, "float64", target.source_dtype)
 
     def close(self) -> None:
-        self.store.close()
-
-    def equal(self, a: Translated, b: Translated, length: int) -> bool:
-        """Whether two targets are bitwise equal; at most 2 × `length` bytes are held."""
-        if (a.source_dtype, a.shape) != (b.source_dtype, b.shape):
-            return False
-        itemsize = DTYPES[a.source_dtype].itemsize
-        numel, step = math.prod(a.shape), max(1, length // itemsize)
-        left, right = aligned(step * itemsize), aligned(step * itemsize)
-        for start in range(0, numel, step):
-            stop = min(numel, start + step)
-            views = [memory[: (stop - start) * itemsize] for memory in (left, right)]
-            self.read(self._plan([Range(t, start, stop, 0) for t in (a, b)]), views)
-            if not np.array_equal(np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")):
-                return False
-        return True
+        self.reader.close()
 
     def _plan(self, ranges: Sequence[Range]) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        parts: list[Part] = []
+        parts: list[Block] = []
         padded, computed = [], []
         for number, item in enumerate(ranges):
             target = item.target
@@ -116,56 +96,34 @@ class TranslatedSource:
             parts += _parts(target, target.blocks, item.start, item.stop, number)
             if target.computed:
                 terms = [
-                    self.store.plan(list(_parts(target, blocks, item.start, item.stop, 0)))
+                    self.reader.plan(list(_parts(target, blocks, item.start, item.stop, 0)))
                     for blocks in target.terms
                 ]
                 computed.append((number, target, terms))
-        return self.store.plan(parts), tuple(padded), tuple(computed)
+        return self.reader.plan(parts), tuple(padded), tuple(computed)
 
 
 def _parts(
     target: Translated, blocks: Sequence[Block], start: int, stop: int, buffer: int
-) -> Iterator[Part]:
-    """What to read for elements [start, stop) of a target, into buffer number `buffer`."""
+) -> Iterator[Block]:
+    """The blocks to read for elements [start, stop) of a target, into buffer number `buffer`."""
+    shape = target.view or target.shape
+    there = [
+        block for block in blocks
+        if block.copy.target.start < stop
+        and start < block.copy.target.start + block.copy.target.extent
+    ]  # fmt: skip
     done = 0
-    for box in boxes_of_range(target.view or target.shape, start, stop):
-        strides = row_major_strides(box.sizes)
-        for block in blocks:
-            part = _part(block, box, done, strides, buffer)
-            if part is not None:
-                yield part
+    for box in boxes_of_range(shape, start, stop):
+        room = Piece(target.name, shape, box, done, row_major_strides(box.sizes))
+        for block in there:
+            copy = block.copy.written_to(room)
+            if copy is not None:
+                yield Block(block.source, copy, buffer)
         done += box.numel
 
 
-def _part(block: Block, box: Box, done: int, strides: Shape, buffer: int) -> Part | None:
-    """What of a block lies in a box of the target, which is at element `done` of the buffer."""
-    start = done
-    if block.to_index >= 0:
-        inside = block.to_index - box.offsets[0]
-        if not 0 <= inside < box.sizes[0]:
-            return None
-        start += inside * strides[0]
-    sizes, dims, ats, steps, places = [], [], [], [], []
-    for span in block.spans:
-        low = box.offsets[span.to_dim]
-        high = low + box.sizes[span.to_dim]
-        first = max(0, -((span.to_at - low) // span.to_step))
-        last = min(span.count, -((span.to_at - high) // span.to_step))
-        if last <= first:
-            return None
-        sizes.append(last - first)
-        dims.append(span.dim)
-        ats.append(span.at + first * span.step)
-        steps.append(span.step)
-        start += (span.to_at + first * span.to_step - low) * strides[span.to_dim]
-        places.append(span.to_step * strides[span.to_dim])
-    return Part(
-        block.source, tuple(sizes), tuple(dims), tuple(ats), tuple(steps), block.index,
-        buffer, start, tuple(places),
-    )  # fmt: skip
-
-
-def whole(key: Key, shape: Shape, dtype: str) -> Translated:
-    """A stored tensor as it is: to compare it with another."""
-    spans = tuple(Span(n, d, 0, 1, d, 0, 1) for d, n in enumerate(shape))
-    return Translated(key.name, dtype, shape, dtype, (Block(key, spans),))
+def whole(key: TensorKey, shape: Shape, dtype: str) -> Translated:
+    """A target that is one stored tensor, to compare it with another."""
+    all_of_it = Strided.whole(shape)
+    return Translated(key.name, dtype, shape, dtype, (Block(key, Copy(all_of_it, all_of_it)),))

@@ -1,55 +1,52 @@
-"""Whether a Hugging Face directory is a model that serves: `verify_hf`.
+"""Check that a Hugging Face directory is a working model: `verify_hf`.
 
-Three questions, the later ones on request: does `from_pretrained` find every tensor and no other;
-are the weights, bit for bit, those of a checkpoint; does it compute what a reference computes.
+It checks that `from_pretrained` finds every tensor and no other. On request it also checks that the
+weights are bit for bit those of a checkpoint, and that the model computes what a reference
+computes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.catalogue import open_catalogue
-from smckpt.checkpoint.headers import read_header
-from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.calls import alone
+from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.translate.arguments import check_paths
+from smckpt.storage import access_to
+from smckpt.translate.arguments import check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.checkpoint_store import CheckpointStore, degrees_of
-from smckpt.translate.config import CONFIG, read_config
-from smckpt.translate.detect import looks_transformed
+from smckpt.translate.comparison import Comparison
+from smckpt.translate.config import CONFIG, ModelConfig, read_config
+from smckpt.translate.contents import HUB, ExportContents, GivenLayout, find_contents
 from smckpt.translate.files import aligned
-from smckpt.translate.model import to_hub
-from smckpt.translate.names import find_ties, model_tensors
-from smckpt.translate.source import Source
-from smckpt.translate.stores import weight_map
-from smckpt.translate.table import Layout
-from smckpt.translate.targets import Chunk, Range, Same, Target
-from smckpt.translate.translated import TranslatedSource
+from smckpt.translate.meta_model import compare
+from smckpt.translate.names import find_ties
+from smckpt.translate.pieces import TensorKey
+from smckpt.translate.rank_files import open_directory
+from smckpt.translate.stream import CHUNK, ChunkSource
+from smckpt.translate.table import TensorLayout
+from smckpt.translate.targets import Chunk, Range, Target
+from smckpt.translate.translated import Translated, TranslatedSource, whole
 
 __all__ = ["HFReport", "verify_hf"]
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-CHUNK = 16 << 20  # bytes compared at once
-LOGITS_TOLERANCE = 1e-5  # of fp32 logits, absolute: sums in another order, no more
-_CODES = {d.code: name for name, d in DTYPES.items() if d.code}
+LOGITS_TOLERANCE = 1e-5  # absolute, of fp32 logits: allows only sums in another order
 
 
 @dataclass(frozen=True)
 class HFReport:
-    """What was looked at, and what is wrong with it.
+    """What was checked, and what is wrong.
 
-    tensors: in the files. compared: of them, bit for bit with the checkpoint. logits: the greatest
-    difference from the reference's, or None.
+    tensors: how many the files have. compared: how many were compared bit for bit with the
+        checkpoint. logits: the largest difference from the reference's logits, or None.
     """
 
     directory: str
@@ -66,45 +63,36 @@ class HFReport:
         return {**asdict(self), "ok": self.ok}
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file of the directory."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
+@alone()
 def verify_hf(
     directory: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
     reference: str | os.PathLike[str] | None = None,
     prefix: str | None = None,
-    layout: str | Layout | None = None,
+    layout: str | TensorLayout | None = None,
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
     padded_vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HFReport:
-    """Check an exported model. Needs transformers; nothing is fetched, no code of the model runs
-    that is not transformers' own.
+    """Check an exported model. It needs transformers. It downloads nothing and runs only
+    transformers' own code.
 
     Args:
-        directory: with config.json and safetensors files.
-        against: a checkpoint; every tensor must equal its own, after the cast where the directory
-            has another floating dtype. Sizes are those of the directory's config.
-        reference: a directory of the same model; logits in float32 are compared, on fixed tokens.
-        prefix, layout, tp, ep, etp, padded_vocab_size: of the checkpoint, as for `export_hf`.
-        progress: called with (bytes compared, bytes in all).
+        directory: has config.json and safetensors files.
+        against: a checkpoint. Every tensor must equal the checkpoint's, after a cast if the
+            directory has another floating dtype. The directory's config gives the sizes.
+        reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
+        prefix, layout, tp, ep, etp, padded_vocab_size: for the checkpoint, as in `export_hf`.
+        progress: called with (bytes compared, bytes in total).
 
     Returns:
-        A report; what is wrong with the model is listed there, not raised.
+        A report, which lists what is wrong with the model; that is not raised.
 
     Raises:
-        UsageError: it is no directory of a model, or transformers is not installed.
+        UsageError: it is not the directory of a model, or transformers is not installed.
         CheckpointError: the checkpoint cannot be read.
     """
     others = {"against": against, "reference": reference}
@@ -114,187 +102,142 @@ def verify_hf(
         "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,
         "padded_vocab_size": padded_vocab_size,
     }  # fmt: skip
-    if against is None and (named := [f"{n}=" for n, value in given.items() if value is not None]):
-        raise UsageError(
-            f"{', '.join(named)} has no meaning without against=", remedy="leave it out"
-        )
-    stored = _stored(folder)
-    problems: list[str] = []
+    if against is None:
+        refuse_given("without against=", **given)
+    files = TranslatedSource(open_directory(folder, exact=True))
+    stored = {
+        name: whole(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
+        for name, held in files.reader.held.items()
+    }
+    settings = read_config(folder) if (folder / CONFIG).is_file() else None
+    kind, problems = _in_memory(settings, stored)
+    compared = 0
     if against is not None:
-        theirs = _of_checkpoint(
-            os.fspath(against), prefix, folder, layout, (tp, ep, etp), padded_vocab_size
-        )
-        problems += _differences(stored, *theirs, folder, progress)
-    model, found = _loaded(folder)
+        said = GivenLayout(layout, tp, ep, etp, padded_vocab_size)
+        try:
+            with closing(_comparison(settings)) as comparison:
+                theirs = find_contents(
+                    access_to(against), against, prefix, settings, said, HUB, comparison
+                )
+        except TensorMismatchError as error:  # tied tensors, or ranks' copies, that differ
+            problems.append(f"the checkpoint is no such model: {error}")
+        else:
+            problems += _differences(stored, files, theirs, settings, progress)
+            compared = len(stored)
+    model, found = _loaded(folder, kind)
     problems += found
     logits = None
     if reference is not None and model is not None:
-        other, found = _loaded(Path(os.fspath(reference)))
+        other, found = _loaded(Path(os.fspath(reference)), kind)
         problems += [f"reference: {text}" for text in found]
         if other is not None:
             logits = _logits_apart(model, other)
             if not logits <= LOGITS_TOLERANCE:  # NaN is a difference too
                 problems.append(f"logits differ from the reference's by up to {logits:g}")
-    compared = 0 if against is None else len(stored)
     return HFReport(str(folder), len(stored), compared, logits, tuple(problems))
-
-
-# -- the files -----------------------------------------------------------------------------------
-
-
-def _stored(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the directory, from the headers alone."""
-    index = folder / INDEX
-    if index.is_file():
-        named: Mapping[str, str] = weight_map(index)
-        files = sorted(set(named.values()))
-    elif (folder / SINGLE).is_file():
-        named, files = {}, [SINGLE]
-    else:
-        raise UsageError(
-            f"neither {SINGLE} nor {INDEX} is there",
-            remedy="give the directory that export_hf or save_pretrained wrote",
-            path=str(folder),
-        )
-    out: dict[str, _Stored] = {}
-    for name in files:
-        for key, tensor in _header(folder / name):
-            if named and named.get(key) != name:
-                raise CorruptCheckpointError(
-                    f"{key} is in {name}, the index says {named.get(key)}",
-                    remedy="export it again",
-                    path=str(index),
-                )
-            out[key] = tensor
-    if lost := sorted(named.keys() - out.keys()):
-        raise CorruptCheckpointError(
-            f"the index names {lost[:8]}, which are in no file",
-            remedy="export it again",
-            path=str(index),
-        )
-    return out
-
-
-def _header(path: Path) -> Iterator[tuple[str, _Stored]]:
-    try:
-        with path.open("rb") as file:
-
-            def read(start: int, stop: int) -> bytes:
-                file.seek(start)
-                return file.read(stop - start)
-
-            header = read_header(read, path.stat().st_size, str(path))
-    except OSError as error:
-        raise StorageError(f"{error.strerror}", remedy="export again", path=str(path)) from error
-    for key, entry in header.entries.items():
-        yield key, _Stored(path, _CODES[entry.code], entry.shape, entry.offset)
 
 
 # -- against a checkpoint ------------------------------------------------------------------------
 
 
+def _comparison(settings: ModelConfig | None) -> Comparison:
+    return Comparison(None if settings is None else settings.complete(None), strict=False)
+
+
 def _differences(
-    stored: Mapping[str, _Stored],
-    theirs: Mapping[str, Target],
-    source: Source | TranslatedSource,
-    folder: Path,
+    stored: Mapping[str, Translated],
+    files: TranslatedSource,
+    theirs: ExportContents,
+    settings: ModelConfig | None,
     progress: Callable[[int, int], None] | None,
 ) -> list[str]:
-    left_out = {n: kept for n, kept in _tied_names(folder, theirs).items() if n not in stored}
-    problems = [f"{name} is in the checkpoint only" for name in theirs
-                if name not in stored and name not in left_out]  # fmt: skip
-    problems += [f"{name} is not in the checkpoint" for name in stored if name not in theirs]
+    """What tells the directory from the checkpoint. Where that is translated, each element of
+    either side stands for one of the other: that is proven. So what is equal here makes the
+    inverse, bit for bit, the checkpoint."""
+    wanted = {target.name: target for target in theirs.targets}
+    tied = settings is not None and settings.ties_embeddings
+    copies = {tie.left_out: tie.kept for tie in find_ties(stored)} if tied else {}
+    problems = [f"only the checkpoint has {name}" for name in wanted if name not in stored]
     total, done = sum(_nbytes(t) for t in stored.values()), 0
-    with closing(source):
-        for name, kept in left_out.items():
-            problem = _difference(source, theirs[name], stored[kept]) if kept in stored else None
-            problems += [f"{name}, which is tied to {kept}: {problem}"] if problem else []
+    with closing(theirs.source), closing(files):
         for name, ours in stored.items():
-            if name in theirs:
-                problem = _difference(source, theirs[name], ours)
-                problems += [f"{name}: {problem}"] if problem else []
+            target = wanted.get(name, wanted.get(copies.get(name, "")))
+            if target is None:
+                problems.append(f"the checkpoint lacks {name}")
+            elif problem := _difference(theirs.source, target, files, ours):
+                problems.append(f"{name}: {problem}")
             done += _nbytes(ours)
             if progress is not None:
                 progress(done, total)
     return problems
 
 
-def _of_checkpoint(
-    checkpoint: str,
-    prefix: str | None,
-    folder: Path,
-    layout: str | Layout | None,
-    given: tuple[int | None, int | None, int | None],
-    padded: int | None,
-) -> tuple[Mapping[str, Target], Source | TranslatedSource]:
-    """The checkpoint's tensors by Hugging Face's names, and what reads them. Where they are made of
-    those of a tensor-parallel layout, each element of either side stands for one of the other: that
-    is proven. So what is equal here makes the inverse, bit for bit, the checkpoint."""
-    catalogue = open_catalogue(checkpoint)
-    tensors = model_tensors(catalogue, prefix)
-    config = read_config(folder) if (folder / CONFIG).is_file() else None
-    family = config.values["model_type"] if config is not None else None
-    if layout is not None or looks_transformed(tensors, family):
-        degrees = degrees_of(catalogue, *given)
-        store = CheckpointStore(catalogue, tensors, degrees)
-        made = to_hub(store, config, layout, degrees, padded)
-        return {target.name: target for target in made.targets}, made.source
-    if any(value is not None for value in (*given, padded)):
-        raise UsageError(
-            "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's own",
-            remedy="leave them out, or pass layout=",
-            path=catalogue.url,
-        )
-    own = {
-        name: Same(t.name, t.dtype, tuple(t.shape), t.name, t.dtype) for name, t in tensors.items()
-    }
-    return own, Source(catalogue)
-
-
-def _tied_names(folder: Path, tensors: Mapping[str, Target]) -> dict[str, str]:
-    """Name that the directory may lack → name of the tensor that it is."""
-    config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
-    text = config.get("text_config", config)
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    return {tie.left_out: tie.kept for tie in find_ties(tensors)} if tied else {}
-
-
-def _nbytes(tensor: _Stored) -> int:
+def _nbytes(tensor: Target) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
-def _difference(source: Source | TranslatedSource, theirs: Target, ours: _Stored) -> str | None:
-    """What tells a tensor of the directory from the checkpoint's, or None."""
+def _difference(
+    source: ChunkSource, theirs: Target, files: TranslatedSource, ours: Translated
+) -> str | None:
+    """How a tensor of the directory differs from the checkpoint's, or None."""
     if tuple(theirs.shape) != ours.shape:
-        return f"shape {list(ours.shape)}, the checkpoint has {list(theirs.shape)}"
+        return f"shape {list(ours.shape)}, but the checkpoint has {list(theirs.shape)}"
     casts = theirs.dtype != ours.dtype
     if casts and not {theirs.dtype, ours.dtype} <= set(CASTABLE):
-        return f"dtype {ours.dtype}, the checkpoint has {theirs.dtype}"
-    itemsize, wide = DTYPES[ours.dtype].itemsize, DTYPES[theirs.dtype].itemsize
-    numel, step = math.prod(ours.shape), CHUNK // max(itemsize, wide)
-    memory = aligned(step * wide)
-    with ours.path.open("rb") as file:
-        for start in range(0, numel, step):
-            stop = min(numel, start + step)
-            view = memory[: (stop - start) * wide]
-            chunk = Chunk(0, (stop - start) * wide, (Range(theirs, start, stop, 0),))
-            (plan,) = source.plans_of([chunk])
-            source.read(plan, [view])
-            wanted = bytes(view)
-            if casts:
-                elements = np.frombuffer(wanted, stored_type(theirs.dtype))
-                wanted = cast(elements, theirs.dtype, ours.dtype).tobytes()
-            file.seek(ours.offset + start * itemsize)
-            if file.read((stop - start) * itemsize) != wanted:
-                return f"differs from the checkpoint within elements {start} to {stop}"
+        return f"dtype {ours.dtype}, but the checkpoint has {theirs.dtype}"
+    sizes = [DTYPES[tensor.dtype].itemsize for tensor in (theirs, ours)]
+    numel, step = math.prod(ours.shape), CHUNK // max(sizes)
+    memory = [aligned(min(step, numel) * size) for size in sizes]
+    for start in range(0, numel, step):
+        stop = min(numel, start + step)
+        wanted, found = (
+            data[: (stop - start) * size] for data, size in zip(memory, sizes, strict=True)
+        )
+        for reader, tensor, view in ((source, theirs, wanted), (files, ours, found)):
+            chunk = Chunk(0, len(view), (Range(tensor, start, stop, 0),))
+            reader.read(reader.plans_of([chunk])[0], [view])
+        if casts:
+            values = np.frombuffer(wanted, stored_type(theirs.dtype))
+            wanted = memoryview(cast(values, theirs.dtype, ours.dtype).tobytes())
+        if wanted != found:
+            return f"differs from the checkpoint within elements {start} to {stop}"
     return None
 
 
 # -- in transformers -----------------------------------------------------------------------------
 
 
-def _loaded(folder: Path) -> tuple[Any, list[str]]:
-    """The model as transformers loads it in float32, and what it had to say."""
+def _in_memory(settings: ModelConfig | None, stored: Mapping[str, Target]) -> tuple[str, list[str]]:
+    """The class that names and shapes are of, and names that are not those of released models,
+    though transformers 5 loads them as well."""
+    nothing: tuple[str, list[str]] = "AutoModelForCausalLM", []
+    if settings is None or settings.values.get("quantization_config"):
+        return nothing
+    try:
+        found = compare(settings.complete(None), {n: tuple(t.shape) for n, t in stored.items()})
+    except ImportError:  # told by `_loaded`
+        return nothing
+    if isinstance(found, str):
+        return nothing
+    if found.hub is None:
+        return found.kind, []
+    released = {tensor.name for tensor in found.hub}
+    others = sorted(name for name in stored if name not in released)
+    return found.kind, [
+        f"{len(others)} names are not those of released models, but those that transformers "
+        f"{_version()} has in memory, which other versions and servers do not load: {others[:8]}"
+    ]
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
+    """The model as transformers loads it in float32, and what it had to say; of class `nearest`,
+    where the config names none."""
     try:
         import transformers
     except ImportError as error:
@@ -305,23 +248,37 @@ def _loaded(folder: Path) -> tuple[Any, list[str]]:
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
+        kind = getattr(transformers, (config.architectures or [nearest])[0], None)
         if kind is None:
             return None, [f"transformers does not know the architecture {config.architectures}"]
-        model, info = kind.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
-        )
+        with _quiet(transformers):
+            model, info = kind.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
+            )
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a model's code raises on files that do not fit
+    except Exception as error:  # a model's code may raise anything on files that do not fit
         return None, [f"from_pretrained: {type(error).__name__}: {error}"]
     problems = [f"from_pretrained: {what}: {sorted(map(str, names))[:8]}"
                 for what, names in info.items() if names]  # fmt: skip
     return model.eval(), problems
 
 
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Hide transformers' own progress bar."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _logits_apart(model: Any, other: Any) -> float:
-    """The greatest difference of two models' logits on fixed tokens."""
+    """The largest difference of two models' logits on fixed tokens."""
     import torch
 
     vocabulary = min(int(m.get_input_embeddings().weight.shape[0]) for m in (model, other))

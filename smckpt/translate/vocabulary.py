@@ -1,4 +1,4 @@
-"""Rows of the vocabulary: which of those that are stored are padding, and which a tokenizer uses.
+"""Rows of the vocabulary: which stored rows are padding, and which a tokenizer uses.
 
 Trainers round the vocabulary up so that tensor-parallel ranks share it evenly: Megatron-LM
 (`_vocab_size_with_padding`), Megatron Bridge (`calculate_padded_vocab_size`), NeMo and GPT-NeoX to
@@ -9,50 +9,50 @@ take a power of two below that (8 or 64: transformers' `pad_to_multiple_of`), or
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.translate.arguments import check_counts
 
 __all__ = ["check_rows", "check_tokenizer", "most_padding", "padded_rows"]
 
 _DIVISIBLE_BY = 128  # the default of make_vocab_size_divisible_by
-_BEGUN_AT = 8  # the greatest degree, other than today's, at which training is taken to have begun
+_BEGUN_AT = 8  # the largest degree, besides the present one, at which training may have begun
 
 
 def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None, where: str) -> int:
-    """How many rows the vocabulary has in what is stored.
+    """How many rows the stored vocabulary has.
 
     Args:
-        stored: rows of each tensor that may be padded, of all ranks together.
+        stored: the rows of each tensor that may be padded, of all ranks together.
         size: the config's vocab_size.
         tp: the tensor-parallel degree.
-        given: as many as there must be; None: as many as trainers make of `size`.
+        given: how many there must be; None: as many as trainers round `size` up to.
 
     Raises:
-        UsageError: fewer are asked for than the vocabulary has.
-        TensorMismatchError: there are others, or tensors differ.
+        UsageError: `given` is less than the vocabulary has.
+        TensorMismatchError: the number is another, or tensors differ.
     """
     check_counts(padded_vocab_size=size if given is None else given)
     if given is not None and given < size:
         raise UsageError(
-            f"padded_vocab_size={given}; the config says vocab_size={size}",
+            f"padded_vocab_size={given} is less than vocab_size={size} of the config",
             remedy="pass the number of rows that are stored, padding included, or leave it out",
         )
     if len(set(stored.values())) > 1:
         raise TensorMismatchError(
-            f"tensors of one vocabulary have different numbers of rows in all: {_told(stored)}",
+            f"tensors of one vocabulary have different total numbers of rows: {_told(stored)}",
             remedy="pass the files, or the checkpoint, of one model",
             path=where,
         )
-    found = next(iter(stored.values()), size)  # a layout without padding: its shapes are checked
+    found = next(iter(stored.values()), size)  # without padding: shapes are checked
     if given not in (None, found):
         raise TensorMismatchError(
-            f"padded_vocab_size={given}, but there are {found} rows in all"
+            f"padded_vocab_size={given}, but there are {found} rows in total"
             + (f": {_told(stored)}" if stored else ", of a layout without padding"),
             remedy=f"pass padded_vocab_size={found} if that is the vocabulary with its padding, "
             "and the files of all ranks",
@@ -61,8 +61,8 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
     most = most_padding(found, tp)
     if given is None and found - size > most:
         raise TensorMismatchError(
-            f"{_told(stored)} rows in all, {found - size} more than vocab_size={size} of the "
-            f"config, where rounding up to a multiple, as trainers do, makes at most {most} more",
+            f"{_told(stored)} rows in total, {found - size} more than vocab_size={size} of the "
+            f"config; rounding up to a multiple, as trainers do, adds at most {most}",
             remedy="pass the model's own config; if these rows are padding, pass "
             f"padded_vocab_size={found}",
             path=where,
@@ -75,28 +75,28 @@ def _told(stored: Mapping[str, int]) -> str:
 
 
 def padded_rows(size: int, tp: int, multiple: int) -> int:
-    """With padding, so that each of `tp` ranks has a multiple of `multiple`."""
+    """The number of rows with padding, so that each of `tp` ranks has a multiple of `multiple`."""
     step = multiple * tp
     return -(-size // step) * step
 
 
 def most_padding(rows: int, tp: int) -> int:
-    """How many of `rows` can be padding, where they were rounded up as trainers do: fewer than the
-    greatest multiple that they are."""
+    """How many of `rows` can be padding if trainers rounded them up: fewer than the largest such
+    multiple that divides them."""
     shared = tp * math.gcd(rows // tp, _DIVISIBLE_BY) if rows % tp == 0 else 1
     return max(shared, math.gcd(rows, _BEGUN_AT * _DIVISIBLE_BY)) - 1
 
 
 def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:
-    """Raises UsageError: rows that would be cut off are not all padding, for the tokenizer (its
-    directory, or itself) uses one. One that cannot be read says nothing."""
+    """Raise UsageError if the tokenizer (its directory, or the object) uses a row that would be cut
+    off as padding. A tokenizer that cannot be read is ignored."""
     if stored == size:
         return
     used = [number for number in _ids(tokenizer) if size <= number < stored]
     if used:
         raise UsageError(
-            f"the tokenizer has the id {max(used)}, whose row vocab_size={size} would cut off as "
-            f"padding: {stored} rows are stored",
+            f"the tokenizer has the id {max(used)}, but vocab_size={size} would cut off its row "
+            f"as padding ({stored} rows are stored)",
             remedy="correct vocab_size in the config; if the model was trained without that token, "
             f"pass padded_vocab_size={stored}",
             path=str(tokenizer) if isinstance(tokenizer, Path) else None,
@@ -104,11 +104,11 @@ def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:
 
 
 def _ids(tokenizer: Any) -> Iterator[int]:
-    """Of the tokens of a tokenizer, as far as they are known."""
+    """The token ids of a tokenizer, as far as they are known."""
     if isinstance(tokenizer, Path):
         for name, ids_of in _FILES.items():
             try:
-                found = list(ids_of(json.loads((tokenizer / name).read_text(encoding="utf-8"))))
+                found = list(ids_of(read_json(tokenizer / name)))
             except (OSError, ValueError, TypeError, AttributeError, LookupError):
                 continue
             yield from found
@@ -117,7 +117,8 @@ def _ids(tokenizer: Any) -> Iterator[int]:
 
 
 def _of_tokenizers(said: Any) -> Iterator[int]:
-    """The file of the tokenizers library: ids by token, or (Unigram) a list in their order."""
+    """The ids in a file of the tokenizers library: by token, or (Unigram) in the order of a
+    list."""
     vocabulary = said["model"]["vocab"]
     if isinstance(vocabulary, list):
         yield from range(len(vocabulary))

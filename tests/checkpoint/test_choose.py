@@ -16,6 +16,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import open_storage
 from tests.support import synthetic
+from tests.support.forge import find, reforge
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, flip
 
@@ -42,7 +43,7 @@ def test_the_newest_of_several_saves_counts_above_and_in_each_group(tmp_path: Pa
         assert commit.identity == newest and len(commit.manifests) == 1
 
 
-def test_a_later_epoch_wins_over_a_higher_number(tmp_path: Path) -> None:
+def test_a_later_fencing_token_wins_over_a_higher_number(tmp_path: Path) -> None:
     made = state_of(hybrid((0,), 1))
     first = synthetic.save(tmp_path, (0,), made, session="a" * 12)
     first.save()
@@ -67,7 +68,7 @@ def test_an_older_commit_is_had_by_its_name(tmp_path: Path) -> None:
     step.save()
     assert choose(tmp_path, older).identity == older
     assert choose(tmp_path / "part1", older).order == choose(tmp_path, older).order
-    with pytest.raises(UsageError, match="no commit"):
+    with pytest.raises(UsageError, match="is not a commit"):
         choose(tmp_path, "part-x.json")
     with pytest.raises(CheckpointNotFoundError, match="another group"):
         choose(tmp_path, older.replace("-00000000-", "-00000007-"))
@@ -88,12 +89,11 @@ def test_a_damaged_newest_commit_is_told_and_no_older_one_taken(tmp_path: Path, 
 def test_a_manifest_that_the_record_does_not_name_does_not_count(tmp_path: Path) -> None:
     """Such as one left by a rank that wrote for the same number and lost."""
     steps(tmp_path).save()
-    (manifest,) = (tmp_path / "part0").glob("manifest-*")
-    copy = manifest.with_name(manifest.name.replace("000000000000", "9" * 12))
-    copy.write_bytes(manifest.read_bytes())
-    manifest.unlink()
+    (record,) = find(tmp_path, "record")
+    reforge(record, lambda body: body["groups"].pop(0))
     with pytest.raises(CheckpointNotFoundError):
         choose(tmp_path / "part0")
+    assert choose(tmp_path / "part1").identity == record.name
 
 
 def test_a_record_whose_manifest_was_deleted_is_damage_not_absence(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_manifest_swapped_for_another_whole_one_is_not_taken(tmp_path: Path) -
     (other,) = (tmp_path / "b" / "part0").glob("manifest-*")
     mine.write_bytes(other.read_bytes())
     for place in (tmp_path / "a", tmp_path / "a" / "part0"):
-        with pytest.raises(CorruptCheckpointError, match="not the one that the record names"):
+        with pytest.raises(CorruptCheckpointError, match="differs from the one that was written"):
             choose(place)
 
 
@@ -139,8 +139,8 @@ def nothing(root: Path) -> dict[str, Path]:
     (root / "empty").mkdir()
     (root / "job" / "step" / "part0" / "deeper").mkdir()
     return {
-        "some below, in step": root / "job",
-        "one above": root / "job" / "step" / "part0" / "deeper",
+        "checkpoints are below, in step": root / "job",
+        "checkpoint is above": root / "job" / "step" / "part0" / "deeper",
         "record that would commit": root / "cut" / "part0",
         "files of unfinished saves": root / "parts",
         "1 other files": root / "foreign",
@@ -154,3 +154,30 @@ def test_where_there_is_no_commit_the_error_says_what_is_here_instead(tmp_path: 
         with pytest.raises(CheckpointNotFoundError, match=words) as caught:
             choose(place)
         assert caught.value.path == str(place) and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "call"),
+    [
+        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint (DCP)", "FileSystemReader("),
+        (["config.json", "model.safetensors"], "Hugging Face's format", "smckpt import "),
+        (["pytorch_model.bin.index.json"], "Hugging Face's format", "from_pretrained("),
+        (["adapter_config.json", "adapter_model.safetensors"], "PEFT's format", "PeftModel."),
+    ],
+)
+def test_a_directory_of_another_format_is_named_with_the_call_that_reads_it(
+    tmp_path: Path, names: list[str], what: str, call: str
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CheckpointNotFoundError) as error:
+        choose(tmp_path)
+    assert what in error.value.message and call in error.value.remedy
+    assert str(tmp_path) in error.value.remedy
+
+
+def test_checkpoints_below_are_told_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for step in (100, 20, 10):
+        synthetic.save(tmp_path / f"step_{step}", (0,), state_of(hybrid((0,), 1)))
+    with pytest.raises(CheckpointNotFoundError, match="in step_10, step_20, step_100"):
+        choose(tmp_path)

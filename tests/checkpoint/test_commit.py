@@ -6,31 +6,31 @@ import os
 import shutil
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smckpt.checkpoint import claims
+from smckpt.checkpoint import leases
 from smckpt.checkpoint.commit import (
-    claim_epoch,
     probe,
     publish_manifest,
     publish_record,
     sweep,
+    take_lease,
 )
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import (
     Manifest,
     Record,
-    epoch_name,
     fence_name,
+    lease_name,
     manifest_name,
-    open_json,
     record_name,
-    seal_json,
 )
 from smckpt.checkpoint.rows import decode_rows
+from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,
@@ -38,8 +38,8 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry
-from smckpt.storage import open_storage
+from smckpt.layout.geometry import PerRankGeometry
+from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, State, hybrid, state_of
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
@@ -104,48 +104,48 @@ def test_a_rank_that_holds_nothing_has_a_part_without_files(tmp_path):
 
 def test_a_part_that_is_not_seen_here_says_which_hosts_do_not_share_the_directory(tmp_path):
     group = Group(tmp_path, range(3))
-    group.claim()
+    group.lease()
     payload = group.write(0)
     for rank in (1, 2):
         payload["parts"][str(rank)]["host"] = f"node{rank}"
         (tmp_path / payload["parts"][str(rank)]["part"]).unlink()
     with pytest.raises(StorageError, match=r"not shared.*node1, node2.*ranks 1, 2") as caught:
-        publish_manifest(**payload)
+        publish_manifest(Access(), **payload)
     assert socket.gethostname() in str(caught.value) and "mount" in caught.value.remedy
     assert not any(name.startswith("manifest") for name in names(tmp_path))
 
 
 def test_a_file_that_is_gone_on_this_very_host_is_no_question_of_sharing(tmp_path):
     group = Group(tmp_path, range(2), host=socket.gethostname())
-    group.claim()
+    group.lease()
     payload = group.write(0)
     (tmp_path / "data-0123456789ab-00000000-r00001-0.crc").unlink()
-    with pytest.raises(StorageError, match=r"r00001-0.crc.*is gone"):
-        publish_manifest(**payload)
+    with pytest.raises(StorageError, match=r"r00001-0.crc.*is missing"):
+        publish_manifest(Access(), **payload)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "crc"])
 def test_a_file_of_another_size_is_not_committed(tmp_path, suffix):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0)
     victim = tmp_path / f"data-0123456789ab-00000000-r00001-0.{suffix}"
     os.truncate(victim, victim.stat().st_size - 1)
     with pytest.raises(StorageError, match="were written") as caught:
-        publish_manifest(**payload)
+        publish_manifest(Access(), **payload)
     assert caught.value.path == str(victim) and caught.value.rank == 1
 
 
 def test_a_part_that_reads_back_otherwise_is_not_committed(tmp_path):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0)
     victim = tmp_path / payload["parts"]["1"]["part"]
     data = bytearray(victim.read_bytes())
     data[-20] ^= 1
     victim.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="otherwise") as caught:
-        publish_manifest(**payload)
+    with pytest.raises(CorruptCheckpointError, match="other bytes") as caught:
+        publish_manifest(Access(), **payload)
     assert caught.value.path == str(victim)
 
 
@@ -161,38 +161,38 @@ def test_a_part_that_reads_back_otherwise_is_not_committed(tmp_path):
 )
 def test_ranks_that_asked_for_different_things_are_told_apart(tmp_path, key, values):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0, **{key: values[0]})
     done = None
     for path in tmp_path.glob("*-r00001*"):
         path.unlink()
     done = group.write_rank(1, 0, **{key: values[1]})
-    payload["parts"]["1"]["crc64"] = done["crc64"]
+    payload["parts"]["1"]["crc64"] = done.crc64
     with pytest.raises(UsageError, match=key) as caught:
-        publish_manifest(**payload)
+        publish_manifest(Access(), **payload)
     assert "rank 1" in str(caught.value) and "rank 0" in str(caught.value)
 
 
 def test_a_part_of_another_attempt_is_refused(tmp_path):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     stale, payload = group.write(0), group.write(1)
     payload["parts"]["1"] = stale["parts"]["1"]
     with pytest.raises(StateError, match="different saves"):
-        publish_manifest(**{**payload})
+        publish_manifest(Access(), **{**payload})
     swapped = group.write(2)
     swapped["parts"]["0"], swapped["parts"]["1"] = swapped["parts"]["1"], swapped["parts"]["0"]
-    with pytest.raises(StateError, match="rank 0 wrote a part of rank 1"):
-        publish_manifest(**swapped)
+    with pytest.raises(StateError, match="the part of rank 0 says rank 1"):
+        publish_manifest(Access(), **swapped)
 
 
 def test_a_rank_that_did_not_write_is_named(tmp_path):
     group = Group(tmp_path, range(3))
-    group.claim()
+    group.lease()
     payload = group.write(0)
     del payload["parts"]["1"]
-    with pytest.raises(StateError, match=r"\[0, 2\] wrote, the group is \[0, 1, 2\]"):
-        publish_manifest(**payload)
+    with pytest.raises(StateError, match=r"ranks \[0, 2\] wrote, but the group is \[0, 1, 2\]"):
+        publish_manifest(Access(), **payload)
 
 
 def test_replicas_that_differ_are_refused_naming_ranks_and_tensor(tmp_path):
@@ -219,12 +219,8 @@ def test_a_replica_whose_tensor_is_kept_instead_is_refused(tmp_path):
     def state(rank: int) -> tuple[list[Entry], dict[str, bytes]]:
         entries, data = usual(rank)
         if rank == 1:
-            kept = KeptGeometry(("bias",), (7,), rank)
-            entries = [
-                Entry(e.path, e.dtype, e.shape, kept if e.key == "model.bias" else e.geometry,
-                      e.before, e.after)
-                for e in entries
-            ]  # fmt: skip
+            kept = PerRankGeometry(("bias",), (7,), (rank,))
+            entries = [replace(e, geometry=kept) if e.key == "model.bias" else e for e in entries]
         return entries, data
 
     with pytest.raises(StateError, match=r"model\.bias"):
@@ -234,67 +230,73 @@ def test_a_replica_whose_tensor_is_kept_instead_is_refused(tmp_path):
 def test_the_same_publication_again_is_a_success(tmp_path):
     """The answer of the first was lost, and the engine asks again."""
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0)
-    first = publish_manifest(**payload)
-    assert publish_manifest(**payload) == first
+    first = publish_manifest(Access(), **payload)
+    assert publish_manifest(Access(), **payload) == first
 
 
 def test_a_manifest_of_another_writer_is_never_replaced(tmp_path):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0)
     other = seal_json({"format": [1, 0], "committed_at": 1})
     name = tmp_path / manifest_name(1, 0, group.session)
     name.write_bytes(other)
     with pytest.raises(StorageError, match="another writer"):
-        publish_manifest(**payload)
+        publish_manifest(Access(), **payload)
     assert name.read_bytes() == other
 
 
 def test_optimizers_of_ranks_that_have_different_ones_are_all_kept(tmp_path):
     group = Group(tmp_path, [0, 1])
-    group.claim()
+    group.lease()
     payload = group.write(0, optimizers={"a": {"form": "id", "ids": []}})
     for path in tmp_path.glob("*-r00001*"):
         path.unlink()
     done = group.write_rank(
         1, 0, optimizers={"b": {"form": "fqn", "ids": []}, "a": {"form": "fqn", "ids": []}}
     )
-    payload["parts"]["1"]["crc64"] = done["crc64"]
-    manifest = manifest_at(tmp_path, publish_manifest(**payload))
+    payload["parts"]["1"]["crc64"] = done.crc64
+    manifest = manifest_at(tmp_path, publish_manifest(Access(), **payload))
     assert manifest.optimizers == {
         "a": {"form": "id", "ids": []},
         "b": {"form": "fqn", "ids": []},
     }
 
 
-# -- epochs ------------------------------------------------------------------------------------
+# -- leases ------------------------------------------------------------------------------------
 
 
-def test_epochs_count_up_over_claims_manifests_and_records(tmp_path):
-    assert claim_epoch(str(tmp_path / "new"), A, "h") == {"epoch": 1}
-    assert claim_epoch(str(tmp_path / "new"), B, "h") == {"epoch": 2}
+def test_fencing_tokens_count_up_over_leases_manifests_and_records(tmp_path):
+    assert take_lease(Access(), str(tmp_path / "new"), A, "h") == {"fencing_token": 1}
+    assert take_lease(Access(), str(tmp_path / "new"), B, "h") == {"fencing_token": 2}
     for name in (manifest_name(7, 0, A), record_name(9, 0, A)):
         (tmp_path / name).write_bytes(b"x")
-    assert claim_epoch(str(tmp_path), A, "h") == {"epoch": 10}
+    assert take_lease(Access(), str(tmp_path), A, "h") == {"fencing_token": 10}
 
 
-def test_an_epoch_of_a_parent_is_above_those_of_its_groups(tmp_path):
-    Group(tmp_path / "tp0", [0], epoch=41).save()
-    told = claim_epoch(str(tmp_path), A, "h", groups=[str(tmp_path / "tp0"), str(tmp_path / "tp1")])
-    assert told == {"epoch": 42}
+def test_a_fencing_token_of_a_parent_is_above_those_of_its_groups(tmp_path):
+    Group(tmp_path / "tp0", [0], fencing_token=41).save()
+    told = take_lease(
+        Access(),
+        str(tmp_path),
+        A,
+        "h",
+        groups=[str(tmp_path / "tp0"), str(tmp_path / "tp1")],
+    )
+    assert told == {"fencing_token": 42}
 
 
-def test_of_all_that_claim_at_once_each_gets_an_epoch_of_its_own(tmp_path):
+def test_of_all_that_take_a_lease_at_once_each_gets_a_token_of_its_own(tmp_path):
     got: list[int] = []
     start = threading.Barrier(8)
 
-    def claim(session: str) -> None:
+    def lease(session: str) -> None:
         start.wait()
-        got.append(claim_epoch(str(tmp_path), session, "h")["epoch"])
+        got.append(take_lease(Access(), str(tmp_path), session, "h")["fencing_token"])
 
-    threads = [threading.Thread(target=claim, args=(f"{i:012x}",)) for i in range(8)]
+    threads = [threading.Thread(target=lease, args=(f"{i:012x}",)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -307,10 +309,10 @@ def test_a_later_run_fences_a_zombie_which_takes_its_files_back(tmp_path):
     zombie.save()
     before = names(tmp_path)
     payload = zombie.write(1)
-    claim_epoch(str(tmp_path), B, "h")
-    with pytest.raises(StorageError, match=r"epoch 2 was claimed.*\(1\).*not committed"):
-        publish_manifest(**payload)
-    assert names(tmp_path) == before | {epoch_name(2)}
+    take_lease(Access(), str(tmp_path), B, "h")
+    with pytest.raises(StorageError, match=r"fencing token 2 was taken.*\(1\).*not committed"):
+        publish_manifest(Access(), **payload)
+    assert names(tmp_path) == before | {lease_name(2)}
 
 
 def test_a_zombie_under_which_the_directory_was_made_anew_takes_its_files_back(tmp_path):
@@ -320,54 +322,56 @@ def test_a_zombie_under_which_the_directory_was_made_anew_takes_its_files_back(t
     later = Group(tmp_path, range(2), session=B)
     later.save()
     before = names(tmp_path)
-    with pytest.raises(StorageError, match=rf"epoch 1 is claimed here by session {B}"):
-        publish_manifest(**zombie.write(1))
+    with pytest.raises(
+        StorageError, match=rf"session {B} holds the lease with fencing token 1 here"
+    ):
+        publish_manifest(Access(), **zombie.write(1))
     assert names(tmp_path) == before
 
 
-def test_a_claim_that_was_removed_is_made_again_and_counts(tmp_path):
+def test_a_lease_that_was_removed_is_made_again_and_counts(tmp_path):
     group = Group(tmp_path, range(2), session=A)
     group.save()
     shutil.rmtree(tmp_path)
-    publish_manifest(**group.write(1))
-    assert claim_epoch(str(tmp_path), B, "h") == {"epoch": 2}
+    publish_manifest(Access(), **group.write(1))
+    assert take_lease(Access(), str(tmp_path), B, "h") == {"fencing_token": 2}
 
 
-def test_a_claim_that_lands_while_the_parts_are_read_still_fences(tmp_path, monkeypatch):
+def test_a_lease_that_lands_while_the_parts_are_read_still_fences(tmp_path, monkeypatch):
     zombie = Group(tmp_path, range(2), session=A)
-    zombie.claim()
+    zombie.lease()
     payload = zombie.write(0)
     looks: list[Any] = []
-    real = claims.later_run
+    real = leases.later_run
 
     def late(*args: Any) -> Any:
         looks.append(real(*args))
         if len(looks) == 1:
-            claim_epoch(str(tmp_path), B, "h")
+            take_lease(Access(), str(tmp_path), B, "h")
         return looks[-1]
 
     monkeypatch.setattr("smckpt.checkpoint.commit.later_run", late)
-    with pytest.raises(StorageError, match="epoch 2"):
-        publish_manifest(**payload)
+    with pytest.raises(StorageError, match="fencing token 2"):
+        publish_manifest(Access(), **payload)
     assert looks[0] is None and len(looks) == 2
 
 
 def test_an_attempt_that_another_run_gave_up_is_not_committed(tmp_path):
     group = Group(tmp_path, range(2))
-    group.claim()
+    group.lease()
     payload = group.write(0)
-    claims.raise_fence(open_storage(str(tmp_path)), payload["attempt"])
+    leases.raise_fence(open_storage(str(tmp_path)), payload["attempt"])
     with pytest.raises(StorageError, match="gave up"):
-        publish_manifest(**payload)
-    assert names(tmp_path) == {epoch_name(1), fence_name(payload["attempt"])}
+        publish_manifest(Access(), **payload)
+    assert names(tmp_path) == {lease_name(1), fence_name(payload["attempt"])}
 
 
 def test_a_probe_is_seen_where_it_was_made_and_nowhere_else(tmp_path):
     here, elsewhere = str(tmp_path / "a"), str(tmp_path / "b")
-    assert probe(here, A, True) == {"seen": True} == probe(here, A, False)
-    assert probe(elsewhere, A, False) == {"seen": False}
+    assert probe(Access(), here, A, True) == {"seen": True} == probe(Access(), here, A, False)
+    assert probe(Access(), elsewhere, A, False) == {"seen": False}
     with pytest.raises(UsageError, match="session"):
-        probe(here, "../x", True)
+        probe(Access(), here, "../x", True)
 
 
 # -- records -----------------------------------------------------------------------------------
@@ -383,16 +387,18 @@ class Step:
             for i, name in enumerate(names)
         ]
         urls = [str(group.directory) for group in self.groups]
-        self.epoch = claim_epoch(str(root), session, "h", groups=urls)["epoch"]
+        self.fencing_token = take_lease(Access(), str(root), session, "h", groups=urls)[
+            "fencing_token"
+        ]
         self.number = 0
 
     def publish(self, **part: Any) -> dict[str, Any]:
         """Manifests of all groups; the arguments for `publish_record`."""
         number, self.number = self.number, self.number + 1
-        record = f"../{record_name(self.epoch, number, self.session)}"
+        record = f"../{record_name(self.fencing_token, number, self.session)}"
         groups = []
         for group in self.groups:
-            group.epoch = self.epoch
+            group.fencing_token = self.fencing_token
             published = group.save(record=record, **part)
             groups.append(
                 {
@@ -406,26 +412,26 @@ class Step:
             "directory": str(self.root),
             "session": self.session,
             "number": number,
-            "epoch": self.epoch,
+            "fencing_token": self.fencing_token,
             "groups": groups,
         }
 
     def commit(self, **part: Any) -> dict[str, Any]:
         payload = self.publish(**part)
-        return {**publish_record(**payload), "groups": payload["groups"]}
+        return {**publish_record(Access(), **payload), "groups": payload["groups"]}
 
 
 def test_a_record_names_the_manifests_of_all_groups(tmp_path):
     step = Step(tmp_path)
     payload = step.publish(step=30)
-    published = publish_record(**payload)
+    published = publish_record(Access(), **payload)
     record = Record.from_json(
         open_json((tmp_path / published["record"]).read_bytes(), published["record"])
     )
     assert record.groups == tuple(payload["groups"])
-    assert (record.step, record.kind, record.epoch, record.number) == (30, "LOCAL", 1, 0)
+    assert (record.step, record.kind, record.fencing_token, record.number) == (30, "LOCAL", 1, 0)
     assert record.nbytes == published["bytes"] > 0
-    assert publish_record(**payload)["record"] == published["record"]  # asked again
+    assert publish_record(Access(), **payload)["record"] == published["record"]  # asked again
 
 
 @pytest.mark.parametrize("way", ["tp0", "tp0/deep", "tp0/../tp0"])
@@ -433,7 +439,7 @@ def test_groups_in_one_directory_or_one_inside_another_are_refused(tmp_path, way
     payload = Step(tmp_path).publish()
     payload["groups"][1]["directory"] = way
     with pytest.raises(UsageError):
-        publish_record(**payload)
+        publish_record(Access(), **payload)
     assert not list(tmp_path.glob("record-*"))
 
 
@@ -453,7 +459,7 @@ def test_groups_of_different_steps_or_kinds_are_refused(tmp_path, key, value):
     published = other.save(record=record, **{key: value})
     payload["groups"][1].update(manifest=published["manifest"], crc64=published["crc64"])
     with pytest.raises(UsageError, match=key):
-        publish_record(**payload)
+        publish_record(Access(), **payload)
 
 
 def test_groups_without_a_step_that_saved_unequally_often_are_never_mixed(tmp_path):
@@ -461,20 +467,20 @@ def test_groups_without_a_step_that_saved_unequally_often_are_never_mixed(tmp_pa
     next(step.groups[1].numbers)  # one group missed a save: it is one number ahead
     payload = step.publish(step=None)
     with pytest.raises(StateError, match=r"save 1 of one group .* save 0 of another"):
-        publish_record(**payload)
+        publish_record(Access(), **payload)
 
 
 def test_a_group_whose_manifest_names_another_record_is_refused(tmp_path):
     step = Step(tmp_path)
     payload = step.publish()
     with pytest.raises(StateError, match="does not name the record"):
-        publish_record(**{**payload, "number": 5})
+        publish_record(Access(), **{**payload, "number": 5})
 
 
 def test_groups_that_share_a_rank_are_refused(tmp_path):
     step = Step(tmp_path)
     step.groups[1].ranks = (1, 2)
-    with pytest.raises(StateError, match="rank 1 wrote to"):
+    with pytest.raises(StateError, match="rank 1 is in two groups: it wrote to"):
         step.commit()
 
 
@@ -482,25 +488,25 @@ def test_a_manifest_that_the_lead_does_not_see_says_so(tmp_path):
     step = Step(tmp_path)
     payload = step.publish()
     (tmp_path / "tp1" / payload["groups"][1]["manifest"]).unlink()
-    with pytest.raises(StorageError, match="rank 2 published is not seen"):
-        publish_record(**payload)
+    with pytest.raises(StorageError, match="does not see the manifest that rank 2 published"):
+        publish_record(Access(), **payload)
 
 
 def test_a_changed_manifest_is_not_committed(tmp_path):
     step = Step(tmp_path)
     payload = step.publish()
     payload["groups"][1]["crc64"] = "0" * 16
-    with pytest.raises(CorruptCheckpointError, match="otherwise"):
-        publish_record(**payload)
+    with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+        publish_record(Access(), **payload)
 
 
 def test_the_lead_of_an_earlier_run_is_fenced(tmp_path):
     old = Step(tmp_path, session=A)
     payload = old.publish()
     Step(tmp_path, session=B).commit()
-    with pytest.raises(StorageError, match="epoch 2"):
-        publish_record(**payload)
-    with pytest.raises(StorageError, match="epoch 2"):
+    with pytest.raises(StorageError, match="fencing token 2"):
+        publish_record(Access(), **payload)
+    with pytest.raises(StorageError, match="fencing token 2"):
         old.publish()
 
 
@@ -514,18 +520,21 @@ def test_two_jobs_may_keep_their_records_in_one_parent(tmp_path):
     assert one.commit()["record"] and single.save()["manifest"]
 
 
-def test_a_group_s_directory_carries_the_epoch_of_its_parent(tmp_path):
+def test_a_group_s_directory_carries_the_lease_of_its_parent(tmp_path):
     step = Step(tmp_path)
     step.publish()
-    assert (tmp_path / "tp0" / epoch_name(step.epoch)).exists()
-    stranger = Group(tmp_path / "tp0", (0, 1), session="cccccccccccc", epoch=step.epoch)
-    with pytest.raises(StorageError, match="claimed here by session"):
-        stranger.save(record=f"../{record_name(step.epoch, 0, step.session)}")
+    assert (tmp_path / "tp0" / lease_name(step.fencing_token)).exists()
+    stranger = Group(
+        tmp_path / "tp0", (0, 1), session="cccccccccccc", fencing_token=step.fencing_token
+    )
+    with pytest.raises(StorageError, match="holds the lease"):
+        stranger.save(record=f"../{record_name(step.fencing_token, 0, step.session)}")
 
 
 def test_the_functions_that_the_worker_names_are_here():
     from smckpt.checkpoint import commit
-    from smckpt.engine.worker import _COMMIT
+    from smckpt.engine.commands import commands
 
-    assert set(commit.__all__) == _COMMIT
+    own = {"attach", "detach", "write_part"}
+    assert set(commit.__all__) == commands().keys() - own
     assert commit.sweep is sweep

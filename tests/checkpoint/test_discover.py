@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import logging
 import os
+import pickle
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from smckpt.checkpoint.discover import Found, find_checkpoints, latest
+import smckpt
+from smckpt.checkpoint.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
 from smckpt.errors import StorageError
+from smckpt.storage import open_storage
 from tests.support import synthetic
+from tests.support.launch import run_ranks
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, flip
 
@@ -26,20 +34,114 @@ def single(directory: Path, step: int | None, session: str = "a" * 12) -> Path:
 
 
 def test_nothing_is_found_in_an_empty_root(tmp_path: Path) -> None:
-    assert latest(str(tmp_path)) is None
+    assert latest(open_storage(str(tmp_path))) is None
 
 
 def test_the_highest_step_is_the_latest_whatever_was_written_last(tmp_path: Path) -> None:
     single(tmp_path / "step_30", 30)
     single(tmp_path / "step_4", 4)
     assert [found.step for found in find_checkpoints(str(tmp_path))] == [4, 30]
-    assert latest(str(tmp_path)).path == str(tmp_path / "step_30")
+    assert latest(open_storage(str(tmp_path))).path == str(tmp_path / "step_30")
 
 
 def test_where_one_has_no_step_the_time_of_the_commit_decides(tmp_path: Path) -> None:
     single(tmp_path / "b", 30)
     single(tmp_path / "a", None)
-    assert latest(str(tmp_path)).path == str(tmp_path / "a")
+    assert latest(open_storage(str(tmp_path))).path == str(tmp_path / "a")
+
+
+def at_times(
+    root: Path, saves: list[tuple[str, str, int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves without a step: (directory, session, number, hours by the clock from now)."""
+    now = time.time_ns()
+    for name, session, number, hours in saves:
+        monkeypatch.setattr(time, "time_ns", lambda h=hours: now + int(h * 3600e9))
+        made = state_of(hybrid((0,), 1))
+        numbers = itertools.count(number)
+        Group(root / name, (0,), session=session * 12, state=made, numbers=numbers).save(step=None)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+
+
+def test_saves_of_one_session_are_in_order_though_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_times(tmp_path, [("x", "a", 0, -1), ("y", "a", 1, -2), ("z", "a", 2, -3)], monkeypatch)
+    assert [found.path[-1] for found in find_checkpoints(tmp_path)] == ["x", "y", "z"]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        (("b", "a", 0, 1), ("a", "b", 0, -1), "in the future"),
+        (("step_10", "a", 0, -1), ("step_20", "b", 0, -2), "higher number"),
+        (("step_9", "a", 0, -1), ("step_20", "b", 0, -2), "higher number"),
+        (("step_10", "a", 0, -2), ("step_20", "b", 0, -1), None),
+        (("b", "a", 0, -1), ("a", "b", 0, -2), None),
+    ],
+)
+def test_an_order_of_sessions_that_no_clock_can_vouch_for_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    first: tuple[str, str, int, float],
+    second: tuple[str, str, int, float],
+    what: str | None,
+) -> None:
+    at_times(tmp_path, [first, second], monkeypatch)
+    latest(open_storage(tmp_path))
+    if what is None:
+        assert not caplog.messages
+    else:
+        (warning,) = caplog.messages
+        assert what in warning and "step=" in warning and first[0] in warning
+
+
+def test_what_is_found_is_a_path_in_every_use(tmp_path: Path) -> None:
+    place = single(tmp_path / "step_30", 30)
+    found = latest(open_storage(tmp_path))
+    assert isinstance(found, smckpt.FoundCheckpoint) and found.step == 30
+    assert str(found) == f"{found}" == os.fspath(found) == found.path == str(place)
+    assert found == str(place) and json.loads(json.dumps(found)) == str(place)
+    assert Path(found) == place and os.path.join(found, "x") == str(place / "x")
+    with open(found / "notes.txt", "w") as notes:
+        notes.write("kept")
+    assert (place / "notes.txt").read_text() == "kept"
+    assert found / Path("part0") == str(place / "part0")
+    assert repr(found) == f"FoundCheckpoint({str(place)!r}, step=30)"
+    again = pickle.loads(pickle.dumps(found))
+    assert again.to_json() == found.to_json() and again == found
+    run_ranks(save_to_what_was_found, 1, str(tmp_path))
+    assert [one.step for one in find_checkpoints(tmp_path)] == [32]
+    assert os.listdir(tmp_path) == ["step_30"]
+
+
+def save_to_what_was_found(root: str) -> None:
+    smckpt.save({"step": 31}, checkpoint_id=smckpt.latest_checkpoint(root), step=31)
+    assert smckpt.latest_checkpoint(root).step == 31
+    smckpt.save({"step": 32}, checkpoint_id=f"{smckpt.latest_checkpoint(root)}", step=32)
+
+
+def test_in_s3_too(s3_root: str) -> None:
+    run_ranks(find_and_use_in_s3, 1, s3_root)
+
+
+def find_and_use_in_s3(root: str) -> None:
+    place, target = f"{root}/step_7", {"weights": np.zeros(3, np.float32)}
+    smckpt.save({"weights": np.ones(3, np.float32)}, checkpoint_id=place)
+    found = smckpt.latest_checkpoint(root)
+    assert str(found) == f"{found}" == found.path == place
+    assert found / "part0" == f"{place}/part0"
+    smckpt.load(target, checkpoint_id=f"{found}")
+    assert target["weights"].tolist() == [1, 1, 1]
+    smckpt.save(target, checkpoint_id=f"{found}", step=9)
+    assert [one.step for one in find_checkpoints(root)] == [9]
+
+
+def test_the_text_of_a_folder_without_a_name_still_leads_to_it() -> None:
+    assert _as_text("s3://b/run/step_7/") == "s3://b/run/step_7"
+    assert _as_text("s3://b/run//") == "s3://b/run//"  # one slash less is another place
 
 
 def test_of_one_place_the_newest_commit_is_found(tmp_path: Path) -> None:
@@ -55,7 +157,7 @@ def test_a_step_of_several_groups_is_one_with_all_its_bytes(tmp_path: Path) -> N
     assert found.path == str(tmp_path / "s") and found.groups == ("part0", "part1")
     data = (tmp_path / "s").rglob("data-*.safetensors")
     assert found.nbytes == sum(path.stat().st_size for path in data)
-    assert Found.from_json(found.to_json()) == found
+    assert FoundCheckpoint.from_json(found.to_json()).to_json() == found.to_json()
 
 
 def test_a_group_s_directory_that_is_the_root_is_found_by_itself(tmp_path: Path) -> None:
@@ -81,7 +183,7 @@ def test_unfinished_half_written_and_foreign_directories_are_passed_over(
     (tmp_path / "circle").symlink_to("circle")
     found = {f.path for f in find_checkpoints(str(tmp_path)) if "loop" not in f.path}
     assert found == {str(good)}
-    assert latest(str(tmp_path)).step == 1
+    assert latest(open_storage(str(tmp_path))).step == 1
     assert "step_2" not in caplog.text  # a step cut short is no damage
 
 
@@ -92,7 +194,7 @@ def test_a_damaged_commit_is_passed_over_with_a_warning(
     manifest = next(single(tmp_path / "step_2", 2).glob("manifest-*"))
     flip(manifest, manifest.stat().st_size // 2)
     with caplog.at_level(logging.WARNING, "smckpt"):
-        assert latest(str(tmp_path)).step == 1
+        assert latest(open_storage(str(tmp_path))).step == 1
     assert str(manifest) in caplog.text
 
 
@@ -114,9 +216,9 @@ def test_an_older_step_is_not_taken_for_the_latest_while_the_newest_cannot_be_re
     with monkeypatch.context() as faulty:
         faulty.setattr(os, call, failing)
         with pytest.raises(StorageError, match="step_2"):
-            latest(str(tmp_path))
+            latest(open_storage(str(tmp_path)))
         assert [found.step for found in find_checkpoints(str(tmp_path))] == [1]
-    assert latest(str(tmp_path)).step == 2
+    assert latest(open_storage(str(tmp_path))).step == 2
 
 
 def test_a_directory_that_is_closed_to_this_user_is_passed_over(
@@ -132,13 +234,13 @@ def test_a_directory_that_is_closed_to_this_user_is_passed_over(
         return real(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    assert latest(str(tmp_path)).step == 1
+    assert latest(open_storage(str(tmp_path))).step == 1
 
 
 def test_a_root_that_cannot_be_read_is_no_empty_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        latest(str(tmp_path / "file"))
+        latest(open_storage(str(tmp_path / "file")))
 
 
 def test_only_so_many_levels_below_the_root_are_looked_at(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.format import (
-    FORMAT_VERSION,
-    SPREAD_VERSION,
     FileRecord,
     Manifest,
     Part,
@@ -20,16 +18,20 @@ from smckpt.checkpoint.format import (
     checked_metadata,
     crc_name,
     data_name,
-    epoch_name,
     fence_name,
+    lease_name,
     manifest_name,
-    open_json,
-    open_sections,
     parse_name,
     parse_temporary,
     part_name,
     probe_name,
     record_name,
+)
+from smckpt.checkpoint.sealed import (
+    FORMAT_VERSION,
+    PREFIX_SHARDING_VERSION,
+    open_json,
+    open_sections,
     seal_json,
 )
 from smckpt.errors import CorruptCheckpointError, FormatVersionError, UsageError
@@ -60,7 +62,7 @@ def manifest(**changed: object) -> Manifest:
         "attempt": ATTEMPT,
         "session": SESSION,
         "number": 7,
-        "epoch": 3,
+        "fencing_token": 3,
         "group_ranks": ranks,
         "committed_at": 1,
         "record": f"../{record_name(3, 7, SESSION)}",
@@ -97,7 +99,7 @@ def record(**changed: object) -> Record:
     fields: dict[str, object] = {
         "session": SESSION,
         "number": 7,
-        "epoch": 3,
+        "fencing_token": 3,
         "kind": "LOCAL",
         "step": 120,
         "committed_at": 1,
@@ -115,26 +117,32 @@ def record(**changed: object) -> Record:
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**10), st.integers(0, 10**6), st.integers(0, 10**4))
-def test_every_name_is_parsed_back(epoch, number, rank, file):
+def test_every_name_is_parsed_back(fencing_token, number, rank, file):
     attempt = f"{SESSION}-{number:08d}"
     made = {
         "data": data_name(attempt, rank, file),
         "crc": crc_name(attempt, rank, file),
         "part": part_name(attempt, rank),
-        "manifest": manifest_name(epoch, number, SESSION),
-        "record": record_name(epoch, number, SESSION),
-        "epoch": epoch_name(epoch),
+        "manifest": manifest_name(fencing_token, number, SESSION),
+        "record": record_name(fencing_token, number, SESSION),
+        "lease": lease_name(fencing_token),
         "fence": fence_name(attempt),
         "probe": probe_name(SESSION),
     }
-    said = {"session": SESSION, "number": number, "epoch": epoch, "rank": rank, "file": file}
+    said = {
+        "session": SESSION,
+        "number": number,
+        "fencing_token": fencing_token,
+        "rank": rank,
+        "file": file,
+    }
     for kind, name in made.items():
         parsed = parse_name(name)
         assert parsed is not None and parsed.kind == kind
         for field, value in said.items():
             assert getattr(parsed, field) in (value, -1, "")
     assert parse_name(made["data"]).file == file  # type: ignore[union-attr]
-    assert parse_name(made["manifest"]).epoch == epoch  # type: ignore[union-attr]
+    assert parse_name(made["manifest"]).fencing_token == fencing_token  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,7 @@ def test_no_cut_of_a_json_file_goes_unnoticed(data):
 
 
 def test_a_newer_major_version_is_refused_by_number():
-    sealed = seal_json({"format": [SPREAD_VERSION[0] + 1, 3]})
+    sealed = seal_json({"format": [PREFIX_SHARDING_VERSION[0] + 1, 3]})
     with pytest.raises(FormatVersionError, match=r"3\.3.*newer smckpt"):
         open_json(sealed, "m")
 
@@ -291,9 +299,9 @@ def test_a_wrong_field_of_a_record_is_refused(changed):
     "name", ["/etc/passwd", "../data-0123456789ab-00000007-r00000-0.safetensors", "x.safetensors"]
 )
 def test_a_manifest_cannot_lead_a_reader_to_a_foreign_file(name):
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="is not the name"):
         FileRecord(name, 1, "0" * 16, crc_name(ATTEMPT, 0, 0))
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="is not the name"):
         PartRecord(0, "h", name, "0" * 16, ())
 
 

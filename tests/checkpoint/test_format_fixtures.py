@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
-from smckpt.checkpoint.format import (
-    FORMAT_VERSION,
-    SPREAD_VERSION,
-    Manifest,
-    Part,
-    Record,
-    open_json,
-)
+from smckpt.checkpoint.format import Manifest, Part, Record
 from smckpt.checkpoint.plan import plan_local, plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.rows import decode_rows
+from smckpt.checkpoint.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION, open_json
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.storage import open_storage
 from tests.support import make_fixture
@@ -41,7 +35,7 @@ def fixture(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def catalogue(fixture: Path) -> Catalogue:
-    return open_catalogue(str(fixture / "checkpoint"))
+    return open_catalogue(open_storage(str(fixture / "checkpoint")))
 
 
 def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) -> list[bytes]:
@@ -50,11 +44,11 @@ def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) 
         catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2], strict=local
     )
     buffers = [bytearray(entry.nbytes) for entry in entries]
-    execute(found, [memoryview(buffer) for buffer in buffers], threads=2)
+    execute(found, [memoryview(buffer) for buffer in buffers], catalogue.readers, threads=2)
     return [bytes(buffer) for buffer in buffers]
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION, SPREAD_VERSION])
+@pytest.mark.parametrize("version", [FORMAT_VERSION, PREFIX_SHARDING_VERSION])
 def test_there_is_a_fixture_of_this_version(version):
     assert f"format-{version[0]}.{version[1]}" in {path.name for path in FIXTURES}
 
@@ -82,7 +76,7 @@ def test_every_logical_tensor_of_it_is_what_was_saved(fixture, catalogue):
     for name, text in expected.items():
         tensor = catalogue.logical[name]
         rule = MeshGeometry(name, tensor.shape, mesh, (Placement("replicate"),) * 2)
-        entry = Entry((name,), tensor.dtype, tensor.shape, rule, (), ())
+        entry = Entry((name,), tensor.dtype, rule, (), (), (0,))
         assert read(catalogue, [entry], 0, local=False) == [bytes.fromhex(text)]
 
 
@@ -96,10 +90,10 @@ def test_it_is_read_in_a_bucket_too_as_it_lies_there(fixture, s3_root):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_every_rank_gets_its_own_arrays_back(fixture, rank):
-    catalogue = open_catalogue(str(fixture / "checkpoint" / f"shard{rank % 2}"))
+    catalogue = open_catalogue(open_storage(str(fixture / "checkpoint" / f"shard{rank % 2}")))
     entries = make_fixture.entries_of(rank)
     for entry, data in zip(entries, read(catalogue, entries, rank, local=True), strict=True):
-        if isinstance(entry.geometry, KeptGeometry):
+        if entry.geometry.per_rank:
             assert data == pattern(entry.nbytes, 50 + rank)
         else:
             assert data == make_fixture.bytes_of(entry, rank), entry.key
@@ -142,4 +136,4 @@ def test_without_its_record_it_does_not_exist(fixture, tmp_path):
         path.unlink()
     for place in (copy, copy / "shard0"):
         with pytest.raises(CheckpointNotFoundError):
-            open_catalogue(str(place))
+            open_catalogue(open_storage(str(place)))

@@ -11,17 +11,10 @@ from hypothesis import strategies as st
 from smckpt.checkpoint.rows import RowMerger, decode_rows, encode_rows, merge_rows
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Segment,
-)
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.layout.strided import Box
 
 ROW = {"path": ["w"], "dtype": "float32", "before": [], "after": [],
        "geometry": {"kept": ["w"], "shape": [2]}}  # fmt: skip
@@ -30,7 +23,7 @@ HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
 
 def entry(key: str, geometry: Geometry, rank: int = 0, dtype: str = "float32") -> Entry:
     path = ("optimizer", "state", 0, key)
-    return Entry(path, dtype, geometry.local_shape(rank), geometry, ("optimizer", "state"), (key,))
+    return Entry(path, dtype, geometry, ("optimizer", "state"), (key,), (rank,))
 
 
 def sharded(fqn: str, mesh: Mesh = HSDP, shape: tuple[int, ...] = (30, 7)) -> MeshGeometry:
@@ -59,7 +52,7 @@ def geometries(draw: st.DrawFn, rank: int) -> Geometry:
     kind = draw(st.sampled_from(["mesh", "flat", "box", "kept"]))
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     if kind == "kept":
-        return KeptGeometry(tuple(draw(st.lists(st.text(), max_size=3))), shape, rank)
+        return PerRankGeometry(tuple(draw(st.lists(st.text(), max_size=3))), shape, (rank,))
     if kind == "box":
         box = Box((0,) * len(shape), shape)
         holders = tuple(sorted({rank, *draw(st.lists(st.integers(0, 40), max_size=4))}))
@@ -80,11 +73,11 @@ def geometries(draw: st.DrawFn, rank: int) -> Geometry:
 @given(st.data())
 def test_a_rank_s_entries_come_back_exactly(data):
     entries = [
-        Entry(("m", i, f"k{i}"), "bfloat16", g.local_shape(0), g, ("m",), (i, "x"))
+        Entry(("m", i, f"k{i}"), "bfloat16", g, ("m",), (i, "x"), (0,))
         for i, g in enumerate(data.draw(st.lists(geometries(0), max_size=6)))
     ]
     rows = decode_rows(through_json(encode_rows(entries)), [0])
-    assert [row.entry(0) for row in rows] == entries
+    assert rows == entries
     assert [row.key for row in rows] == [e.key for e in entries]
     assert [type(p) for row in rows for p in row.path] == [type(p) for e in entries for p in e.path]
 
@@ -119,7 +112,7 @@ def test_the_rows_of_64_ranks_of_one_mesh_stand_once():
     mesh = Mesh(("replicate", "shard"), (4, 16), tuple(range(64)))
 
     def table(rank: int) -> dict[str, object]:
-        kept = KeptGeometry(("step",), (), rank)
+        kept = PerRankGeometry(("step",), (), (rank,))
         entries = [entry(f"k{i}", sharded(f"f{i}", mesh), rank) for i in range(50)]
         return encode_rows([*entries, entry("step", kept, rank)])
 
@@ -129,17 +122,18 @@ def test_the_rows_of_64_ranks_of_one_mesh_stand_once():
 
 
 def test_a_kept_row_is_one_row_and_becomes_each_rank_s_own_again():
-    tables = {r: encode_rows([entry("rng", KeptGeometry((), (5056,), r), r)]) for r in (3, 5)}
+    tables = {r: encode_rows([entry("rng", PerRankGeometry((), (5056,), (r,)), r)]) for r in (3, 5)}
     (row,) = decode_rows(merge_rows(tables), [3, 5])
-    assert row.geometry is None and row.ranks == (3, 5)
-    assert row.entry(5).geometry == KeptGeometry((), (5056,), 5)
+    assert row.ranks == (3, 5)
+    assert row.geometry == PerRankGeometry((), (5056,), (3, 5))
+    assert row.geometry.coordinate(3) != row.geometry.coordinate(5)
 
 
 def test_rows_of_some_ranks_say_of_which():
     tables = {
         rank: encode_rows(
             [entry("w", sharded("w"), rank)]
-            + ([entry("extra", KeptGeometry((), (1,), rank), rank)] if rank % 2 else [])
+            + ([entry("extra", PerRankGeometry((), (1,), (rank,)), rank)] if rank % 2 else [])
         )
         for rank in range(8)
     }
@@ -150,7 +144,7 @@ def test_rows_of_some_ranks_say_of_which():
 
 def test_arrays_that_differ_in_shape_between_ranks_are_rows_of_their_own():
     tables = {
-        r: encode_rows([entry("pos", KeptGeometry((), (r % 2 + 1,), r), r)]) for r in range(4)
+        r: encode_rows([entry("pos", PerRankGeometry((), (r % 2 + 1,), (r,)), r)]) for r in range(4)
     }
     rows = decode_rows(merge_rows(tables), range(4))
     assert {row.shape: row.ranks for row in rows} == {(1,): (0, 2), (2,): (1, 3)}
@@ -161,7 +155,7 @@ def test_meshes_of_different_ranks_are_renumbered_into_one_list():
     tables = {
         rank: encode_rows(
             [
-                entry("kept", KeptGeometry((), (), rank), rank),
+                entry("kept", PerRankGeometry((), (), (rank,)), rank),
                 entry(f"w{rank // 2}", sharded(f"w{rank // 2}", stages[rank // 2]), rank),
             ]
         )
@@ -174,12 +168,18 @@ def test_meshes_of_different_ranks_are_renumbered_into_one_list():
         assert row.ranks == mesh.ranks
 
 
-@given(st.lists(st.integers(0, 50), unique=True, max_size=12))
+@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=12))
 def test_ranks_of_any_mesh_survive_as_runs(ranks):
     holders = tuple(ranks)
     geometry = BoxGeometry("f", (2,), (Box((0,), (2,)),), holders)
-    (row,) = decode_rows(through_json(encode_rows([entry("k", geometry)])), [0])
+    (row,) = decode_rows(through_json(encode_rows([entry("k", geometry)])), holders)
     assert row.geometry == geometry
+
+
+@pytest.mark.parametrize("ranks", [(99,), (0, 99)])
+def test_a_row_of_ranks_outside_its_mesh_is_refused(ranks):
+    with pytest.raises(CorruptCheckpointError, match="outside its mesh"):
+        decode_rows(through_json(encode_rows([entry("w", sharded("w"))])), ranks)
 
 
 def test_a_mesh_of_16384_ranks_takes_a_line():
@@ -215,7 +215,7 @@ def test_a_table_that_was_seen_is_not_read_again():
 )
 def test_a_table_without_sense_is_refused_with_its_path(damage):
     table = {**encode_rows([entry("w", sharded("w"))]), **damage}
-    with pytest.raises(CorruptCheckpointError, match="does not make sense") as caught:
+    with pytest.raises(CorruptCheckpointError, match="cannot be decoded") as caught:
         decode_rows(table, range(8), "/ckpt")
     assert caught.value.path == "/ckpt"
 
@@ -225,3 +225,10 @@ def test_a_row_cannot_belong_to_ranks_outside_the_group():
     table["rows"][0]["ranks"] = [[6, 4, 1]]
     with pytest.raises(CorruptCheckpointError, match="group"):
         decode_rows(table, range(8))
+
+
+def test_a_dtype_of_a_newer_smckpt_is_named():
+    table = encode_rows([entry("w", sharded("w"))])
+    table["rows"][0]["dtype"] = "float2"
+    with pytest.raises(CorruptCheckpointError, match="dtype 'float2'.*newer smckpt"):
+        decode_rows(through_json(table), range(8), "/ckpt")

@@ -11,7 +11,7 @@ from smckpt.checkpoint.commit import publish_record
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.storage import open_storage
-from smckpt.storage.s3_config import S3Config, using_s3
+from smckpt.storage.s3.config import S3Config
 from tests.support import synthetic
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, kept, on_mesh
@@ -29,15 +29,13 @@ def test_a_step_of_several_groups_is_read_under_the_options_of_the_call(
     config = S3Config.from_environment()
     monkeypatch.setenv("SMCKPT_S3_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
     monkeypatch.setenv("SMCKPT_S3_RETRIES", "0")
-    with using_s3(config):
-        copy_checkpoint(str(tmp_path / "step"), s3_root)
-        assert verify_checkpoint(s3_root).ok
+    copy_checkpoint(str(tmp_path / "step"), s3_root, s3client_config=config)
+    assert verify_checkpoint(s3_root, s3client_config=config).ok
     given = {"endpoint": config.endpoint, "region": config.region}
     assert verify_checkpoint(s3_root, s3client_config=given).ok
-    with using_s3(config):
-        store = open_storage(s3_root)
-        [record] = store.list("record-")
-        groups = read_record(store, record.name).groups
-        store.delete(record.name)
-        published = publish_record(s3_root, "f" * 12, 0, 1, groups)
-        assert published["record"] == record.name
+    store = open_storage(s3_root, s3client_config=config)
+    [record] = store.list("record-")
+    groups = read_record(store, record.name).groups
+    store.delete(record.name)
+    published = publish_record(store.access, s3_root, "f" * 12, 0, 1, groups)
+    assert published["record"] == record.name

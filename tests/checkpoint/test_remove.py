@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.catalogue import open_catalogue
-from smckpt.checkpoint.claims import claim_epoch
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.format import data_name
+from smckpt.checkpoint.leases import take_lease
 from smckpt.checkpoint.remove import remove_checkpoint
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
-from smckpt.storage import open_storage
+from smckpt.storage import Access, open_storage
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.saves import Group, hybrid, state_of
@@ -37,39 +37,41 @@ def two(tmp_path: Path) -> Path:
 
 def test_the_newest_goes_the_older_and_what_is_not_ours_stays(two: Path) -> None:
     (two / "part0" / "notes.txt").write_text("not ours")
-    everything, newest = contents(two), contents_of(str(two))
+    everything, newest = contents(two), contents_of(open_storage(str(two)))
     report = remove_checkpoint(newest)
     left = contents(two)
     assert len(left) == len(everything) - report.files
     assert left.items() <= everything.items()
-    assert report.left == open_catalogue(str(two)).identity != newest.identity
+    assert report.left == open_catalogue(open_storage(str(two))).identity != newest.identity
     assert verify_checkpoint(str(two)).ok
-    assert remove_checkpoint(contents_of(str(two))).left is None
+    assert remove_checkpoint(contents_of(open_storage(str(two)))).left is None
     assert list(contents(two)) == ["part0/notes.txt"]
     with pytest.raises(CheckpointNotFoundError):
-        contents_of(str(two))
+        contents_of(open_storage(str(two)))
 
 
-def test_nothing_of_its_own_is_left_and_a_claim_stays_while_it_tells_anything(two: Path) -> None:
+def test_nothing_of_its_own_is_left_and_a_lease_stays_while_it_tells_anything(two: Path) -> None:
     assert len(list(two.rglob("epoch-000002.json"))) == 3
-    remove_checkpoint(contents_of(str(two)))
+    remove_checkpoint(contents_of(open_storage(str(two))))
     assert {path.name for path in two.rglob("epoch-*")} == {"epoch-000001.json"}
     aside = shutil.copytree(two, two.parent / "aside")
-    claim_epoch(str(two / "part1"), "c" * 12, "host")  # a later run, which has not saved yet
-    remove_checkpoint(contents_of(str(two)))
+    take_lease(
+        Access(), str(two / "part1"), "c" * 12, "host"
+    )  # a later run, which has not saved yet
+    remove_checkpoint(contents_of(open_storage(str(two))))
     assert [path.parent.name for path in two.rglob("*.json")] == ["part1"]
     assert not (two / "part0").exists()
     name = data_name("d" * 12 + "-00000000", 0, 0)
     (aside / "part1" / name).write_bytes(b"a save under way")
-    claim_epoch(str(aside / "part0"), "e" * 12, "host")
-    remove_checkpoint(contents_of(str(aside)))
+    take_lease(Access(), str(aside / "part0"), "e" * 12, "host")
+    remove_checkpoint(contents_of(open_storage(str(aside))))
     assert [path.name for path in aside.rglob("epoch-*")] == ["epoch-000002.json"]
     assert list(contents(aside)) == [f"part1/{name}"]
 
 
 def test_an_empty_directory_goes_with_it_and_no_other(two: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        remove_checkpoint(contents_of(str(two)))
+        remove_checkpoint(contents_of(open_storage(str(two))))
     assert not two.exists()
     assert tmp_path.exists()
 
@@ -77,22 +79,22 @@ def test_an_empty_directory_goes_with_it_and_no_other(two: Path, tmp_path: Path)
 def test_in_s3_too(two: Path, s3_root: str) -> None:
     copied = copy_checkpoint(str(two), s3_root)
     open_storage(s3_root).put("notes.txt", b"not ours")
-    report = remove_checkpoint(contents_of(s3_root))
+    report = remove_checkpoint(contents_of(open_storage(s3_root)))
     assert (report.files, report.left) == (copied.files, None)
     assert list(contents(s3_root)) == ["notes.txt"]
     url = f"{s3_root}/saved"
     Group(url, (0,), state=state_of(hybrid((0,), 1))).save()  # type: ignore[arg-type]
-    remove_checkpoint(contents_of(url))
+    remove_checkpoint(contents_of(open_storage(url)))
     assert open_storage(url).list() == []
 
 
 def test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none(
     two: Path, tmp_path: Path
 ) -> None:
-    newest = open_catalogue(str(two)).identity
+    newest = open_catalogue(open_storage(str(two))).identity
     for moment in itertools.count():
         place = str(shutil.copytree(two, tmp_path / f"killed-{moment}"))
-        if not killed_at(moment, lambda at=place: remove_checkpoint(contents_of(at))):
+        if not killed_at(moment, lambda at=place: remove_checkpoint(contents_of(open_storage(at)))):
             break
         report = verify_checkpoint(place)
         assert report.ok
@@ -104,15 +106,15 @@ def test_what_is_no_checkpoint_is_refused_and_left(two: Path, tmp_path: Path) ->
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "data.txt").write_text("mine")
     with pytest.raises(CheckpointNotFoundError):
-        contents_of(str(tmp_path / "other"))
+        contents_of(open_storage(str(tmp_path / "other")))
     with pytest.raises(UsageError, match="one group of a step"):
-        contents_of(str(two / "part0"))
+        contents_of(open_storage(str(two / "part0")))
 
 
 def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    from smckpt.checkpoint.format import open_json, seal_json
+    from smckpt.checkpoint.sealed import open_json, seal_json
 
     for path in two.glob("record-*"):
         body = open_json(path.read_bytes(), str(path))
@@ -120,4 +122,4 @@ def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> 
             group["directory"] = f"../step/{group['directory']}"
         (inner / path.name).write_bytes(seal_json(body))
     with pytest.raises((UsageError, CorruptCheckpointError)):
-        contents_of(str(inner))
+        contents_of(open_storage(str(inner)))

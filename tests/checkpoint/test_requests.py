@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from smckpt.checkpoint.blocks import SCRATCH_BYTES, BlockReader, SavedFile, Scratch, Segment
+from smckpt.checkpoint.blocks import SCRATCH_BYTES, BlockReader, Destination, SavedFile, Scratch
 from smckpt.checkpoint.blocks import requests as requests_of
 from smckpt.checkpoint.format import FileRecord, crc_name, data_name
 from smckpt.storage.posix import PosixStorage
@@ -30,14 +30,14 @@ def reader_of(folder: Path, size: int) -> BlockReader:
 
 def test_a_request_is_no_larger_than_the_caller_or_the_store_wants(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, 100 * MIB)
-    wanted = [Segment(0, memoryview(bytearray(100 * MIB)))]
+    wanted = [Destination(0, memoryview(bytearray(100 * MIB)))]
     assert len(list(requests_of(reader, wanted))) == 2
     assert len(list(requests_of(reader, wanted, 10 * MIB))) == 10
 
 
 def test_what_nobody_wants_of_a_request_takes_bounded_memory(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, 64 * MIB)
-    wanted = [Segment(at, memoryview(bytearray(4096))) for at in range(0, 64 * MIB, MIB)]
+    wanted = [Destination(at, memoryview(bytearray(4096))) for at in range(0, 64 * MIB, MIB)]
     for request in requests_of(reader, wanted):
         request()
     assert len(reader.scratch.take("gaps", 0)) == 0

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint import claims
+from smckpt.checkpoint import leases
 from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest, publish_record
+from smckpt.checkpoint.commit import publish_manifest, publish_record, take_lease
 from smckpt.checkpoint.format import (
     Manifest,
-    epoch_name,
     fence_name,
+    lease_name,
     manifest_name,
-    open_json,
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.spread import Homes
+from smckpt.checkpoint.prefixes import PrefixStores
+from smckpt.checkpoint.sealed import open_json
 from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
-from smckpt.storage import open_storage
+from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of
 
 A, B, C = "aaaaaaaaaaaa", "bbbbbbbbbbbb", "cccccccccccc"
@@ -55,8 +55,10 @@ def group_of(path: Path, session: str = A) -> Group:
 
 
 def swept(group: Group, published: dict[str, object], **more: object) -> int:
-    assert group.epoch is not None
-    done = sweep(str(group.directory), [published["manifest"]], group.epoch, **more)  # type: ignore
+    assert group.fencing_token is not None
+    done = sweep(
+        Access(), str(group.directory), [published["manifest"]], group.fencing_token, **more
+    )  # type: ignore
     return int(done["deleted"])
 
 
@@ -65,7 +67,7 @@ def test_an_older_commit_of_the_same_session_goes_with_all_it_names(tmp_path):
     group.save()
     old = names(tmp_path)
     newest = group.save()
-    kept = (names(tmp_path) - old) | {epoch_name(1)}
+    kept = (names(tmp_path) - old) | {lease_name(1)}
     assert swept(group, newest) == len(old) - 1
     assert names(tmp_path) == kept and whole(tmp_path, newest["manifest"])
     assert swept(group, newest) == 0
@@ -74,27 +76,27 @@ def test_an_older_commit_of_the_same_session_goes_with_all_it_names(tmp_path):
 def test_several_commits_are_kept_when_named(tmp_path):
     group = group_of(tmp_path)
     saves = [group.save()["manifest"] for _ in range(4)]
-    sweep(str(tmp_path), [saves[1], saves[3]], 1)
+    sweep(Access(), str(tmp_path), [saves[1], saves[3]], 1)
     assert attempts(tmp_path) == {(A, 1), (A, 3)}
     assert whole(tmp_path, saves[1]) and whole(tmp_path, saves[3])
 
 
 def test_leftovers_of_a_save_that_failed_go_with_the_next_commit(tmp_path):
     group = group_of(tmp_path)
-    group.claim()
+    group.lease()
     group.write(next(group.numbers))
     swept(group, group.save())
     assert attempts(tmp_path) == {(A, 1)}
 
 
-def test_what_a_dead_session_left_goes_and_its_claim(tmp_path):
+def test_what_a_dead_session_left_goes_and_its_lease(tmp_path):
     dead = group_of(tmp_path, A)
     dead.save()
     dead.write(1)
     group = group_of(tmp_path, B)
     swept(group, group.save())
     assert attempts(tmp_path) == {(B, 0)}
-    assert {n for n in names(tmp_path) if n.startswith("epoch")} == {epoch_name(2)}
+    assert {n for n in names(tmp_path) if n.startswith("epoch")} == {lease_name(2)}
 
 
 def test_what_is_being_written_next_is_never_touched(tmp_path):
@@ -107,27 +109,27 @@ def test_what_is_being_written_next_is_never_touched(tmp_path):
     assert names(tmp_path) == before
 
 
-def test_a_zombie_s_sweep_deletes_nothing_once_a_later_run_claimed(tmp_path):
+def test_a_zombie_s_sweep_deletes_nothing_once_a_later_run_took_a_lease(tmp_path):
     zombie = group_of(tmp_path, A)
     zombie.save()
     published = zombie.save()
-    group_of(tmp_path, B).claim()
+    group_of(tmp_path, B).lease()
     assert swept(zombie, published) == 0
     assert attempts(tmp_path) == {(A, 0), (A, 1)}
 
 
-def test_a_session_that_came_after_us_and_has_not_claimed_yet_is_left_alone(tmp_path):
+def test_a_session_that_came_after_us_and_has_taken_no_lease_yet_is_left_alone(tmp_path):
     zombie = group_of(tmp_path, A)
-    zombie.claim()
+    zombie.lease()
     new = group_of(tmp_path, B)
     payload = new.write(next(new.numbers))
     swept(zombie, zombie.save())
     assert (B, 0) in attempts(tmp_path)
-    payload["epoch"] = new.claim()
-    assert whole(tmp_path, publish_manifest(**payload)["manifest"])
+    payload["fencing_token"] = new.lease()
+    assert whole(tmp_path, publish_manifest(Access(), **payload)["manifest"])
 
 
-def test_a_session_that_died_before_it_claimed_is_found_by_the_next(tmp_path):
+def test_a_session_that_died_before_it_took_a_lease_is_found_by_the_next(tmp_path):
     group_of(tmp_path, A).write(0)
     group = group_of(tmp_path, B)
     swept(group, group.save())
@@ -136,22 +138,22 @@ def test_a_session_that_died_before_it_claimed_is_found_by_the_next(tmp_path):
 
 
 def test_one_that_wakes_up_while_it_is_given_up_keeps_its_files(tmp_path, monkeypatch):
-    """It claims between our look at the claims and our fence: we see it at the second look."""
+    """It takes a lease between our look at them and our fence: we see it at the second look."""
     sleeper = group_of(tmp_path, A)
     payload = sleeper.write(0)
     group = group_of(tmp_path, B)
     published = group.save()
-    real = claims.raise_fence
+    real = leases.raise_fence
 
     def wake(storage: object, attempt: str) -> None:
-        payload["epoch"] = sleeper.claim()
+        payload["fencing_token"] = sleeper.lease()
         real(storage, attempt)  # type: ignore[arg-type]
 
     monkeypatch.setattr("smckpt.checkpoint.sweep.raise_fence", wake)
     swept(group, published)
     assert (A, 0) in attempts(tmp_path)
     assert fence_name(payload["attempt"]) not in names(tmp_path)
-    assert whole(tmp_path, publish_manifest(**payload)["manifest"])
+    assert whole(tmp_path, publish_manifest(Access(), **payload)["manifest"])
 
 
 def test_one_that_wakes_up_after_it_was_given_up_is_refused(tmp_path):
@@ -159,11 +161,11 @@ def test_one_that_wakes_up_after_it_was_given_up_is_refused(tmp_path):
     payload = sleeper.write(0)
     group = group_of(tmp_path, B)
     swept(group, group.save())
-    payload["epoch"] = sleeper.claim()
+    payload["fencing_token"] = sleeper.lease()
     with pytest.raises(StorageError, match="not shared|gone|gave up"):
-        publish_manifest(**payload)
+        publish_manifest(Access(), **payload)
     again = sleeper.write(1)
-    assert whole(tmp_path, publish_manifest(**again)["manifest"])
+    assert whole(tmp_path, publish_manifest(Access(), **again)["manifest"])
 
 
 def test_a_fence_without_files_is_cleaned_up(tmp_path):
@@ -198,8 +200,8 @@ def test_temporaries_of_cut_short_creations_go_with_their_session(tmp_path):
 
 
 def test_probes_go_once_their_session_has_committed(tmp_path):
-    claims.probe(str(tmp_path), A, True)
-    claims.probe(str(tmp_path), C, True)
+    leases.probe(Access(), str(tmp_path), A, True)
+    leases.probe(Access(), str(tmp_path), C, True)
     group = group_of(tmp_path)
     swept(group, group.save())
     assert f"probe-{A}.json" not in names(tmp_path) and f"probe-{C}.json" in names(tmp_path)
@@ -227,7 +229,7 @@ def test_nothing_is_deleted_when_the_newest_is_not_whole(tmp_path, victim):
 
 def test_nothing_is_deleted_for_a_manifest_whose_step_was_not_committed(tmp_path):
     group = group_of(tmp_path / "tp0")
-    group.epoch = claim_epoch(str(tmp_path), B, "h")["epoch"]
+    group.fencing_token = take_lease(Access(), str(tmp_path), B, "h")["fencing_token"]
     group.save()
     published = group.save(record=f"../{record_name(1, 1, B)}")
     before = names(tmp_path / "tp0")
@@ -238,7 +240,7 @@ def test_nothing_is_deleted_for_a_manifest_whose_step_was_not_committed(tmp_path
 
 def test_a_sweep_without_anything_to_keep_is_refused(tmp_path):
     with pytest.raises(UsageError, match="keep"):
-        sweep(str(tmp_path), [], 1)
+        sweep(Access(), str(tmp_path), [], 1)
 
 
 def test_what_names_others_is_deleted_before_what_it_names(tmp_path, monkeypatch):
@@ -289,7 +291,7 @@ def test_discarding_takes_one_attempt_and_nothing_else(tmp_path):
     group.save()
     before = names(tmp_path)
     group.write(1)
-    assert discard_attempt(Homes(open_storage(str(tmp_path)), None), f"{A}-00000001") == 6
+    assert discard_attempt(PrefixStores(open_storage(str(tmp_path)), None), f"{A}-00000001") == 6
     assert names(tmp_path) == before
 
 
@@ -297,12 +299,12 @@ def test_discarding_takes_one_attempt_and_nothing_else(tmp_path):
 
 
 def step(
-    root: Path, groups: list[Group], session: str, epoch: int, number: int
+    root: Path, groups: list[Group], session: str, fencing_token: int, number: int
 ) -> dict[str, object]:
     named = []
     for group in groups:
-        group.epoch = epoch
-        done = group.save(record=f"../{record_name(epoch, number, session)}")
+        group.fencing_token = fencing_token
+        done = group.save(record=f"../{record_name(fencing_token, number, session)}")
         named.append(
             {
                 "directory": group.directory.name,
@@ -311,7 +313,7 @@ def step(
                 "coordinator": group.ranks[0],
             }
         )
-    done = publish_record(str(root), session, number, epoch, named)
+    done = publish_record(Access(), str(root), session, number, fencing_token, named)
     return {**done, "manifests": [group["manifest"] for group in named]}
 
 
@@ -324,50 +326,64 @@ def pair(root: Path, names: tuple[str, str], sessions: str) -> list[Group]:
 
 def test_the_lead_s_sweep_takes_records_first_and_leaves_other_jobs_records(tmp_path):
     ours, theirs = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("b0", "b1"), "b")
-    mine = claim_epoch(str(tmp_path), A, "h", [str(g.directory) for g in ours])["epoch"]
-    other = claim_epoch(str(tmp_path), B, "h", [str(g.directory) for g in theirs])["epoch"]
+    mine = take_lease(Access(), str(tmp_path), A, "h", [str(g.directory) for g in ours])[
+        "fencing_token"
+    ]
+    other = take_lease(Access(), str(tmp_path), B, "h", [str(g.directory) for g in theirs])[
+        "fencing_token"
+    ]
     foreign = step(tmp_path, theirs, B, other, 0)
     old = step(tmp_path, ours, A, mine, 0)
     new = step(tmp_path, ours, A, mine, 1)
     for index, group in enumerate(ours):
         lead = {"record_directory": str(tmp_path), "keep_records": [new["record"]]}
-        sweep(str(group.directory), [new["manifests"][index]], mine, **lead if index == 0 else {})
+        sweep(
+            Access(),
+            str(group.directory),
+            [new["manifests"][index]],
+            mine,
+            **lead if index == 0 else {},
+        )
     here = names(tmp_path)
     assert {new["record"], foreign["record"]} <= here and old["record"] not in here
-    assert {epoch_name(mine), epoch_name(other)} <= here
+    assert {lease_name(mine), lease_name(other)} <= here
     for index, group in enumerate(ours):
         assert whole(group.directory, new["manifests"][index])
         assert {number for _, number in attempts(group.directory)} == {1}
     assert whole(tmp_path / "b0", foreign["manifests"][0])
 
 
-def test_a_later_run_s_lead_takes_the_claims_and_records_of_the_earlier(tmp_path):
+def test_a_later_run_s_lead_takes_the_leases_and_records_of_the_earlier(tmp_path):
     first, second = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("a0", "a1"), "b")
     urls = [str(g.directory) for g in first]
-    e1 = claim_epoch(str(tmp_path), A, "h", urls)["epoch"]
+    e1 = take_lease(Access(), str(tmp_path), A, "h", urls)["fencing_token"]
     old = step(tmp_path, first, A, e1, 4)
-    e2 = claim_epoch(str(tmp_path), B, "h", urls)["epoch"]
+    e2 = take_lease(Access(), str(tmp_path), B, "h", urls)["fencing_token"]
     new = step(tmp_path, second, B, e2, 0)
-    assert sweep_records(str(tmp_path), [new["record"]], e2) == {"deleted": 2}
+    assert sweep_records(Access(), str(tmp_path), [new["record"]], e2) == {"deleted": 2}
     assert old["record"] not in names(tmp_path)
-    assert epoch_name(e1) not in names(tmp_path)
+    assert lease_name(e1) not in names(tmp_path)
 
 
 def test_records_of_steps_in_other_directories_stay(tmp_path):
     """One parent, a directory for each step: root/tp0-10, root/tp0-20."""
-    e = claim_epoch(str(tmp_path), A, "h")["epoch"]
+    e = take_lease(Access(), str(tmp_path), A, "h")["fencing_token"]
     ten = step(tmp_path, pair(tmp_path, ("tp0-10", "tp1-10"), "a"), A, e, 0)
     twenty = step(tmp_path, pair(tmp_path, ("tp0-20", "tp1-20"), "a"), A, e, 1)
-    assert sweep_records(str(tmp_path), [twenty["record"]], e) == {"deleted": 0}
+    assert sweep_records(Access(), str(tmp_path), [twenty["record"]], e) == {"deleted": 0}
     assert {ten["record"], twenty["record"]} <= names(tmp_path)
 
 
 def test_a_step_of_several_groups_goes_as_a_whole_when_one_of_them_saves_alone(tmp_path):
     run = tmp_path / "run"
     groups, others = pair(run, ("g0", "g1"), "a"), pair(run, ("h0", "h1"), "c")
-    mine = claim_epoch(str(run), A, "h", [str(g.directory) for g in groups])["epoch"]
+    mine = take_lease(Access(), str(run), A, "h", [str(g.directory) for g in groups])[
+        "fencing_token"
+    ]
     old = step(run, groups, A, mine, 0)
-    theirs = claim_epoch(str(run), C, "h", [str(g.directory) for g in others])["epoch"]
+    theirs = take_lease(Access(), str(run), C, "h", [str(g.directory) for g in others])[
+        "fencing_token"
+    ]
     foreign = step(run, others, C, theirs, 0)
     alone = Group(groups[0].directory, (0, 1), session=B)
     new = alone.save()
@@ -379,21 +395,25 @@ def test_a_step_of_several_groups_goes_as_a_whole_when_one_of_them_saves_alone(t
 
 def test_a_damaged_record_to_keep_stops_the_sweep(tmp_path):
     groups = pair(tmp_path, ("a0", "a1"), "a")
-    e = claim_epoch(str(tmp_path), A, "h")["epoch"]
+    e = take_lease(Access(), str(tmp_path), A, "h")["fencing_token"]
     step(tmp_path, groups, A, e, 0)
     new = step(tmp_path, groups, A, e, 1)
     path = tmp_path / str(new["record"])
     path.write_bytes(path.read_bytes()[:-9])
     before = names(tmp_path)
     with pytest.raises(CorruptCheckpointError):
-        sweep_records(str(tmp_path), [new["record"]], e)  # type: ignore[list-item]
+        sweep_records(Access(), str(tmp_path), [new["record"]], e)  # type: ignore[list-item]
     assert names(tmp_path) == before
 
 
-def test_a_newer_job_s_lead_leaves_the_claim_of_an_older_job_beside_it(tmp_path):
+def test_a_newer_job_s_lead_leaves_the_lease_of_an_older_job_beside_it(tmp_path):
     ours, theirs = pair(tmp_path, ("a0", "a1"), "a"), pair(tmp_path, ("b0", "b1"), "b")
-    older = claim_epoch(str(tmp_path), A, "h", [str(g.directory) for g in ours])["epoch"]
-    newer = claim_epoch(str(tmp_path), B, "h", [str(g.directory) for g in theirs])["epoch"]
+    older = take_lease(Access(), str(tmp_path), A, "h", [str(g.directory) for g in ours])[
+        "fencing_token"
+    ]
+    newer = take_lease(Access(), str(tmp_path), B, "h", [str(g.directory) for g in theirs])[
+        "fencing_token"
+    ]
     done = step(tmp_path, theirs, B, newer, 0)
-    assert sweep_records(str(tmp_path), [done["record"]], newer) == {"deleted": 0}  # type: ignore
-    assert {epoch_name(older), epoch_name(newer)} <= names(tmp_path)
+    assert sweep_records(Access(), str(tmp_path), [done["record"]], newer) == {"deleted": 0}  # type: ignore
+    assert {lease_name(older), lease_name(newer)} <= names(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -25,9 +26,9 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import open_storage
-from smckpt.storage.s3_config import S3Config, using_s3
 from tests.support import shards, synthetic
 from tests.support.copies import contents, killed_at
+from tests.support.limits import seconds
 from tests.support.s3 import BUCKET
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, kept, on_mesh
@@ -80,11 +81,13 @@ def test_large_files_are_copied_in_parts_and_progress_is_told(
     large: Path, s3_root: str, tmp_path: Path
 ) -> None:
     told: list[tuple[int, int]] = []
-    with using_s3(S3Config.from_mapping({"chunk_size_MB": 5}, S3Config.from_environment())):
-        up = copy_checkpoint(str(large), s3_root, progress=lambda *done: told.append(done))
-        store = open_storage(s3_root)
-        name = next(info.name for info in store.list("data-") if info.size > 7 << 20)
-        assert store.stored_crc64(name) is not None
+    parts = {"chunk_size_MB": 5}
+    up = copy_checkpoint(
+        str(large), s3_root, progress=lambda *done: told.append(done), s3client_config=parts
+    )
+    store = open_storage(s3_root)
+    name = next(info.name for info in store.list("data-") if info.size > 7 << 20)
+    assert store.stored_crc64(name) is not None
     assert [total for _, total in told] == [up.nbytes] * 4  # two files in two parts each
     assert max(told) == (up.nbytes, up.nbytes)
     back = copy_checkpoint(s3_root, str(tmp_path / "back"), threads=1)
@@ -140,8 +143,7 @@ def test_uploads_that_a_killed_copy_left_are_given_up_and_no_others(
 ) -> None:
     store = open_storage(s3_root)
     ours = shards.files(large)[0].name
-    with using_s3(S3Config.from_mapping({"chunk_size_MB": 5}, S3Config.from_environment())):
-        parted = open_storage(s3_root)
+    parted = open_storage(s3_root, s3client_config={"chunk_size_MB": 5})
     for name in (ours, "other"):
         parted.create_file(name, 20 << 20).write_at(0, memoryview(bytes(5 << 20)))
     assert store.list_unfinished() == [ours, "other"]
@@ -161,7 +163,7 @@ def test_a_copy_that_meets_an_unfinished_one_takes_over_and_the_other_fails(
     assert target.list() == [] or file.name not in {info.name for info in target.list()}
     assert target.list_unfinished() == [file.name]
     copy_checkpoint(str(large), target.url)
-    with pytest.raises(StorageError, match="another copy to this place took over"):
+    with pytest.raises(StorageError, match="another copy to this directory took over"):
         first.finish()
     first.abort()
     assert contents(target.url) == contents(large)
@@ -182,7 +184,7 @@ def test_of_copies_to_one_place_at_one_time_one_succeeds_and_what_is_committed_i
     start = Barrier(4)
 
     def copy(_: int) -> str:
-        start.wait(30)
+        start.wait(seconds(30))
         try:
             copy_checkpoint(str(large), target)
         except StorageError as error:
@@ -239,10 +241,16 @@ def test_a_source_that_a_newer_save_sweeps_meanwhile_is_told_as_such_and_not_as_
     source = shutil.copytree(large, tmp_path / "busy")
 
     def replace(done: int, _: int) -> None:
-        if len(shards.files(source, "data-*.safetensors")) == 2:  # the first of them is copied
-            smckpt.save({"a": torch.ones(3)}, checkpoint_id=source)
+        old = shards.files(source, "data-*.safetensors")
+        if len(old) != 2:
+            return
+        smckpt.save({"a": torch.ones(3)}, checkpoint_id=source)  # the first of them is copied
+        end = time.monotonic() + seconds(30)
+        while set(old) & set(shards.files(source, "data-*.safetensors")):  # the sweep comes after
+            assert time.monotonic() < end, "what was superseded is not swept"
+            time.sleep(0.01)
 
-    with pytest.raises(CheckpointReplacedError, match="replaced by a newer save.*copy again"):
+    with pytest.raises(CheckpointReplacedError, match="a newer save replaced.*copy again"):
         copy_checkpoint(str(source), target, threads=1, progress=replace)
     with pytest.raises(CheckpointNotFoundError):
         copy_checkpoint(target, str(tmp_path / "never"))
@@ -253,9 +261,9 @@ def test_a_source_that_a_newer_save_sweeps_meanwhile_is_told_as_such_and_not_as_
 def test_another_checkpoint_at_the_target_is_neither_hidden_nor_replaced(
     step: Path, large: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="another checkpoint is there"):
+    with pytest.raises(UsageError, match="already has another checkpoint"):
         copy_checkpoint(str(large), str(step))
-    with pytest.raises(UsageError, match="another checkpoint is there"):
+    with pytest.raises(UsageError, match="already has another checkpoint"):
         copy_checkpoint(str(large), str(step / "part0"))
     # one that would only be hidden from below
     shutil.copytree(large, tmp_path / "target" / "part1")
@@ -264,7 +272,7 @@ def test_another_checkpoint_at_the_target_is_neither_hidden_nor_replaced(
 
 
 def test_places_that_make_no_sense_are_refused(step: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="onto itself"):
+    with pytest.raises(UsageError, match="the same place"):
         copy_checkpoint(str(step), f"{step}/")
     with pytest.raises(UsageError, match="one group of a step") as raised:
         copy_checkpoint(str(step / "part0"), str(tmp_path / "target"))

@@ -15,10 +15,10 @@ from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
-from smckpt.layout.geometry import Box
 from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh
-from smckpt.storage.s3_config import S3Config, using_s3
+from smckpt.layout.strided import Box
+from smckpt.storage.s3.config import S3Config
 from tests.support import saves, synthetic
 from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
@@ -39,7 +39,7 @@ def step(tmp_path: Path) -> Path:
 
 
 def files_of(root: Path) -> Iterator[Path]:
-    """All files that a load may read: the claims of epochs are not among them."""
+    """All files that a load may read: leases are not among them."""
     for path in sorted(root.rglob("*")):
         if path.is_file() and not path.name.startswith("epoch-"):
             yield path
@@ -80,12 +80,11 @@ def test_a_block_that_changes_on_its_way_from_s3_is_read_again_before_it_is_call
     copy_checkpoint(str(step), s3_root)
     with faulty_proxy(s3_server.endpoint) as proxy:
         config = S3Config.from_mapping({"endpoint": proxy.endpoint}, S3Config.from_environment())
-        with using_s3(config):
-            proxy.spoil("GET", "wrong answer", 2, path="r00002-0.safetensors")
-            assert verify_checkpoint(s3_root).ok
-            assert proxy.left == 0
-            proxy.spoil("GET", "wrong answer", 3, path="r00002-0.safetensors")
-            [problem] = verify_checkpoint(s3_root).problems
+        proxy.spoil("GET", "wrong answer", 2, path="r00002-0.safetensors")
+        assert verify_checkpoint(s3_root, s3client_config=config).ok
+        assert proxy.left == 0
+        proxy.spoil("GET", "wrong answer", 3, path="r00002-0.safetensors")
+        [problem] = verify_checkpoint(s3_root, s3client_config=config).problems
     assert "r00002-0.safetensors" in problem.path
     assert "bytes 0 to" in problem.what
 
@@ -113,7 +112,7 @@ def test_what_a_newer_save_sweeps_meanwhile_is_not_called_damaged(tmp_path: Path
             smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
         told.append(done)
 
-    with pytest.raises(CheckpointReplacedError, match="replaced by a newer save.*verify again"):
+    with pytest.raises(CheckpointReplacedError, match="a newer save replaced.*verify again"):
         verify_checkpoint(str(tmp_path), threads=1, progress=replace)
     assert verify_checkpoint(str(tmp_path)).ok
 
@@ -130,7 +129,7 @@ def test_a_file_that_was_cut_or_has_grown_is_told_with_both_sizes(step: Path) ->
     for changed in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(changed)
         what = [p.what for p in verify_checkpoint(str(step)).problems if p.path == str(path)]
-        assert f"has {len(changed)} bytes, {len(whole)} were written" in what
+        assert f"has {len(changed)} bytes, but {len(whole)} were written" in what
 
 
 def test_damage_in_several_files_is_all_listed(step: Path) -> None:

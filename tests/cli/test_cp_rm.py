@@ -12,6 +12,7 @@ import torch
 
 from tests.support import shards
 from tests.support.copies import contents
+from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def command(*arguments: str | Path, answer: str = "") -> subprocess.CompletedPro
         input=answer,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
-from smckpt.checkpoint.format import open_json, seal_json
+from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.engine.worker_client import Worker
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
@@ -93,7 +93,7 @@ def test_a_bad_save_is_told_on_every_rank_and_loses_nothing(tmp_path: Path) -> N
     path |= {
         "no member": "coordinator_rank 7",
         "options": "'timeout': 9",
-        "a number": "is 5, a int",
+        "a number": "is 5, which is a int",
     }
     for name in zero:
         for kind, text, step, value in (zero[name], one[name]):
@@ -111,6 +111,7 @@ def bad_loads(folder: str) -> Said:
     rank, said = dist.get_rank(), {}
     for name in ("good", "newer", "half", "damaged"):
         smckpt.save(state(1), checkpoint_id=f"{folder}/{name}")
+    smckpt.save({**state(1), "b": torch.ones(1)}, checkpoint_id=f"{folder}/more")
     if rank == 0:
         for manifest in Path(folder, "newer").glob("manifest-*"):
             body = open_json(manifest.read_bytes(), str(manifest))
@@ -128,7 +129,7 @@ def bad_loads(folder: str) -> Said:
         "shape": (state(numel=9 if rank else 8), "good"),
         "dtype": ({**state(), **({"a": torch.zeros(8).double()} if rank else {})}, "good"),
         "unexpected": ({**state(), **({"b": torch.zeros(1)} if rank else {})}, "good"),
-        "left out": ({"step": 0}, "good"),  # by all: what one rank takes is not left out
+        "left out": (state(), "more"),  # by all: what one rank takes is not left out
         "damaged": (state(), "damaged"),
     }
     for name, (target, where) in cases.items():

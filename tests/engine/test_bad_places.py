@@ -121,7 +121,7 @@ def test_arenas_that_do_not_fit_the_memory_of_the_host_are_refused_with_the_arit
 
 
 def test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one(tmp_path: Path) -> None:
-    """Two runs of one job on one directory: the queue that claimed first is fenced."""
+    """Two runs of one job on one directory: the queue that took its lease first is fenced."""
 
     def save(run: str, value: float) -> Any:
         return smckpt.save({"a": torch.full((1000,), value)}, checkpoint_id=tmp_path, queue=run)

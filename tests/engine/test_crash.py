@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import smckpt
 from tests.support.launch import ROOT, _free_port, run_ranks
+from tests.support.limits import seconds
 
 SIZE = 300_000
 SAVER = """
@@ -86,7 +87,7 @@ def run_and_kill(folder: Path, chance: random.Random) -> int:
             moment.wait(chance.uniform(0, 0.4))
             child.kill()
         for index, child in enumerate(children):
-            rest, _ = child.communicate(timeout=60)
+            rest, _ = child.communicate(timeout=seconds(60))
             steps[index] = int((rest.split() or [steps[index]])[-1])
     finally:
         for child in children:

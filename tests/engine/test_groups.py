@@ -6,17 +6,17 @@ import logging
 
 import pytest
 
-from smckpt.engine.groups import Group, partition_of
+from smckpt.engine.groups import partition_of
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.meeting.group import Group
 
 
 def sharded(mesh: Mesh, *placements: str) -> Entry:
     geometry = MeshGeometry("w", (8, 8), mesh, tuple(map(Placement.parse, placements)))
-    shape = geometry.local_shape(mesh.ranks[0])
-    return Entry(("model", "w"), "float32", shape, geometry, ("model",), ())
+    return Entry(("model", "w"), "float32", geometry, ("model",), (), mesh.ranks[:1])
 
 
 HSDP = Mesh(("replicate", "shard"), (2, 2), (0, 1, 2, 3))
@@ -65,7 +65,7 @@ def test_tensor_and_data_parallel_meshes_cut_together() -> None:
 def test_state_without_sharding_stands_alone_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    kept = Entry(("x",), "float32", (2,), KeptGeometry(("x",), (2,), 0), (), ())
+    kept = Entry(("x",), "float32", PerRankGeometry(("x",), (2,), (0,)), (), (), (0,))
     with caplog.at_level(logging.INFO, "smckpt"):
         assert partition_of(Group((0,), 0, 4), [kept]).alone
     assert "stands alone" in caplog.text
@@ -81,7 +81,7 @@ def test_told_groups_win_over_the_geometry() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "words"),
-    [([[0, 1], [1, 2]], "stands in two"), ([[0], [1], [2]], "none of the groups")],
+    [([[0, 1], [1, 2]], "is in two"), ([[0], [1], [2]], "not among the groups")],
 )
 def test_groups_that_cannot_be_are_refused(groups: list[list[int]], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
 
 import smckpt
 from smckpt import errors
+from tests.support.limits import seconds
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -52,6 +54,19 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any)
         "rng": torch.get_rng_state(),
         "step": 3,
     }
+
+
+def assert_ended(pid: int) -> None:
+    """The process ends; one that nobody has reaped yet has ended, too."""
+    limit = time.monotonic() + seconds(60)  # it may be writing
+    while psutil.pid_exists(pid):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        assert time.monotonic() < limit, f"process {pid} is alive"
+        time.sleep(0.05)
 
 
 def files(folder: Path, prefix: str) -> list[Path]:
@@ -199,7 +214,7 @@ def test_a_key_that_appears_later_is_noticed(tmp_path: Path) -> None:
 
 def test_finalizing_before_any_save_does_nothing() -> None:
     code = "import smckpt; assert smckpt.maybe_finalize_async_calls() == []"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=seconds(60))
 
 
 def test_on_commit_runs_once_after_the_manifest(tmp_path: Path) -> None:
@@ -220,7 +235,7 @@ def test_what_on_commit_does_neither_ends_nor_hangs_the_queue(tmp_path: Path) ->
         return smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
 
     def on_commit(handle: smckpt.SaveHandle) -> None:
-        said.append(handle.wait(20))
+        said.append(handle.wait(seconds(20)))
         with pytest.raises(errors.UsageError, match="on_commit"):
             save()
         said.append("refused")
@@ -268,7 +283,7 @@ def test_a_checksum_file_that_cannot_be_read_ends_the_load_with_its_path(tmp_pat
     (sums,) = tmp_path.glob("*.crc")
     sums.unlink()
     sums.mkdir()
-    with pytest.raises(errors.StorageError, match=f"{sums}.*a directory"):
+    with pytest.raises(errors.CorruptCheckpointError, match=f"{sums}.*a directory"):
         smckpt.load({"a": torch.zeros(1 << 20)}, checkpoint_id=tmp_path)
 
 
@@ -306,10 +321,9 @@ def test_a_changed_byte_is_reported_and_preverify_leaves_the_target_untouched(
         smckpt.load(target, checkpoint_id=tmp_path)
 
 
-@pytest.mark.parametrize("state", [None, {}])
-def test_nothing_to_save_is_refused(tmp_path: Path, state: Any) -> None:
+def test_nothing_to_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointError, match="nothing"):
-        smckpt.async_save(state, checkpoint_id=tmp_path)
+        smckpt.async_save(None, checkpoint_id=tmp_path)
 
 
 def test_a_checkpoint_id_left_out_is_refused() -> None:
@@ -368,7 +382,7 @@ def test_failures_in_a_row_are_logged_up_to_the_number_tolerated_and_raised_beyo
         handle = smckpt.async_save(
             {"a": torch.ones(1)}, checkpoint_id=directory, options=options, queue="patient"
         )
-        assert handle._done.wait(60)
+        assert handle.ended(seconds(60))
         return int(handle.number)
 
     first = attempt(place, patient)
@@ -408,7 +422,7 @@ def run_script(code: str, *arguments: str, **environment: str) -> subprocess.Com
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
         check=False,
         env={**os.environ, **environment},
     )
@@ -431,7 +445,7 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
 def test_a_child_of_multiprocessing_drains_the_save_in_flight_too(tmp_path: Path) -> None:
     child = multiprocessing.get_context("forkserver").Process(target=leave_early, args=(tmp_path,))
     child.start()
-    child.join(60)
+    child.join(seconds(60))
     assert child.exitcode == 0
     assert smckpt.latest_checkpoint(tmp_path) is not None
 
@@ -474,7 +488,7 @@ def test_an_exit_waits_no_longer_than_its_limit_and_names_what_was_not_committed
         SMCKPT_EXIT_TIMEOUT="2",
     )
     *workers, began = done.stdout.split()
-    assert time.monotonic() - float(began) < 10  # the limit is that of both queues
+    assert time.monotonic() - float(began) < seconds(10)  # the limit is that of both queues
     assert done.returncode == 1
     for queue in ("one", "two"):
         assert f"save 1 to {tmp_path}/{queue} was not committed" in done.stderr
@@ -499,16 +513,13 @@ def test_a_killed_trainer_leaves_no_process_and_the_old_checkpoint(tmp_path: Pat
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
     )
     worker = int(done.stdout.split()[0])
-    gone = threading.Event()
-    for _ in range(50):
-        if not Path(f"/proc/{worker}").exists():
-            gone.set()
-            break
-        gone.wait(0.1)
-    assert gone.is_set()
+    assert_ended(worker)
     target = {"a": torch.full((64 << 20,), 5.0)}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert target["a"].unique().tolist() in ([1.0], [0.0])
@@ -574,7 +585,7 @@ def test_a_save_from_a_signal_handler_in_the_middle_of_a_save_is_refused(tmp_pat
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        with pytest.raises(errors.UsageError, match="in async_save of the same queue"):
+        with pytest.raises(errors.UsageError, match="while this thread was in async_save"):
             smckpt.save(Interrupting(a=torch.ones(1)), checkpoint_id=tmp_path / "a")
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -628,6 +639,6 @@ def test_the_step_of_ten_lines_in_the_readme_works(tmp_path: Path) -> None:
 def test_a_tensor_that_cannot_be_filled_is_refused_before_any_is(tmp_path: Path) -> None:
     smckpt.save({"a": torch.ones(3), "b": torch.arange(4.0)}, checkpoint_id=tmp_path / "c")
     target = {"a": torch.zeros(3), "b": torch.zeros(1).expand(4)}
-    with pytest.raises(errors.StateError, match="'b' is expanded"):
+    with pytest.raises(errors.StateError, match="'b' is an expanded tensor"):
         smckpt.load(target, checkpoint_id=tmp_path / "c")
     assert not target["a"].any()

@@ -19,6 +19,7 @@ import smckpt
 from smckpt import errors
 from smckpt.storage.posix import PosixStorage
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 
 def model_on(mesh: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -209,11 +210,11 @@ def test_parallel_state_tells_which_groups_make_a_step_also_to_a_rank_without_st
     ):
         assert told == ("part0", "part1")
         assert "or made it without this group" in unequal or rank == 0
-        assert "group [0] made 1 saves of this queue that were not of this step's" in unequal
+        assert "group [0] made 1 saves in this queue without the other groups" in unequal
         for without, (said, took) in enumerate(others):
-            given_up = f"rank {without} had given up save 0"
+            given_up = f"rank {without} gave up save 0"
             assert ("nothing to save" if rank == without else given_up) in said
-            assert took < 25
+            assert took < seconds(25)
     for run in ("run", "other0", "other1"):
         assert len(list((tmp_path / run).glob("record-*"))) == 1
     assert smckpt.latest_checkpoint(tmp_path / "apart/together") is None  # two moments, no step
@@ -354,7 +355,7 @@ def a_peer_dies(folder: str) -> str:
             options=smckpt.SaveOptions(timeout=2),
         )
     except errors.SaveFailedError as error:
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < seconds(20)
         return str(error)
     return "committed"
 
@@ -383,7 +384,7 @@ def test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step(
 ) -> None:
     zero, one = run_ranks(a_rank_comes_late, 2, str(tmp_path), timeout=60)
     assert "rank 1 did not answer" in zero[0]
-    assert "rank 0 had given up save 0" in one[0]
+    assert "rank 0 gave up save 0" in one[0]
     assert zero[1:] == one[1:] == ["fine", "fine"]
 
 
@@ -414,7 +415,7 @@ def a_worker_hangs(folder: str) -> tuple[str, float]:
 def test_a_worker_that_hangs_fails_the_save_on_both_ranks_within_the_limit(tmp_path: Path) -> None:
     for said, took in run_ranks(a_worker_hangs, 2, str(tmp_path)):
         assert "rank 1" in said
-        assert took < 20
+        assert took < seconds(20)
     assert value_in(tmp_path / "c") == 2
 
 
@@ -449,7 +450,7 @@ def test_a_rank_killed_in_mid_save_is_named_and_the_old_checkpoint_loads(tmp_pat
     zero, _ = run_ranks(killed_in_mid_save, 2, str(tmp_path), killed=(1,))
     said, took = zero
     assert "rank 1" in said
-    assert took < 20
+    assert took < seconds(20)
     assert value_in(tmp_path / "c") == 1
 
 

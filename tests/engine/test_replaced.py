@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smckpt
 from smckpt import errors
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 
 class WhileLoading(TorchDispatchMode):
@@ -62,8 +64,10 @@ def replacing(folder: Path, times: int, **saving: Any) -> Callable[[], None]:
         if not times:
             return
         times -= 1
-        smckpt.save(state(2), **{"checkpoint_id": folder, **saving})
-        deadline = time.monotonic() + 60
+        # in a thread of its own: one that is in a load may begin no save
+        with ThreadPoolExecutor(1) as other:
+            other.submit(smckpt.save, state(2), **{"checkpoint_id": folder, **saving}).result()
+        deadline = time.monotonic() + seconds(60)
         while old & files_of(folder):
             assert time.monotonic() < deadline, f"{folder} is not swept"
             time.sleep(0.01)
@@ -86,7 +90,7 @@ def test_a_load_whose_commit_is_swept_meanwhile_takes_the_newer_one(
         smckpt.load(target, checkpoint_id=tmp_path)
     assert hook.calls == 2
     assert holds(target, 2)
-    assert "was replaced by a newer save while it was read" in caplog.text
+    assert "a newer save replaced the checkpoint while it was read" in caplog.text
 
 
 def test_a_load_that_is_overtaken_again_and_again_says_so_and_leaves_no_slots(
@@ -119,6 +123,20 @@ def test_what_is_deleted_without_a_newer_save_is_damage_and_not_tried_again(tmp_
     assert hook.calls == 1
 
 
+def load_and_save(target: Any, where: dict[str, Any], saving: dict[str, Any]) -> None:
+    """Takes part in the newer save while it reads: a load waits for what was begun before it."""
+    begun: list[Future[Any]] = []
+    with ThreadPoolExecutor(1) as other:
+
+        def save() -> None:
+            if not begun:
+                begun.append(other.submit(smckpt.save, state(2), **saving))
+
+        with WhileLoading(save):
+            smckpt.load(target, **where, timeout=60)
+        begun[0].result()
+
+
 def overtaken(folder: str) -> list[bool]:
     """Rank 1 lets a newer save land while it loads, and rank 0 has done its part of both."""
     rank = dist.get_rank()
@@ -137,10 +155,8 @@ def overtaken(folder: str) -> list[bool]:
         if rank:
             with WhileLoading(act):
                 smckpt.load(target, **where, timeout=60)
-        else:  # plans, and waits for rank 1; what it had to read may be there still
-            smckpt.async_save(state(2), **saving)
-            smckpt.load(target, **where, timeout=60)
-            smckpt.maybe_finalize_async_calls()
+        else:
+            load_and_save(target, where, saving)
         out.append(holds(target, 2))
     return out
 

@@ -8,19 +8,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import smckpt
+from smckpt.engine.commands import Probe
 from smckpt.engine.worker_client import Worker
-from smckpt.storage import open_storage
+from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
-from smckpt.storage.s3_config import S3Config, using_s3
-from smckpt.storage.s3_pace import current_share, sharing
+from smckpt.storage.s3.config import S3Config
 from tests.support.launch import ROOT, run_ranks
+from tests.support.limits import seconds
 from tests.support.proxy import faulty_proxy, secure_proxy
 from tests.support.s3 import Server
 
@@ -32,11 +33,11 @@ def state(value: float, size: int = 1000) -> dict[str, object]:
 
 
 def saved_and_loaded(root: str) -> list[tuple[set[float], int, str]]:
-    """A step by each client."""
+    """Two steps."""
     told = []
-    for step, client in ((1, "direct"), (2, "s3transfer")):
+    for step in (1, 2):
         where = f"{root}/step{step}"
-        config = {"chunk_size_MB": 5, "client": client}
+        config = {"chunk_size_MB": 5}
         smckpt.save(state(float(step), BIG), checkpoint_id=where, step=step, s3client_config=config)
         target = state(0.0, BIG)
         smckpt.load(target, checkpoint_id=where, s3client_config=config)
@@ -49,32 +50,30 @@ def saved_and_loaded(root: str) -> list[tuple[set[float], int, str]]:
 
 def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) -> None:
     for told in run_ranks(saved_and_loaded, 2, s3_root):
-        assert told == [({float(step)}, step, f"{s3_root}/step{step}/") for step in (1, 2)]
+        assert told == [({float(step)}, step, f"{s3_root}/step{step}") for step in (1, 2)]
     for step in (1, 2):
         report = smckpt.verify_checkpoint(f"{s3_root}/step{step}")
         assert report.ok
         assert report.nbytes > 4 * BIG
 
 
-class Listening(Worker):
-    """Notes under which share each request is made."""
+HEARD: dict[str, Share] = {}  # under which share each request was made, in a rank's process
 
-    heard: ClassVar[dict[str, Share]] = {}
 
-    def call(self, command: str, payload: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        self.heard[command] = current_share()
-        return super().call(command, payload, timeout=timeout)
+def listen() -> None:
+    call = Worker.call
+
+    def listening(worker: Worker, command: Any, *, timeout: float, access: Any = None) -> Any:
+        HEARD[command.function] = access.share
+        return call(worker, command, timeout=timeout, access=access)
+
+    Worker.call = listening  # type: ignore[method-assign]
 
 
 def shares_of_a_save(root: str) -> dict[str, Share]:
-    from smckpt.engine.api import _RUNTIME
-    from smckpt.engine.groups import group_of
-
-    group = group_of(None)
-    assert group is not None
-    _RUNTIME.queue(group, "default")._worker = Listening()
+    listen()
     smckpt.save(state(1.0), checkpoint_id=root)
-    return Listening.heard
+    return HEARD
 
 
 def test_ranks_write_at_their_share_of_the_budget_and_coordinators_publish_at_theirs(
@@ -89,13 +88,14 @@ def test_ranks_write_at_their_share_of_the_budget_and_coordinators_publish_at_th
 def test_the_worker_keeps_to_the_share_that_comes_with_a_request(s3_root: str) -> None:
     worker = Worker()
     config = S3Config.from_mapping({"write_rate": 10}, S3Config.from_environment())
-    request = {"directory": s3_root, "token": "0123456789ab", "create": True, "leave": False}
     try:
-        with using_s3(config), sharing(Share(writes=0.1)):
-            worker.call("probe", {**request, "create": False}, timeout=60)  # it has a client now
-            began = time.monotonic()
-            worker.call("probe", request, timeout=60)  # three writes, one a second
-            assert time.monotonic() - began >= 2
+        access = access_to(s3_root, s3client_config=config).holding(Share(writes=0.1))
+        look = Probe(s3_root, "0123456789ab", create=False)
+        worker.call(look, timeout=seconds(60), access=access)  # it has a client now
+        began = time.monotonic()
+        look = Probe(s3_root, "0123456789ab", create=True, leave=False)
+        worker.call(look, timeout=seconds(60), access=access)  # three writes, one a second
+        assert time.monotonic() - began >= 2
     finally:
         worker.close()
 
@@ -179,7 +179,7 @@ def test_of_two_racing_writers_a_reader_finds_one_whole_checkpoint(s3_root: str)
     children = [saver(s3_root, first, 5, 1000) for first in (1, 101)]
     ends = []
     for child in children:
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=seconds(120))
         ends.append((child.returncode, out.split(), err[-2000:]))
     # The later session fences the earlier one off; at least one goes through to its end.
     assert any(code == 0 for code, _, _ in ends), ends
@@ -200,7 +200,7 @@ def test_a_trainer_killed_in_mid_save_leaves_the_old_checkpoint_whole(
         _until_uploading(s3_root, after_parts)
     finally:
         child.kill()
-        rest, _ = child.communicate(timeout=30)
+        rest, _ = child.communicate(timeout=seconds(30))
     last = int((rest.split() or [last])[-1])
     [(values, step)] = run_ranks(load_here, 1, s3_root, BIG)
     assert values == {float(step)}
@@ -215,7 +215,7 @@ def _until_uploading(where: str, parts: int) -> None:
 
     client = boto3.client("s3", endpoint_url=os.environ["SMCKPT_S3_ENDPOINT"], region_name="x")
     prefix = where.partition(f"{BUCKET}/")[2]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds(60)
     while time.monotonic() < deadline:
         for upload in client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get(
             "Uploads", ()
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_saved_loaded_looked_at_and_exported_over_tls(
 
     run_ranks(saved, 1, s3_root)
     [listed] = json.loads(CliRunner().invoke(app, ["ls", "--json", s3_root]).output)
-    assert (listed["path"], listed["step"]) == (f"{s3_root}/run/", 7)
+    assert (listed["path"], listed["step"]) == (f"{s3_root}/run", 7)
     shown = CliRunner().invoke(app, ["show", f"{s3_root}/run"])
     assert shown.exit_code == 0
     assert "weight" in shown.output
@@ -297,8 +297,9 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
         done.append(str(params["Key"]).rpartition("/")[2])
 
     config = smckpt.S3Config.from_mapping({"chunk_size_MB": 5}, smckpt.S3Config.from_environment())
-    with using_s3(config):  # the client that the export will have, too
-        client = open_storage(s3_root).run("look", s3_root, lambda c: c)
+    # the client that the export will have, too
+    opened = open_storage(s3_root, s3client_config=config)
+    client = opened.run("look", s3_root, lambda c: c)  # type: ignore[attr-defined]
     for operation in ("CompleteMultipartUpload", "PutObject"):
         client.meta.events.register(f"provide-client-params.s3.{operation}", note)
     try:
@@ -323,9 +324,9 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
 
 
 def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path: Path) -> None:
-    from smckpt.storage.s3_config import s3_options
+    from smckpt.storage.s3.config import s3_options
 
-    with pytest.raises(smckpt.UsageError, match="not honoured outside S3"):
+    with pytest.raises(smckpt.UsageError, match="is not in S3"):
         s3_options(str(tmp_path), region="eu-west-1")
     with pytest.raises(smckpt.UsageError, match="colour"):
         s3_options("s3://b/k", config={"colour": 1})

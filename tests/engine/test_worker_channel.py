@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from smckpt.engine.worker_channel import Channel, PeerGone
+from tests.support.limits import seconds
 
 
 @pytest.fixture
@@ -31,11 +32,11 @@ def test_a_dead_peer_is_noticed_while_somebody_else_holds_its_end(
         Channel(pair[1]).send({"last": "words"})
         peer.send_signal(signal.SIGKILL)
         peer.wait()
-        assert channel.receive(deadline=time.monotonic() + 10) == ({"last": "words"}, [])
+        assert channel.receive(deadline=time.monotonic() + seconds(10)) == ({"last": "words"}, [])
         began = time.monotonic()
         with pytest.raises(PeerGone, match="process ended"):
             channel.receive(deadline=began + 60)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < seconds(20)
         os.close(pidfd)
 
 
@@ -51,7 +52,7 @@ def test_a_message_cut_short_and_one_that_is_none_of_ours_end_the_conversation(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     pair[1].sendall(b"\xff" * 8)
-    with pytest.raises(PeerGone, match="none of ours"):
+    with pytest.raises(PeerGone, match="not from smckpt"):
         Channel(pair[0]).receive()
     pair[1].sendall((100).to_bytes(8, "big") + b'{"half":')
     pair[1].close()
@@ -62,7 +63,7 @@ def test_a_message_cut_short_and_one_that_is_none_of_ours_end_the_conversation(
 def test_a_descriptor_arrives_with_its_message(pair: tuple[socket.socket, socket.socket]) -> None:
     read, write = os.pipe()
     Channel(pair[0]).send({"n": 1}, [read])
-    message, (fd,) = Channel(pair[1]).receive(deadline=time.monotonic() + 5)
+    message, (fd,) = Channel(pair[1]).receive(deadline=time.monotonic() + seconds(5))
     os.write(write, b"through")
     assert message == {"n": 1} and os.read(fd, 10) == b"through"
     for each in (read, write, fd):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
 STEPS = """
@@ -34,7 +35,7 @@ def test_a_step_shorter_than_the_one_before_does_not_outrun_its_accident(tmp_pat
         cwd=ROOT / "examples",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds(120),
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "in step 3" not in done.stdout

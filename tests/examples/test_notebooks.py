@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 from safetensors.torch import load_file
 
 from smckpt import find_checkpoints
+from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -31,7 +32,7 @@ def executed(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
     client = NotebookClient(
         notebook,
-        timeout=200,  # seconds a cell
+        timeout=round(seconds(600)),  # a cell
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path / "notebooks")}},
     )
@@ -83,6 +84,18 @@ def test_the_tensor_parallel_example_exports_the_model_that_it_trained(
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in start.items()}
     assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
     assert not any(torch.equal(tensor, start[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("stem", NOTEBOOKS)
+def test_a_notebook_is_stored_with_what_it_printed_and_drew(stem: str) -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    outputs = [out for cell in cells for out in cell.outputs]
+    assert len(outputs) > len(cells) / 2
+    drawn = [out for out in outputs if "image/png" in out.get("data", ())]
+    assert len(drawn) == (2 if stem == "quickstart" else 0)
+    assert not any(out.output_type == "error" for out in outputs)
 
 
 def test_every_notebook_is_run() -> None:

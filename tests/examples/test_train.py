@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from smckpt import find_checkpoints, verify_checkpoint
+from tests.support.limits import seconds
 from tests.support.main_job import ROOT, SMALL, Outcome, run_main_job
 from tests.support.s3 import server_program
 
@@ -144,6 +147,8 @@ def test_one_bit_of_one_loss_is_noticed(
         (("--kill-at", "9", "--steps", "5"), "--kill-at 9 is none of the 5 steps"),
         (("--save-every", "0"), "--save-every 0"),
         (("--data", "/nowhere"), "--data /nowhere"),
+        (("--shard", "3"), "--shard 3 times --tp 1 does not divide 4 processes"),
+        (("--data", "/dev/null"), "--data has 0 bytes of text; these options need 1088 or more"),
     ],
 )
 def test_impossible_options_are_refused(
@@ -215,6 +220,12 @@ def test_users_own_text_files_are_taken(tmp_path: Path) -> None:
     assert_killed_and_equal(outcome)
 
 
+SAVE = """
+import smckpt, torch
+smckpt.save({"weights": torch.arange(4.0)}, checkpoint_id="s3://demo/run/first", step=7)
+"""
+
+
 @pytest.fixture
 def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("AWS_", "SMCKPT_S3_"))]:
@@ -226,24 +237,37 @@ def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no S3 server here: pip install smckpt[s3-test]")
 
 
-def test_without_aws_a_server_is_started_for_the_run_and_says_so(
+def test_without_aws_a_server_is_started_for_the_run_and_what_is_printed_can_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, no_aws: None
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     import launch
 
-    command = [sys.executable, "-m", "smckpt.cli", "ls", "s3://demo/run"]
-    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-dir", "s3://demo/run"])
+    options = ["--checkpoint-dir", "s3://demo/run", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options])
     args = launch.arguments(None)
-    args.out = tmp_path
     assert launch.s3_is_configured() == ""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert launch.run_beside_server(args, command) == 0
-    printed = capfd.readouterr().out
-    assert "No AWS credentials and no endpoint" in printed
-    assert "no committed checkpoint in or below s3://demo/run" in printed
+    with launch.reachable(args):
+        command = [sys.executable, "-c", SAVE]
+        subprocess.run(command, check=True, timeout=seconds(120))
+        look = launch.look_command(args)
+    assert "No AWS credentials and no endpoint" in capfd.readouterr().out
+    # the server is gone by now; the command that was printed starts it again
+    subprocess.run(look, shell=True, check=True, timeout=seconds(120), cwd=Path.cwd())
+    assert " 7 " in capfd.readouterr().out
     monkeypatch.setenv("SMCKPT_S3_ENDPOINT", "http://127.0.0.1:9")
     assert "SMCKPT_S3_ENDPOINT" in launch.s3_is_configured()
+
+
+def test_the_command_for_checkpoints_on_disk_can_be_pasted(
+    finished: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (look,) = re.findall(r"^Checkpoints: (.*)$", finished.output, re.MULTILINE)
+    done = subprocess.run(look, shell=True, capture_output=True, text=True, timeout=seconds(60))
+    assert done.returncode == 0, done.stderr
+    assert str(finished.directory) in done.stdout
 
 
 @pytest.mark.long

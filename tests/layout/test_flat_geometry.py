@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    Segment,
-    boxes_of_range,
-    row_major_strides,
-)
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
+from smckpt.layout.strided import Box, boxes_of_range, row_major_strides
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 Element = "tuple[str, int] | None"  # (fqn, index in its row-major order), or padding
@@ -160,7 +152,7 @@ def test_explicit_boxes_lie_one_after_the_other(pairs):
 
 
 def test_a_kept_array_stands_for_each_of_its_names():
-    geometry = KeptGeometry(("a", "b"), (2, 3), 7)
+    geometry = PerRankGeometry(("a", "b"), (2, 3), (7,))
     assert {p.name: p.box for p in geometry.pieces(7)} == {
         "a": Box.whole((2, 3)),
         "b": Box.whole((2, 3)),

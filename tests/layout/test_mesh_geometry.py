@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from smckpt.layout.geometry import Box, MeshGeometry, Piece
+from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.layout.strided import Box, Piece
 from tests.support import child
 
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
@@ -214,9 +215,9 @@ def test_what_fully_shard_over_tp_really_holds_is_what_the_geometry_says():
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import parallel
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        from smckpt.layout.geometry import MeshGeometry
+        from smckpt.layout.geometry import (MeshGeometry)
         from smckpt.layout.mesh import Mesh
-        from smckpt.state_dict.private import placement_of
+        from smckpt.state_dict.tensors import placement_of
 
         shapes = []
         for rank in range(8):

@@ -119,3 +119,20 @@ def held_by(pid: int) -> tuple[int, int]:
     links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return tuple(sum("smckpt-arena" in x for x in where) for where in (links, maps))  # type: ignore[return-value]
+
+
+def test_a_limit_on_the_size_of_files_is_told_as_that() -> None:
+    said = child.run(
+        """
+        import resource
+        from smckpt.errors import MemoryBudgetError
+        from smckpt.staging.arena import Arena
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            Arena(8 << 20)
+        except MemoryBudgetError as error:
+            print(error)
+        """
+    )
+    assert "ulimit -f" in said
+    assert "free host memory" not in said

@@ -13,10 +13,11 @@ from safetensors.torch import load
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.image import SLICES_KEY, Layout, compile_layout
 from smckpt.layout.mesh import Mesh, Placement
-from smckpt.staging.arena import Arena, stage
+from smckpt.staging.arena import Arena
+from smckpt.staging.copies import stage
 from tests.support import child
 
 
@@ -24,11 +25,11 @@ def entry_of(key: str, tensor: torch.Tensor, ranks: tuple[int, ...] = (0,)) -> E
     """Kept by rank 0, or the same on all of several `ranks`."""
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    geometry: KeptGeometry | MeshGeometry = KeptGeometry((key,), shape, 0)
+    geometry: PerRankGeometry | MeshGeometry = PerRankGeometry((key,), shape, (0,))
     if len(ranks) > 1:
         mesh = Mesh(("replicate",), (len(ranks),), ranks)
         geometry = MeshGeometry(key, shape, mesh, (Placement("replicate"),))
-    return Entry((key,), dtype, shape, geometry, (), ())
+    return Entry((key,), dtype, geometry, (), (), ranks[:1])
 
 
 def staged(
@@ -211,3 +212,21 @@ def test_a_strided_tensor_is_staged_without_a_copy_of_it() -> None:
         """
     )
     assert int(growth) < 15_000, "KiB; the tensor has 65,536"
+
+
+@pytest.mark.parametrize("most", [100, 1 << 20])
+def test_tensors_of_which_an_array_is_made_are_staged_one_after_the_other(most: int) -> None:
+    """Whatever their strides, and wherever a file ends; a wrong number of elements is refused."""
+    wide = any_bits(torch.float32, 8, 6)
+    parts = [wide[:, 1:4], torch.zeros(0, 3), any_bits(torch.float32, 5), wide.t()[:, :3]]
+    joined = torch.cat([part.reshape(-1) for part in parts])
+    layout = compile_layout([entry_of("w", joined)], rank=0, group_ranks=(0,), max_file_bytes=most)
+    with closing(Arena(layout.arena_size)) as arena:
+        stage(arena, layout, [parts])
+        files = files_in(arena, layout)
+        assert (len(files) > 1) == (most == 100)
+        assert b"".join(content(file)["w"] for file in files) == raw(joined)
+        with pytest.raises(StateError, match="its entry says"):
+            stage(arena, layout, [parts[:-1]])
+        with pytest.raises(StateError, match="torch.float32, torch.int32"):
+            stage(arena, layout, [[*parts[:-1], parts[-1].to(torch.int32)]])

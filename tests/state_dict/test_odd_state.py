@@ -18,7 +18,10 @@ from torch.optim import lr_scheduler as schedules
 
 import smckpt
 from smckpt import errors
+from smckpt.layout.geometry import MeshGeometry
+from smckpt.layout.mesh import Mesh, Placement
 from smckpt.state_dict.select import Selector
+from smckpt.state_dict.tags import Tag, set_tag
 from tests.support.truth import differences, snapshot
 
 
@@ -87,12 +90,35 @@ def test_an_optimizer_without_state_gets_everything_back_outside_the_context(
     optimizer.step()
     smckpt.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
     fresh = kind(nn.Linear(3, 2).parameters(), lr=9.0)
-    smckpt.load({"optimizer": fresh.state_dict()}, checkpoint_id=tmp_path)
+    smckpt.load({"optimizer": fresh}, checkpoint_id=tmp_path)
     assert fresh.param_groups[0]["lr"] == 0.1
     saved, loaded = (list(o.state.values()) for o in (optimizer, fresh))
     assert len(saved) == len(loaded)
     for before, after in zip(saved, loaded, strict=True):
         assert all(torch.equal(before[slot], after[slot]) for slot in before)
+
+
+def test_outside_the_context_an_optimizer_is_known_that_has_stepped_or_was_initialised(
+    tmp_path: Path,
+) -> None:
+    def made(rate: float, steps: int) -> torch.optim.Optimizer:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        return optimizer
+
+    smckpt.save({"optimizer": made(0.1, 2).state_dict()}, checkpoint_id=tmp_path)
+    unknown = {"optimizer": made(9.0, 0).state_dict()}
+    with pytest.raises(errors.StateError, match="put the optimizer itself into the state"):
+        smckpt.load(unknown, checkpoint_id=tmp_path)
+    stepped, initialised = made(9.0, 1), made(9.0, 0)
+    smckpt.init_optim_state(initialised)
+    for optimizer in (stepped, initialised):
+        smckpt.load({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert [slots["step"].item() for slots in optimizer.state.values()] == [2, 2]
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -121,7 +147,7 @@ def test_an_optimizer_in_a_wrapper_is_one_optimizer_and_gets_its_state_outside_t
 
     (model, trained), (other, fresh) = made(2), made(0)
     for net, optimizer in ((model, trained), (other, fresh)):
-        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"model": net.state_dict(), "optimizer": optimizer}
         if optimizer is trained:
             smckpt.save(state, checkpoint_id=tmp_path)
         else:
@@ -130,16 +156,14 @@ def test_an_optimizer_in_a_wrapper_is_one_optimizer_and_gets_its_state_outside_t
     assert not differences(snapshot(other, fresh.inside), snapshot(model, trained.inside))
 
 
-def test_where_two_optimizers_could_be_meant_the_log_says_that_none_was_written(
+def test_where_the_optimizer_is_not_known_the_log_says_that_none_was_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rate = 0.1
-    twins = [torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=rate) for _ in range(2)]
-    state = {"optimizer": twins[0].state_dict()}
+    state = {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1).state_dict()}
     smckpt.save(state, checkpoint_id=tmp_path)
     with caplog.at_level(logging.WARNING, "smckpt"):
         smckpt.load(state, checkpoint_id=tmp_path)
-    assert "call its load_state_dict" in caplog.text
+    assert "Call its load_state_dict" in caplog.text
 
 
 def sparse(seed: int, rate: float) -> tuple[Any, Any]:
@@ -231,14 +255,15 @@ def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_na
         smckpt.save({"a": {"ragged": ragged}}, checkpoint_id=tmp_path)
 
 
-def test_a_tensor_on_the_meta_device_is_refused_also_in_the_place_of_one_with_data(
+def test_a_tensor_on_the_meta_device_is_not_saved_also_in_the_place_of_one_with_data(
     tmp_path: Path,
 ) -> None:
     state = {"w": torch.ones(3)}
     smckpt.save(state, checkpoint_id=tmp_path)
     smckpt.load(state, checkpoint_id=tmp_path)
-    with pytest.raises(errors.StateError, match="meta device"):
-        smckpt.load({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
+    empty = {"w": torch.empty(3, device="meta")}  # a load gives it memory
+    smckpt.load(empty, checkpoint_id=tmp_path)
+    assert torch.equal(empty["w"], state["w"])
     with pytest.raises(errors.CheckpointError, match="meta device"):
         smckpt.save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path)
 
@@ -360,8 +385,7 @@ def test_rates_in_tensors_are_one_or_several_as_they_were_when_saved(tmp_path: P
             model(torch.ones(3)).sum().backward()
             optimizer.step()
             schedule.step()
-        state = {"optimizer": optimizer.state_dict(), "schedule": schedule}
-        return state, optimizer, schedule
+        return {"optimizer": optimizer, "schedule": schedule}, optimizer, schedule
 
     state, optimizer, schedule = trained(3, shared=False)
     smckpt.save(state, checkpoint_id=tmp_path)
@@ -422,7 +446,7 @@ def test_an_optimizer_with_other_numbers_for_its_parameters_gets_nobody_elses_st
     others, its = trained(order, seed=1)
     before = copy.deepcopy(its.state_dict()["state"])
     partly = order != "ba"
-    with pytest.raises(errors.KeysMismatchError, match=r"is of \['[bx].*SHARDED"):
+    with pytest.raises(errors.KeysMismatchError, match=r"is the state of \['[bx].*SHARDED"):
         target = state_of(others, its, smckpt.LOCAL)
         smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=not partly)
     assert str(before) == str(its.state_dict()["state"])
@@ -431,3 +455,12 @@ def test_an_optimizer_with_other_numbers_for_its_parameters_gets_nobody_elses_st
     for name in "ab":
         mine, theirs = (m[name].weight for m in (model, others))
         assert torch.equal(its.state[theirs]["exp_avg"], optimizer.state[mine]["exp_avg"])
+
+
+def test_an_array_that_is_not_what_its_placement_says_is_refused_and_not_misplaced() -> None:
+    mesh = Mesh(("s",), (2,), (0, 1))
+    rule = MeshGeometry("w", (9, 2), mesh, (Placement("shard", 0),))
+    tensor = torch.zeros(4, 2)
+    set_tag(tensor, Tag("LOCAL", ("w",), rule, ()))
+    with pytest.raises(errors.StateError, match=r"\[4, 2\].*rank 0 holds \[5, 2\]"):
+        Selector(0).select({"w": tensor})

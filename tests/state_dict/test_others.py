@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
 from smckpt.checkpoint.catalogue import open_catalogue
-from smckpt.state_dict import full as full_state
+from smckpt.full import gathered as full_state
+from smckpt.storage import open_storage
 from tests.state_dict.test_interchange import build, taken, whole
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, step
@@ -81,7 +82,7 @@ def others(folder: str) -> dict[str, Any]:
         ours = taken(model, optimizer, smckpt.LOCAL)
         place = f"{folder}/{kind}"
         smckpt.save(torchs_own(kind, model, optimizer), checkpoint_id=place)
-        if (form := open_catalogue(place).kind) is not None:
+        if (form := open_catalogue(open_storage(place)).kind) is not None:
             out[f"{kind} after a LOCAL take"] = form
         gathered = taken(model, optimizer, smckpt.FULL)
         stock = optimizer.state_dict()

@@ -19,6 +19,7 @@ from smckpt.storage.budget import (
     rank_rate,
     save_cost,
 )
+from tests.support.limits import seconds as scaled
 
 LARGE = 405_000_000_000 * 14  # bf16 weights, float32 master and two moments
 
@@ -45,12 +46,12 @@ def test_all_ranks_under_a_prefix_together_stay_within_its_limit_with_headroom(w
 
 
 def test_too_small_parts_and_senseless_rates_are_refused():
-    with pytest.raises(UsageError, match="the store's least is 5242880"):
+    with pytest.raises(UsageError, match="below the store's minimum of 5242880"):
         part_size(1 << 30, 1 << 20)
     with pytest.raises(UsageError, match="0 writers"):
         rank_rate(3500, 0)
     for rate, burst in ((0, 1), (float("nan"), 1), (5, 0.5)):
-        with pytest.raises(UsageError, match="a bucket of"):
+        with pytest.raises(UsageError, match="a token bucket with"):
             TokenBucket(rate, burst)
 
 
@@ -133,7 +134,7 @@ def test_threads_that_share_a_bucket_share_its_rate():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(scaled(30))
     assert len(waits) == 200
     assert sum(w > 0 for w in waits) > 150
 

@@ -182,7 +182,7 @@ def test_a_name_that_may_not_last_is_said_to_be_seen_already(
         sync(fd)
 
     monkeypatch.setattr(os, "fsync", fails_for_directories)
-    with pytest.raises(StorageError, match="durable.*seen already.*input/output error"):
+    with pytest.raises(StorageError, match="durable.*it is visible.*input/output error"):
         open_storage(str(tmp_path)).put_exclusive("manifest", b"x")
     assert names(tmp_path) == ["manifest"]
 
@@ -348,7 +348,7 @@ def test_a_name_never_leads_out_of_the_directory(tmp_path: Path, name: str) -> N
         lambda: store.create_file(name, 1),
         lambda: store.put_exclusive(name, b""),
     ):
-        with pytest.raises(UsageError, match="is no file name"):
+        with pytest.raises(UsageError, match="is not a plain file name"):
             attempt()
     with pytest.raises(UsageError):
         store.join(f"../{name}")
@@ -456,12 +456,10 @@ def test_a_file_size_limit_is_explained(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_stores_that_are_not_built_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="not built yet"):
-        open_storage("msc://profile/run")
-    with pytest.raises(UsageError, match="no store is known for ftp://"):
-        open_storage("ftp://host/run")
-    with pytest.raises(UsageError, match="empty path"):
+def test_a_scheme_that_nobody_knows_is_refused_by_name_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match="no store is known for nosuch://.*s3://.*register"):
+        open_storage("nosuch://host/run")
+    with pytest.raises(UsageError, match="path is empty"):
         open_storage("")
 
 
@@ -474,7 +472,7 @@ def test_a_file_removed_right_after_its_creation_tells_of_the_other_copy(
         return fallocate(fd, size)
 
     monkeypatch.setattr(posix_write, "fallocate", removed_meanwhile)
-    with pytest.raises(StorageError, match="another copy to this place took over"):
+    with pytest.raises(StorageError, match="another copy to this directory took over"):
         PosixStorage(str(tmp_path)).create_file("a", 1 << 20, replace=True)
     assert names(tmp_path) == []
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smckpt.errors import UsageError
 from smckpt.storage.urls import (
+    bucket_url,
     build_s3_url,
     common_parent,
     is_s3_url,
@@ -100,13 +101,13 @@ def test_a_way_goes_up_to_the_common_parent() -> None:
 
 @pytest.mark.parametrize("rel", ["a/../../x", "/etc", "a//b", "a/", ".", "./a", "a/..", "a\0"])
 def test_an_untidy_way_from_a_manifest_is_refused(rel: str) -> None:
-    with pytest.raises(UsageError, match="no relative path"):
+    with pytest.raises(UsageError, match="is not a relative path"):
         join_url("/ckpt", rel)
 
 
 def test_there_is_no_way_between_stores_and_buckets() -> None:
     for url, base in (("/a", "s3://a"), ("s3://a/x", "s3://b/x"), ("msc://a/x", "s3://a/x")):
-        with pytest.raises(UsageError, match="no relative way"):
+        with pytest.raises(UsageError, match="there is no relative path"):
             relative_url(url, base)
 
 
@@ -147,7 +148,7 @@ def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"write s3://bucket/prefix"):
         parse_s3_url(url)
     for bucket in ("", "a/b"):
-        with pytest.raises(UsageError, match="no name of a bucket"):
+        with pytest.raises(UsageError, match="not a bucket name"):
             build_s3_url(bucket)
 
 
@@ -161,3 +162,8 @@ def test_a_relative_path_is_refused_where_the_working_directory_was_removed(
     with pytest.raises(UsageError, match="working directory was removed.*absolute"):
         normal_url("checkpoints")
     assert normal_url("/checkpoints") == "/checkpoints"
+
+
+def test_the_bucket_is_the_same_for_all_that_lies_in_it_and_a_path_has_none() -> None:
+    assert {bucket_url(f"S3://b/{key}") for key in ("", "run", "run//x/")} == {"s3://b"}
+    assert [bucket_url(path) for path in ("", "/run", "run", "file:///run")] == [""] * 4

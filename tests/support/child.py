@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.support.limits import seconds
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,13 +19,13 @@ def command(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", path + textwrap.dedent(code), *arguments]
 
 
-def run(code: str, *arguments: str, timeout: float = 30, **environment: str) -> str:
+def run(code: str, *arguments: str, timeout: float = 60, **environment: str) -> str:
     """Run `code` to its end and return what it printed; a failure shows its traceback."""
     done = subprocess.run(
         command(code, *arguments),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=seconds(timeout),
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -23,7 +23,7 @@ _CHANGES = [
 
 
 def files_below(storage: Storage, way: str = "") -> Iterator[tuple[str, Storage, str]]:
-    """(way, storage, name) of each file at and below a place, claims of epochs left out."""
+    """(way, storage, name) of each file at and below a place, leases left out."""
     for info in storage.list():
         if not info.name.startswith("epoch-"):
             yield f"{way}{info.name}", storage, info.name
@@ -31,9 +31,10 @@ def files_below(storage: Storage, way: str = "") -> Iterator[tuple[str, Storage,
         yield from files_below(storage.join(name), f"{way}{name}/")
 
 
-def contents(url: str | Path) -> dict[str, bytes]:
+def contents(place: str | Path | Storage) -> dict[str, bytes]:
     """All files at and below a place, by their way from it."""
-    return {way: store.read(name) for way, store, name in files_below(open_storage(str(url)))}
+    top = place if isinstance(place, Storage) else open_storage(place)
+    return {way: store.read(name) for way, store, name in files_below(top)}
 
 
 def killed_at(moment: int, act: Callable[[], Any]) -> bool:

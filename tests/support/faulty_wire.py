@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smckpt.state_dict.gather import Wire
-from smckpt.translate import live, live_move
+from smckpt.full import live, move
+from smckpt.full.wire import Wire
 
 __all__ = ["outcome", "with_one_that_fails"]
 
@@ -69,11 +69,11 @@ def with_one_that_fails(
     Args:
         at_once: all ask each other after every tensor.
     """
-    kept, live_move._SETTLE = live_move._SETTLE, 1 if at_once else live_move._SETTLE
+    kept, move._SETTLE = move._SETTLE, 1 if at_once else move._SETTLE
     began = time.monotonic()
     try:
         with _faulty(act if dist.get_rank() == rank else "nothing"):
             kind, text = outcome(take)
     finally:
-        live_move._SETTLE = kept
+        move._SETTLE = kept
     return kind, text, time.monotonic() - began, _Faulty.moved

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.limits import seconds
+
 
 def interpreter(variable: str, package: str, version: str = "") -> str:
     """The Python that `variable` names, or this one, where `package` is installed in it.
@@ -59,7 +61,7 @@ def run(python: str, *arguments: str | Path, timeout: float = 200) -> str:
     """What the script prints."""
     done = subprocess.run(
         [python, "-W", "ignore", *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, env=_environment(),
+        capture_output=True, text=True, timeout=seconds(timeout), env=_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

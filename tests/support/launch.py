@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import seconds
+
 __all__ = ["run_ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +75,7 @@ def run_ranks(
 
 
 def _wait(children: list[Any], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + seconds(timeout)
     for child in children:
         child.join(max(deadline - time.monotonic(), 0.1))
     for child in children:

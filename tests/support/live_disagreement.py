@@ -24,7 +24,7 @@ EXPECTED = {  # case → what is said of it
     "degrees": "parallel_state=None on rank 1, and {",
     "one says nothing": "parallel_state=None on rank 1, and {",
     "given back": "parallel_state=None on rank 1, and {",
-    "optimizer": "not gathered over tensor-parallel ranks",
+    "optimizer": "does not gather optimizer state over tensor-parallel",
 }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import seconds
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--steps", "12", "--save-every", "3", "--hidden", "32", "--batch", "2")
 
@@ -61,9 +63,9 @@ def run_example(script: str, directory: Path, *options: str, timeout: float) -> 
         errors="replace",
     ) as process:
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=seconds(timeout))
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its ranks
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=seconds(30))
             raise AssertionError(f"not finished after {timeout} s:\n{output}") from None
     return Outcome(directory, process.returncode, output)

@@ -3,7 +3,7 @@
 Run it once for a new version of the format (`python -m tests.support.make_fixture`), into a new
 directory: fixtures of versions that landed are never made anew, since they show that what old
 releases wrote still loads. Four ranks, hybrid sharding 2 × 2: two groups that commit together. That
-of the version for spread files (2.0) shows the keys of a bucket as a file system does.
+of the version with prefix sharding (2.0) shows the keys of a bucket as a file system does.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.commit import claim_epoch, publish_record
-from smckpt.checkpoint.format import FORMAT_VERSION, SPREAD_VERSION, record_name
+from smckpt.checkpoint.commit import publish_record, take_lease
+from smckpt.checkpoint.format import record_name
 from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.spread import Spread
+from smckpt.checkpoint.prefixes import PrefixSharding
+from smckpt.checkpoint.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Segment,
-)
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.layout.strided import Box
+from smckpt.storage import Access
 from tests.support.saves import Group, pattern
 
 ROOT = Path(__file__).resolve().parents[1] / "fixtures"
@@ -73,7 +68,7 @@ def entries_of(rank: int) -> list[Entry]:
 
     def entry(path: tuple[str | int, ...], dtype: str, rule: Geometry, *after: str) -> Entry:
         before = tuple(map(str, path[:2])) if after else path[:-1]
-        return Entry(path, dtype, rule.local_shape(rank), rule, before, after)
+        return Entry(path, dtype, rule, before, after, (rank,))
 
     same = (Placement("replicate"),) * 2
     boxes = (Box((2 * shard, 0), (1, 2)), Box((2 * shard + 1, 0), (1, 2)))
@@ -99,17 +94,17 @@ def entries_of(rank: int) -> list[Entry]:
         entry(
             ("optimizer", "state", 0, "step"),
             "float32",
-            KeptGeometry(("a.weight", "a.bias"), (), rank),
+            PerRankGeometry(("a.weight", "a.bias"), (), (rank,)),
             "step",
         ),
-        entry(("rng",), "uint8", KeptGeometry(("rng",), (5,), rank)),
-        *([entry(("odd",), "int64", KeptGeometry(("odd",), (2,), rank))] if shard else []),
+        entry(("rng",), "uint8", PerRankGeometry(("rng",), (5,), (rank,))),
+        *([entry(("odd",), "int64", PerRankGeometry(("odd",), (2,), (rank,)))] if shard else []),
     ]
 
 
 def bytes_of(entry: Entry, rank: int) -> bytes:
     """The local array that `rank` holds of an entry."""
-    if isinstance(entry.geometry, KeptGeometry):
+    if entry.geometry.per_rank:
         return pattern(entry.nbytes, 50 + rank)
     size = entry.itemsize
     local = np.zeros((entry.numel, size), np.uint8)
@@ -151,12 +146,12 @@ def objects_of(rank: int) -> dict[str, tuple[list[str | int], Any]]:
     }
 
 
-def make(root: Path, spread: Spread | None) -> None:
+def make(root: Path, prefix_sharding: PrefixSharding | None) -> None:
     groups = [
         Group(
             root / f"shard{number}",
             ranks,
-            spread=spread,
+            prefix_sharding=prefix_sharding,
             session=f"{number}{number}1122334455",
             state=lambda rank: (
                 entries_of(rank),
@@ -167,12 +162,16 @@ def make(root: Path, spread: Spread | None) -> None:
     ]
     lead = "99aabbccddee"
     urls = [str(group.directory) for group in groups]
-    epoch = claim_epoch(str(root), lead, "host", urls)["epoch"]
+    fencing_token = take_lease(Access(), str(root), lead, "host", urls)["fencing_token"]
     named = []
     for group in groups:
-        group.epoch = epoch
-        group.save(record=f"../{record_name(epoch, 0, lead)}", **common(group, 0))  # superseded
-        published = group.save(record=f"../{record_name(epoch, 1, lead)}", **common(group, 1))
+        group.fencing_token = fencing_token
+        group.save(
+            record=f"../{record_name(fencing_token, 0, lead)}", **common(group, 0)
+        )  # superseded
+        published = group.save(
+            record=f"../{record_name(fencing_token, 1, lead)}", **common(group, 1)
+        )
         named.append(
             {
                 "directory": group.directory.name,
@@ -183,7 +182,7 @@ def make(root: Path, spread: Spread | None) -> None:
         )
     for path in (*root.rglob("*-00000000-*"), *root.rglob("*-00000000.json")):
         path.unlink()
-    publish_record(str(root), lead, 1, epoch, named)
+    publish_record(Access(), str(root), lead, 1, fencing_token, named)
 
 
 def common(group: Group, number: int) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def common(group: Group, number: int) -> dict[str, Any]:
         "checkpoint_id": f"/checkpoints/{group.directory.name}",
         "step": 70 * number,
         "topology": {"world_size": 4, "hybrid_shard_degree": 2},
-        "metadata": {"note": "spread" if group.spread else "in one place", "loss": 0.125},
+        "metadata": {"note": "spread" if group.prefix_sharding else "in one place", "loss": 0.125},
         "optimizers": {"optimizer": {"form": "id", "ids": [["a.weight"], ["a.bias"]]}},
         "objects": encoded_objects,
     }
@@ -210,12 +209,15 @@ def expected() -> dict[str, str]:
 
 if __name__ == "__main__":
     # Beside the groups' directories, so that all lies in the checkpoint's.
-    for version, spread in ((FORMAT_VERSION, None), (SPREAD_VERSION, Spread(1, 4))):
+    for version, prefix_sharding in (
+        (FORMAT_VERSION, None),
+        (PREFIX_SHARDING_VERSION, PrefixSharding(1, 4)),
+    ):
         directory = ROOT / f"format-{version[0]}.{version[1]}"
         if directory.exists():
             print(f"{directory} exists: fixtures of a version that landed are kept as they are")
             continue
-        make(directory / "checkpoint", spread)
+        make(directory / "checkpoint", prefix_sharding)
         (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
         total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         print(f"{directory}: {total} bytes")

@@ -8,23 +8,7 @@ from typing import Any
 
 from botocore.response import StreamingBody
 
-__all__ = ["OtherBody", "client_with_another_session"]
-
-
-def client_with_another_session(**settings: Any) -> Any:
-    """A factory of clients whose connections are made elsewhere."""
-    import boto3
-
-    client = boto3.Session().client("s3", **settings)
-    client._endpoint.http_session = _OtherSession(client._endpoint.http_session)
-    return client
-
-
-class _OtherSession:
-    """What botocore asks of a session, and no more."""
-
-    def __init__(self, real: Any) -> None:
-        self.send, self.close = real.send, real.close
+__all__ = ["OtherBody"]
 
 
 class OtherBody(io.RawIOBase):

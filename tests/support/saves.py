@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest
-from smckpt.checkpoint.format import FORMAT_VERSION
+from smckpt.checkpoint.commit import publish_manifest, take_lease
+from smckpt.checkpoint.prefixes import PrefixSharding
 from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.spread import Spread
+from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.engine.commands import ArenaFile, PartWritten
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.storage import Access
 
 # What a rank holds: its entries, and each one's bytes by key.
 State = Callable[[int], "tuple[list[Entry], dict[str, bytes]]"]
@@ -37,16 +39,16 @@ def state_of(mesh: Mesh, *, rows: int = 10, tensors: int = 2, seed: int = 0) -> 
             rule = MeshGeometry(
                 fqn, (rows, 6), mesh, (Placement("replicate"), Placement("shard", 0))
             )
-            entry = Entry(("model", fqn), "float32", rule.local_shape(rank), rule, ("model",), ())
+            entry = Entry(("model", fqn), "float32", rule, ("model",), (), (rank,))
             low = rule.intervals(rank)[0][0][0] * 6 if entry.numel else 0
             whole = pattern(rows * 6 * 4, seed + number)
             entries.append(entry)
             data[entry.key] = whole[low * 4 : low * 4 + entry.nbytes]
         same = MeshGeometry("bias", (7,), mesh, (Placement("replicate"),) * 2)
-        entries.append(Entry(("model", "bias"), "bfloat16", (7,), same, ("model",), ()))
+        entries.append(Entry(("model", "bias"), "bfloat16", same, ("model",), (), (rank,)))
         data["model.bias"] = pattern(14, seed + 100)
-        kept = KeptGeometry(("step",), (), rank)
-        entries.append(Entry(("optimizer", "step"), "int64", (), kept, ("optimizer",), ()))
+        kept = PerRankGeometry(("step",), (), (rank,))
+        entries.append(Entry(("optimizer", "step"), "int64", kept, ("optimizer",), (), (rank,)))
         data["optimizer.step"] = (seed * 1000 + rank).to_bytes(8, "little")
         return entries, data
 
@@ -80,9 +82,10 @@ class Group:
     session: str = "0123456789ab"
     state: State | None = None
     host: str = "host"
-    epoch: int | None = None
+    fencing_token: int | None = None
     numbers: Any = field(default_factory=itertools.count)
-    spread: Spread | None = None
+    prefix_sharding: PrefixSharding | None = None
+    access: Access = field(default_factory=Access)
 
     def write(self, number: int, **part: Any) -> dict[str, Any]:
         """Write all parts of a save; the arguments for `publish_manifest`.
@@ -95,22 +98,22 @@ class Group:
         for rank in self.ranks:
             done = self.write_rank(rank, number, **part)
             host = part.get("host", self.host)
-            parts[str(rank)] = {"part": done["part"], "crc64": done["crc64"], "host": host}
+            parts[str(rank)] = {"part": done.part, "crc64": done.crc64, "host": host}
         return {
             "directory": str(self.directory),
             "attempt": attempt,
             "session": self.session,
             "number": number,
-            "epoch": self.epoch,
+            "fencing_token": self.fencing_token,
             "ranks": list(self.ranks),
             "parts": parts,
             "record": None,
-            "spread": self.spread and self.spread.to_json(),
+            "prefix_sharding": self.prefix_sharding and self.prefix_sharding.to_json(),
         }
 
     def write_rank(
         self, rank: int, number: int, state: State | None = None, **part: Any
-    ) -> dict[str, Any]:
+    ) -> PartWritten:
         make = state or self.state or state_of(hybrid(self.ranks, 1))
         entries, data = make(rank)
         layout = compile_layout(entries, rank=rank, group_ranks=self.ranks)
@@ -127,7 +130,7 @@ class Group:
             "group_ranks": list(self.ranks),
             "fingerprint": layout.fingerprint,
             "classes": layout.classes,
-            "layout": encode_rows(layout.entries),
+            "layout": encode_rows(layout.entries, {}),
             "objects": {"rank": {"path": ["rank"], "value": rank}},
             "optimizers": {},
             "topology": None,
@@ -136,26 +139,33 @@ class Group:
             **{key: value(rank) if callable(value) else value for key, value in part.items()},
         }
         return write_part(
+            self.access,
             memoryview(image_of(layout, data)),  # type: ignore[arg-type]
             threads=1,
-            directory=self.spread.home(str(self.directory), rank)
-            if self.spread
+            directory=self.prefix_sharding.directory_of(str(self.directory), rank)
+            if self.prefix_sharding
             else str(self.directory),
             attempt=body["attempt"],
             rank=rank,
-            files=[{"arena_offset": f.arena_offset, "size": f.size} for f in layout.files],
+            files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
             part=body,
         )
 
-    def claim(self) -> int:
-        if self.epoch is None:
-            spread = self.spread and self.spread.to_json()
-            claim = claim_epoch(str(self.directory), self.session, self.host, spread=spread)
-            self.epoch = claim["epoch"]
-        return self.epoch
+    def lease(self) -> int:
+        if self.fencing_token is None:
+            prefix_sharding = self.prefix_sharding and self.prefix_sharding.to_json()
+            lease = take_lease(
+                self.access,
+                str(self.directory),
+                self.session,
+                self.host,
+                prefix_sharding=prefix_sharding,
+            )
+            self.fencing_token = lease["fencing_token"]
+        return self.fencing_token
 
     def save(self, record: str | None = None, **part: Any) -> dict[str, Any]:
         """Write and publish the next save; what `publish_manifest` returns."""
-        self.claim()
+        self.lease()
         payload = self.write(next(self.numbers), **part)
-        return publish_manifest(**{**payload, "record": record})
+        return publish_manifest(self.access, **{**payload, "record": record})

@@ -15,23 +15,20 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.commit import claim_epoch, publish_manifest
-from smckpt.checkpoint.format import FORMAT_VERSION
+from smckpt.checkpoint.commit import publish_manifest, take_lease
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.engine.commands import ArenaFile
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import (
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Segment,
-)
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh, Placement
-from smckpt.staging.arena import Arena, stage
+from smckpt.staging.arena import Arena
+from smckpt.staging.copies import stage
+from smckpt.storage import Access
 
 Tensors = Mapping[str, torch.Tensor]
 Held = list[tuple[Entry, torch.Tensor]]
@@ -50,7 +47,9 @@ def plain(state: Tensors, rank: int, world: int, top: tuple[str, ...] = ("model"
 def own(state: Tensors, rank: int, top: tuple[str, ...] = ("model",)) -> Held:
     """Every rank keeps its own, as Megatron's modules do without FSDP."""
     return [
-        _held(top, name, name, KeptGeometry((name,), tuple(t.shape), rank), rank, state, t.dtype)
+        _held(
+            top, name, name, PerRankGeometry((name,), tuple(t.shape), (rank,)), rank, state, t.dtype
+        )
         for name, t in state.items()
     ]
 
@@ -61,7 +60,7 @@ def fsdp2(state: Tensors, rank: int, world: int, top: tuple[str, ...] = ("model"
     mesh = Mesh(("replicate", "shard"), (2, 2) if hybrid else (1, world), tuple(range(world)))
     out = []
     for name, t in state.items():
-        geometry: Geometry = KeptGeometry((name,), (), rank)
+        geometry: Geometry = PerRankGeometry((name,), (), (rank,))
         if t.dim():
             places = (Placement("replicate"), Placement("shard", 0))
             geometry = MeshGeometry(name, tuple(t.shape), mesh, places)
@@ -120,8 +119,8 @@ def write(
         })
         for rank in ranks
     }  # fmt: skip
-    epoch = claim_epoch(url, session, "here")["epoch"]
-    publish_manifest(url, attempt, session, number, epoch, ranks, parts, None)
+    fencing_token = take_lease(Access(), url, session, "here")["fencing_token"]
+    publish_manifest(Access(), url, attempt, session, number, fencing_token, ranks, parts, None)
     return Path(url)
 
 
@@ -142,9 +141,8 @@ def _held(
     top: tuple[str, ...], key: str, fqn: str | None, geometry: Geometry, rank: int,
     state: Tensors, dtype: torch.dtype,
 ) -> tuple[Entry, torch.Tensor]:  # fmt: skip
-    shape = geometry.local_shape(rank)
-    entry = Entry((*top, key), str(dtype).removeprefix("torch."), shape, geometry, top, ())
-    array = torch.zeros(shape, dtype=dtype)
+    entry = Entry((*top, key), str(dtype).removeprefix("torch."), geometry, top, (), (rank,))
+    array = torch.zeros(entry.shape, dtype=dtype)
     for piece in geometry.pieces(rank):
         where = tuple(
             slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
@@ -166,20 +164,20 @@ def _part(
         stage(arena, layout, [arrays[id(entry)] for entry in layout.entries])
         memory = mmap.mmap(arena.fd, arena.size)
     done = write_part(
-        memory,
+        Access(), memory,
         threads=1,
         directory=url,
         attempt=attempt,
         rank=rank,
-        files=[{"arena_offset": f.arena_offset, "size": f.size} for f in layout.files],
+        files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
         part={
             "format": list(FORMAT_VERSION), "checkpoint_id": url, "attempt": attempt,
             "session": session, "number": 0, "rank": rank, "host": "here",
             "group_ranks": list(ranks), "fingerprint": layout.fingerprint,
-            "classes": layout.classes, "layout": encode_rows(layout.entries),
+            "classes": layout.classes, "layout": encode_rows(layout.entries, {}),
             "metadata": {}, "versions": {}, **more,
         },
     )  # fmt: skip
     if arena is not None:
         arena.close()
-    return {"part": done["part"], "crc64": done["crc64"], "host": "here"}
+    return {"part": done.part, "crc64": done.crc64, "host": "here"}

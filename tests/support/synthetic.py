@@ -15,22 +15,16 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.commit import claim_epoch, publish_record
+from smckpt.checkpoint.commit import publish_record, take_lease
 from smckpt.checkpoint.format import record_name
 from smckpt.checkpoint.plan import ReadPlan, plan_local, plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.geometry import (
-    Box,
-    BoxGeometry,
-    FlatGeometry,
-    FlatUnit,
-    Geometry,
-    KeptGeometry,
-    MeshGeometry,
-    Segment,
-)
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
+from smckpt.layout.strided import Box
+from smckpt.storage import Access
 from tests.support.saves import Group, State
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]  # whole tensors by fqn, of bytes: (*shape, itemsize)
@@ -49,8 +43,7 @@ class Rule:
         if geometry is None:
             return None
         path = ("model", self.key)
-        shape = geometry.local_shape(rank)
-        return Entry(path, self.dtype, shape, geometry, ("model",), ())
+        return Entry(path, self.dtype, geometry, ("model",), (), (rank,))
 
 
 def whole(shapes: Mapping[str, Sequence[int]], dtype: str = "float32", seed: int = 0) -> Arrays:
@@ -92,7 +85,7 @@ def state(
         entries = entries_of(rules, rank)
         data = {}
         for entry in entries:
-            if isinstance(entry.geometry, KeptGeometry) and kept is not None:
+            if entry.geometry.per_rank and kept is not None:
                 data[entry.key] = kept(rank, entry.key)
             else:
                 data[entry.key] = bytes(cut(entry, rank, arrays))
@@ -157,7 +150,7 @@ def kept(
     fqns: str | Sequence[str], shape: Sequence[int] = (), dtype: str = "float32", key: str = ""
 ) -> Rule:
     names = (fqns,) if isinstance(fqns, str) else tuple(fqns)
-    return Rule(key or names[0], dtype, lambda rank: KeptGeometry(names, tuple(shape), rank))
+    return Rule(key or names[0], dtype, lambda rank: PerRankGeometry(names, tuple(shape), (rank,)))
 
 
 def boxes(
@@ -201,8 +194,10 @@ class Step:
         """The next step; the name of its record, which exists only if `commit`."""
         number = next(self.numbers)
         urls = [str(self.root / name) for name in self.groups]
-        epoch = claim_epoch(str(self.root), self.session, "host", urls)["epoch"]
-        record = record_name(epoch, number, self.session)
+        fencing_token = take_lease(Access(), str(self.root), self.session, "host", urls)[
+            "fencing_token"
+        ]
+        record = record_name(fencing_token, number, self.session)
         published = []
         for index, (name, ranks) in enumerate(self.groups.items()):
             way = "../" * (name.count("/") + 1) + record
@@ -211,7 +206,7 @@ class Step:
                 ranks,
                 session=f"{index:012x}",
                 state=self.made,
-                epoch=epoch,
+                fencing_token=fencing_token,
                 numbers=itertools.count(number),
             )
             done = group.save(record=way, **{"step": 10 * number, **part})
@@ -220,7 +215,7 @@ class Step:
                  "coordinator": min(ranks)}
             )  # fmt: skip
         if commit:
-            publish_record(str(self.root), self.session, number, epoch, published)
+            publish_record(Access(), str(self.root), self.session, number, fencing_token, published)
         return record
 
 
@@ -246,7 +241,7 @@ def load(
     make = plan_local if local else plan_logical
     plan = make(catalogue, entries, rank=rank, group_ranks=ranks, strict=strict)
     data = {entry.key: bytearray(b"\xee" * entry.nbytes) for entry in entries}
-    execute(plan, [memoryview(data[entry.key]) for entry in entries], **how)
+    execute(plan, [memoryview(data[entry.key]) for entry in entries], catalogue.readers, **how)
     return Loaded(plan, data)
 
 

@@ -16,9 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors, export_hf, import_hf
+from smckpt.translate.config import read_config
+from smckpt.translate.lora import read_lora_config
 from smckpt.translate.meta_model import compare
 from tests.support import child, shards
 from tests.support import references as ref
+from tests.support.limits import seconds
 
 State = dict[str, torch.Tensor]
 
@@ -76,7 +79,10 @@ def test_experts_one_by_one_and_packed_are_both_the_models_own():
             disk |= {f"{at}{part}_proj.weight": (48, 64) for part in ("gate", "up")}
             disk[f"{at}down_proj.weight"] = (64, 48)
     for shapes in (memory, disk):
-        assert compare(model.config.to_dict(), shapes) == ("Qwen3MoeForCausalLM", [])
+        found = compare(model.config.to_dict(), shapes)
+        assert (found.kind, found.lines) == ("Qwen3MoeForCausalLM", ())
+        hub = {tensor.name: tensor.shape for tensor in found.hub or ()}
+        assert hub == ({} if shapes is disk else disk)
 
 
 def test_a_model_that_transformers_does_not_know_is_exported_with_a_note(tmp_path):
@@ -86,7 +92,7 @@ def test_a_model_that_transformers_does_not_know_is_exported_with_a_note(tmp_pat
 
 
 def test_an_export_without_torch_is_compared_by_a_child_and_leaves_nothing(tmp_path):
-    """Bytes move while the child is at it; an old model is not touched before it has answered."""
+    """No byte moves, and an old model is not touched, before it has said what the names are."""
     state = state_of()
     state["model.norm.weight"] = torch.ones(32)
     _model().config.save_pretrained(tmp_path / "config")
@@ -108,9 +114,36 @@ def test_an_export_without_torch_is_compared_by_a_child_and_leaves_nothing(tmp_p
     checkpoint = saved(tmp_path, state)
     arguments = (str(tmp_path / name) for name in ("new", "old", "config"))
     told = child.run(code, str(checkpoint), *arguments, timeout=200)
-    assert told.split("\n") == ["True False", "True False", "True False"]
+    assert told.split("\n") == ["True False", "True False", "False False"]
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "old" / "model.safetensors").read_bytes() == b"old"
+
+
+def test_what_the_familys_own_table_says_needs_no_transformers(tmp_path):
+    """Its import takes seconds. A fake one, which cannot be imported, is only asked where the table
+    does not fit, or is not ours."""
+    fake = tmp_path / "site" / "transformers"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise RuntimeError('imported')")
+    _model().config.save_pretrained(tmp_path / "config")
+    less = {n: t for n, t in state_of().items() if n != "model.norm.weight"}
+    code = """
+    import json, sys
+    sys.path.insert(0, sys.argv[1])
+    from pathlib import Path
+    from smckpt import export_hf
+    config = json.loads(Path(sys.argv[2], "config.json").read_text())
+    other = {**config, "architectures": ["LlamaForSequenceClassification"]}
+    for number, (checkpoint, config) in enumerate(
+        [(sys.argv[3], config), (sys.argv[3], other), (sys.argv[4], config)]
+    ):
+        print(export_hf(checkpoint, f"{sys.argv[5]}{number}", config=config).notes)
+    """
+    whole, short = saved(tmp_path / "whole", state_of()), saved(tmp_path / "short", less)
+    arguments = (tmp_path / "site", tmp_path / "config", whole, short, tmp_path / "hf")
+    told = child.run(code, *map(str, arguments), timeout=200).split("\n")
+    assert told[0] == "()"
+    assert all("transformers failed: RuntimeError: imported" in note for note in told[1:])
 
 
 # -- NaN and infinity ------------------------------------------------------------------------------
@@ -129,7 +162,7 @@ def spoiled() -> State:
 
 def test_nan_and_infinity_are_counted_by_name_and_refused(tmp_path):
     checkpoint = saved(tmp_path, spoiled())
-    with pytest.raises(errors.UsageError, match="6 tensors hold NaN or infinity") as caught:
+    with pytest.raises(errors.UsageError, match="6 tensors have NaN or infinite") as caught:
         export_hf(checkpoint, tmp_path / "hf")
     assert "bfloat16 (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
     assert list((tmp_path / "hf").glob("*")) == []
@@ -160,7 +193,7 @@ def test_nan_in_a_model_that_is_imported_is_counted_and_refused(tmp_path):
         "model.decoder.layers.1.mlp.linear_fc1.weight",
         "model.decoder.final_layernorm.weight",
     )
-    with pytest.raises(errors.UsageError, match="2 tensors hold NaN or infinity") as caught:
+    with pytest.raises(errors.UsageError, match="2 tensors have NaN or infinite") as caught:
         import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2)
     assert f"{fc1} (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
     assert list((tmp_path / "ranks").glob("*")) == []
@@ -172,10 +205,10 @@ def test_nan_in_a_model_that_is_imported_is_counted_and_refused(tmp_path):
 def test_the_command_refuses_nan_unless_it_is_told(tmp_path):
     checkpoint = saved(tmp_path, {"w": torch.tensor([1.0, torch.nan])})
     command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
     assert refused.returncode == 2 and "w (1)" in refused.stderr.replace("\n", " ")
     command += ["--allow-nonfinite", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
     assert json.loads(done.stdout)["nonfinite"] == {"w": 1}
 
 
@@ -213,7 +246,7 @@ def test_files_of_ranks_given_twice_or_out_of_order_are_refused(tmp_path):
     copy.symlink_to(paths[2])
     for given, words in (
         ((paths[0], paths[2], paths[3], paths[1]), "order 1, 10, 11, 2.*order of ranks"),
-        ((*paths[:3], copy), "given for two ranks"),
+        ((*paths[:3], copy), "passed for two ranks"),
     ):
         with pytest.raises(errors.UsageError, match=words):
             export_hf(given, tmp_path / "hf", tp=4, config=_model().config)
@@ -248,6 +281,17 @@ def test_a_config_without_numbers_is_refused_by_name(tmp_path, field, value):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=config)
 
 
+def test_json_files_that_are_too_long_or_too_deep_are_refused_unread(tmp_path):
+    path = tmp_path / "config.json"
+    for read in (read_config, read_lora_config):
+        path.write_text('{"a":' * 9999)
+        with pytest.raises(errors.UsageError, match="nested too deeply"):
+            read(path)
+        os.truncate(path, 1 << 42)
+        with pytest.raises(errors.UsageError, match="more than"):
+            read(path)
+
+
 def test_tensors_without_plain_values_are_refused_by_name(tmp_path):
     state = ref.mcore(ref.on_disk(_model(), tmp_path), 1, 0)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -273,6 +317,12 @@ def test_what_is_no_one_model_is_not_imported(tmp_path):
         (json.dumps({"weight_map": where}), "is in b.safetensors and in another"),
         (json.dumps({"metadata": {}}), "no weight_map"),
         (json.dumps({"weight_map": {"w": 1}}), "no weight_map"),
+        (json.dumps({"weight_map": {**where, "w": "../hub/a.safetensors"}}), "not beside it"),
+        (
+            json.dumps({"weight_map": {**where, "w": str(tmp_path / "hub" / "a.safetensors")}}),
+            "not beside it",
+        ),
+        (json.dumps({"weight_map": {**where, "w": ".."}}), "not beside it"),
         ("{", "no weight_map"),
     ):
         index.write_text(text)
@@ -362,7 +412,7 @@ def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
     shard = ref.mcore(state, 1, 0)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     save_file(shard | {name: shard[name].to(torch.int8)}, tmp_path / "rank.safetensors")
-    with pytest.raises(errors.TensorMismatchError, match=f"{name} is int8"):
+    with pytest.raises(errors.TensorMismatchError, match=f"{name} has dtype int8"):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "o", config=_model().config)
     with pytest.raises(errors.TopologyError, match="16 does not divide the 8 heads"):
         import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", tp=16)

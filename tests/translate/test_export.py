@@ -25,6 +25,7 @@ from transformers import (
 
 from smckpt import errors, export_hf
 from tests.support import child, shards
+from tests.support.limits import seconds
 
 HOW = {"plain": shards.plain, "fsdp1": shards.fsdp1, "fsdp2": shards.fsdp2, "tp": shards.tp}
 
@@ -328,7 +329,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, small_disk):
     state = {"w": torch.zeros(1 << 20)}
     checkpoint = shards.write(tmp_path / "c", 1, lambda r: shards.plain(state, r, 1))
-    with pytest.raises(errors.StorageError, match=r"4,198,400 bytes and [\d,]+ are free"):
+    with pytest.raises(errors.StorageError, match=r"4,198,400 bytes, but only [\d,]+ are free"):
         export_hf(checkpoint, small_disk / "hf")
     assert not (small_disk / "hf").exists()
 
@@ -376,7 +377,7 @@ def test_an_export_that_is_killed_leaves_nothing_that_loads(tmp_path, max_shard_
     assert process.stdout is not None
     assert process.stdout.readline() == "half\n"
     process.kill()
-    process.wait(30)
+    process.wait(seconds(30))
     assert os.listdir(out)  # it was under way
     model.config.save_pretrained(out)  # the weights alone must keep it from loading
     with pytest.raises((OSError, ValueError)):
@@ -408,7 +409,7 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path):
     import sys
     from smckpt import export_hf
     export_hf(sys.argv[1], sys.argv[2], dtype="bfloat16", config={"model_type": "llama"},
-              against_model=False)
+              against_model=False, naming="module")
     print(sorted({"torch", "transformers"} & set(sys.modules)))
     """
     assert child.run(code, str(checkpoint), str(tmp_path / "hf")) == "[]"

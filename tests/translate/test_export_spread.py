@@ -15,11 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from smckpt import errors, export_hf
-from smckpt.translate.crew import Crew, crew_of, shares
-from smckpt.translate.files import INDEX
+from smckpt.translate.export_group import ExportGroup, export_group_of, shares
+from smckpt.translate.targets import INDEX
 from tests.support import references as ref
 from tests.support import shards
 from tests.support.launch import ROOT, run_ranks
+from tests.support.limits import seconds
 
 SMALL = {"max_shard_size": "100KB", "against_model": False}
 
@@ -79,10 +80,10 @@ def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
         told["config", who] = raised(
             lambda: export_hf(saved / "whole", folder / "x", **{**common, "config": config})  # noqa: B023
         )
-        told["in time", who] = time.monotonic() - began < 15
+        told["in time", who] = time.monotonic() - began < seconds(15)
     began = time.monotonic()
     told["interrupted"] = raised(lambda: interrupted(saved, folder / "interrupted", common))
-    told["in time", 1] = time.monotonic() - began < 15
+    told["in time", 1] = time.monotonic() - began < seconds(15)
     alone = dist.new_group([0])
     told["no member"] = ""
     if rank:
@@ -94,15 +95,15 @@ def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
 
 def interrupted(saved: Path, out: Path, common: dict[str, Any]) -> None:
     """One is interrupted when it writes."""
-    crew = crew_of(dist.group.WORLD, timeout=100)
-    crew.__class__ = Interrupted if dist.get_rank() == 1 else Crew
+    crew = export_group_of(dist.group.WORLD, timeout=100)
+    crew.__class__ = Interrupted if dist.get_rank() == 1 else ExportGroup
     try:
         export_hf(saved / "whole", out, **{**common, "process_group": crew})
     except KeyboardInterrupt as error:
         raise errors.StateError("Ctrl-C") from error
 
 
-class Interrupted(Crew):
+class Interrupted(ExportGroup):
     def beat(self, done: int) -> None:
         raise KeyboardInterrupt("Ctrl-C")
 
@@ -118,18 +119,18 @@ def test_several_processes_write_what_one_writes_and_fail_together(tmp_path, sav
         assert "the directory is not empty" in told["not empty"]
         assert "lm_head.weight (1)" in told["nan"]
         assert told["counts"] == {"lm_head.weight": 1}
-        assert "would export different things" in told["other"]
+        assert "have different plans" in told["other"]
         for who in (0, 2):
             assert "UsageError" in told["config", who] and f"rank {who}," in told["config", who]
         assert "Ctrl-C" in told["interrupted"]
         assert all(told["in time", who] for who in range(3))
         assert "CheckpointNotFoundError" in told["missing"] and "rank 2" in told["missing"]
     assert ranks[0]["seen"] == [(nbytes, nbytes)] and not ranks[1]["seen"]
-    assert "no member" in ranks[1]["no member"]
+    assert "not a member" in ranks[1]["no member"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed", "hf"]
 
 
-class Dies(Crew):
+class Dies(ExportGroup):
     """Is killed when it has written something."""
 
     def beat(self, done: int) -> None:
@@ -137,7 +138,7 @@ class Dies(Crew):
 
 
 def one_is_killed(saved: Path, folder: Path) -> str:
-    crew = crew_of(dist.group.WORLD, timeout=4)
+    crew = export_group_of(dist.group.WORLD, timeout=4)
     if dist.get_rank() == 1:
         crew.__class__ = Dies
     return raised(
@@ -166,7 +167,7 @@ def test_torchrun_spreads_the_command_over_its_processes(tmp_path, saved):
             str(saved / "whole"), str(tmp_path / "hf"), "--config", str(saved / "config"),
             "--max-shard-size", "100KB", "--no-against-model", "--json",
         ],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=seconds(120),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

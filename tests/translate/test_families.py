@@ -130,7 +130,7 @@ def test_ranks_of_transformers_own_plan(tmp_path, hub, family):
 def test_a_layout_without_rows_for_a_family_says_what_it_lacks(tmp_path, hub, family, layout):
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", [ref.mcore(family, state, 1, 0)])
-    with pytest.raises(errors.KeysMismatchError, match=f"{layout} says nothing of"):
+    with pytest.raises(errors.KeysMismatchError, match=f"{layout} has no row for"):
         export_hf(paths, tmp_path / "hf", config=model.config, layout=layout)
 
 

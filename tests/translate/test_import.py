@@ -13,7 +13,14 @@ from smckpt import errors
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.storage import open_storage
-from smckpt.translate import Layout, Row, export_hf, get_layout, import_hf, register_layout
+from smckpt.translate import (
+    LayoutRow,
+    TensorLayout,
+    export_hf,
+    get_layout,
+    import_hf,
+    register_layout,
+)
 from tests.support import child
 from tests.support import references as ref
 
@@ -109,18 +116,20 @@ def test_a_layout_with_other_names_takes_a_few_lines(tmp_path, hub):
     out = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(out[n], state[n]) for n in state)
     with pytest.raises(errors.UsageError, match="'te_split' already"):
-        register_layout(Layout("te_split", ()))
+        register_layout(TensorLayout("te_split", ()))
 
 
 def test_a_transposed_and_a_stacked_row_both_ways(tmp_path, hub):
     folder, state = hub["mixtral"]
     hub_rows = get_layout("hf_tp", "mixtral").rows
-    own = Layout(
+    own = TensorLayout(
         "conv1d",
         (
             *(row for row in hub_rows if "experts" not in row.name),
-            Row("x.{i}.fc1", ("e_gate", "e_up"), "per_rank", 0, transposed=True, stacked=True),
-            Row("x.{i}.fc2", ("e_down",), tp=1, transposed=True, stacked=True),
+            LayoutRow(
+                "x.{i}.fc1", ("e_gate", "e_up"), "per_rank", 0, transposed=True, stacked=True
+            ),
+            LayoutRow("x.{i}.fc2", ("e_down",), tp=1, transposed=True, stacked=True),
         ),
     )
     report = import_hf(folder, tmp_path / "r", own, tp=2, ep=2, prefix="")
@@ -136,11 +145,11 @@ def test_a_transposed_and_a_stacked_row_both_ways(tmp_path, hub):
 def test_a_table_that_says_something_twice_or_not_at_all_fails_its_proof(tmp_path, hub):
     folder, _ = hub["llama"]
     base = get_layout("te_split", "llama")
-    twice = Layout("twice", (*base.rows, Row("again.{i}", ("o",))), base.drop)
+    twice = TensorLayout("twice", (*base.rows, LayoutRow("again.{i}", ("o",))), base.drop)
     with pytest.raises(errors.TensorMismatchError, match=r"o_proj.*more than once"):
         import_hf(folder, tmp_path / "r", twice)
-    less = Layout("less", tuple(r for r in base.rows if r.roles != ("o",)), base.drop)
-    with pytest.raises(errors.KeysMismatchError, match=r"says nothing of \['o'\]"):
+    less = TensorLayout("less", tuple(r for r in base.rows if r.roles != ("o",)), base.drop)
+    with pytest.raises(errors.KeysMismatchError, match=r"has no row for \['o'\]"):
         import_hf(folder, tmp_path / "r", less)
 
 
@@ -149,7 +158,7 @@ def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
 
     def fail(done: int, total: int) -> None:
         with pytest.raises(errors.CheckpointNotFoundError):
-            open_catalogue(str(tmp_path / "r"))
+            open_catalogue(open_storage(str(tmp_path / "r")))
         if done == total:
             raise RuntimeError("stop")
 

@@ -175,7 +175,7 @@ def test_distributed_tensors_start_from_an_import_of_one_rank(done):
 def test_whose_plain_tensors_are_meant_is_not_guessed(done):
     for found in done[2]:
         assert "parallel_state= was not given" in found[3]
-        assert "the checkpoint has tp 2, ep 1, pp 1, this job has tp 4" in found[3]
+        assert "the checkpoint has tp 2, ep 1, pp 1, but this job has tp 4" in found[3]
 
 
 def original(checkpoint: Path, hub: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from smckpt import errors, export_hf, import_hf
 from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import FlatGeometry, FlatUnit, KeptGeometry, MeshGeometry, Segment
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.mesh import Placement as P
 from smckpt.topology import ParallelState
@@ -60,7 +61,7 @@ def joined(cuts: list[State]) -> tuple[State, dict[str, P]]:
 
 def one(name: str, geometry: Any, rank: int, tensor: torch.Tensor) -> tuple[Entry, torch.Tensor]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    entry = Entry(("model", name), dtype, tuple(tensor.shape), geometry, ("model",), ())
+    entry = Entry(("model", name), dtype, geometry, ("model",), (), (rank,))
     return entry, tensor.contiguous()
 
 
@@ -106,7 +107,7 @@ def test_the_degree_can_be_given_where_it_was_not_recorded(tmp_path, llama):
 def plain(cuts: list[State], rank: int) -> Iterator[tuple[Entry, torch.Tensor]]:
     """Every rank keeps its own tensors, as Megatron's modules do without FSDP."""
     for name, tensor in cuts[rank].items():
-        yield one(name, KeptGeometry((name,), tuple(tensor.shape), rank), rank, tensor)
+        yield one(name, PerRankGeometry((name,), tuple(tensor.shape), (rank,)), rank, tensor)
 
 
 @pytest.mark.parametrize("layout", ["mcore_local", "te_split"])
@@ -211,7 +212,7 @@ def test_experts_cut_otherwise_are_refused_where_the_recorded_ranks_do_not_tell_
     model, state = mixtral
     cuts = experts_apart(state, 2, 4, 1, 4)
     for order, columns, words in (
-        (("tp", "cp", "ep", "fsdp", "rep", "pp"), 1, "are 4 ranks|4 ranks that differ"),
+        (("tp", "cp", "ep", "fsdp", "rep", "pp"), 1, "need 4 ranks|4 ranks that differ"),
         (("ep", "tp", "cp", "fsdp", "rep", "pp"), 2, "recorded order is ep, tp"),
     ):
         state_ = ParallelState(

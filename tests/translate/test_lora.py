@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from smckpt import errors, export_hf
 from tests.support import child, shards
 from tests.support import references as ref
+from tests.support.limits import seconds
 
 State = dict[str, torch.Tensor]
 TOKENS = torch.arange(40).reshape(2, 20) % ref.V
@@ -164,7 +165,7 @@ def test_the_command_merges(tmp_path):
     command = [sys.executable, "-m", "smckpt.cli", "export", str(checkpoint), str(tmp_path / "hf")]
     command += ["--lora", "merge", "--lora-config", str(tmp_path / "peft")]
     command += ["--base", str(tmp_path / "base"), "--no-against-model"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(120))
     assert done.returncode == 0, done.stderr
     assert_merged(tmp_path / "hf", model)
 
@@ -186,23 +187,23 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
         assert not out.exists()
 
     refused("lora='both'", lora="both")
-    refused("lora_alpha is in no tensor", lora_config=None)
-    refused("no config of a LoRA adapter", lora_config={"peft_type": "IA3"})
+    refused("no tensor contains lora_alpha", lora_config=None)
+    refused("not the config of a LoRA adapter", lora_config={"peft_type": "IA3"})
     refused("use_dora", lora_config={**config, "use_dora": True})
     refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})
-    refused("weights that the adapter adds to", alone)
+    refused("base weights that the adapter changes", alone)
     refused("layout=", layout="te_split")
     refused("config=", lora="adapter", config=model.config)
     refused("base=", lora="adapter", base=tmp_path)
     refused("lora_config= has no meaning without", lora=None)
     plain = saved(tmp_path / "3", base().state_dict())
-    refused("for a PEFT model", plain)
+    refused("needs a PEFT model", plain)
     second = {n.replace("default", "second"): t for n, t in model.state_dict().items()}
     refused("several adapters: default, second",
             saved(tmp_path / "4", {**model.state_dict(), **second}))  # fmt: skip
     odd = {**get_peft_model_state_dict(model)}
     odd.pop(next(n for n in odd if "lora_A" in n))
-    refused("and not both", saved(tmp_path / "5", odd))
+    refused("of the LoRA pair", saved(tmp_path / "5", odd))
 
 
 def test_a_base_of_another_shape_is_refused(tmp_path):

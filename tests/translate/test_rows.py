@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors, export_hf
-from smckpt.layout.geometry import KeptGeometry, MeshGeometry
+from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.mesh import Placement as P
 from smckpt.topology import ParallelState
-from smckpt.translate import Layout, Row, get_layout, import_hf
+from smckpt.translate import LayoutRow, TensorLayout, get_layout, import_hf
 from tests.support import references as ref
 from tests.support import shards
 from tests.translate.test_layout_checkpoints import one
@@ -54,7 +54,7 @@ def same(folder: Path, wanted: State) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
-def with_copies(how: str, name: str = NORM) -> Layout:
+def with_copies(how: str, name: str = NORM) -> TensorLayout:
     """Megatron's local layout in which one row's copies are averaged or summed."""
     layout = get_layout("mcore_local", "llama")
     rows = tuple(replace(row, copies=how) if row.name == name else row for row in layout.rows)
@@ -127,7 +127,7 @@ def test_parts_of_a_fused_tensor_must_be_computed_alike(tmp_path, directory):
     for cut in cuts:
         for i in range(2):
             cut[f"transformer.seq_layers.{i}.attention.query.bias"] = torch.randn(128)
-    with pytest.raises(errors.TensorMismatchError, match="computed in different ways"):
+    with pytest.raises(errors.TensorMismatchError, match="different shift= or copies="):
         export_hf(
             written(tmp_path / "in", cuts), tmp_path / "hf", tp=2,
             config=_model("gpt_neox").config, layout=replace(layout, name="ours", rows=rows),
@@ -136,11 +136,11 @@ def test_parts_of_a_fused_tensor_must_be_computed_alike(tmp_path, directory):
 
 def test_a_row_that_says_two_things_at_once_is_refused():
     with pytest.raises(errors.UsageError, match="copies='sum'"):
-        Row("w", ("q",), tp=0, copies="sum")
+        LayoutRow("w", ("q",), tp=0, copies="sum")
     with pytest.raises(errors.UsageError, match="copies='most'"):
-        Row("w", ("norm1",), copies="most")
+        LayoutRow("w", ("norm1",), copies="most")
     with pytest.raises(errors.UsageError, match="folded='up'"):
-        Row("w", ("e_up",), stacked=True, folded="up")
+        LayoutRow("w", ("e_up",), stacked=True, folded="up")
     for wrong, words in (
         ({"how": "interlaved"}, "how='interlaved'"),
         ({"how": "interleaved"}, "it takes 3 of"),
@@ -149,9 +149,9 @@ def test_a_row_that_says_two_things_at_once_is_refused():
         ({"tp": 2}, "tp=2"),
     ):
         with pytest.raises(errors.UsageError, match=words):
-            Row(**{"name": "w", "roles": ("q",), **wrong})
+            LayoutRow(**{"name": "w", "roles": ("q",), **wrong})
     with pytest.raises(errors.UsageError, match=r"drop='\('"):
-        Layout("ours", (), drop=("(",))
+        TensorLayout("ours", (), drop=("(",))
 
 
 # -- zero-centred norms ----------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_legacy_experts_in_a_checkpoint_of_plain_tensors(tmp_path, directory):
     cuts = ref.each_rank(lambda r, e: legacy(state, "mixtral", 2, r, 2, e), 2, 2)
 
     def held(rank: int) -> shards.Held:
-        return [one(n, KeptGeometry((n,), tuple(t.shape), rank), rank, t)
+        return [one(n, PerRankGeometry((n,), tuple(t.shape), (rank,)), rank, t)
                 for n, t in cuts[rank].items()]  # fmt: skip
 
     topology = ParallelState(4, tensor_parallel_degree=2, expert_parallel_degree=2).to_json()

@@ -1,0 +1,145 @@
+"""A signal ends a command with all that it started: one line, and the signal's own exit status.
+
+SIGINT, SIGTERM and SIGHUP raise `Ended` in the main thread once `watch` was called. What started
+processes ends them on its way out; what is left then is killed, with the children of children that
+torchrun puts into sessions of their own. Only the standard library is needed: ./dev uses it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_KILL_SECONDS = 4.0
+
+
+class Ended(BaseException):
+    """A signal came. `line` is what is printed at the end."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        self.line = f"Ended by {self.signal.name}."
+        super().__init__(self.line)
+
+
+def watch() -> None:
+    """From now on a signal raises `Ended`, once, and an uncaught one ends this process by it."""
+    # children whose parent dies become ours, so that we can end them
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    sys.excepthook = _report
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _raise)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def hand_over(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become `command`, a Python program that imports this module before all that takes long.
+
+    A signal that comes before it can watch waits until it does.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.execve(command[0], list(command), dict(environment))
+
+
+def run(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    grace: float = 0.0,
+) -> int:
+    """The exit status of a command; nothing that it started outlives it.
+
+    Args:
+        grace: seconds that the command has to end by itself after a signal, which is passed on.
+    """
+    others = {pid for pid, _ in _tree().get(os.getpid(), ())}
+    try:
+        # a session of its own: Ctrl-C reaches us alone, and we pass it on
+        process = subprocess.Popen(command, cwd=directory, env=environment, start_new_session=True)
+        try:
+            return process.wait()
+        except Ended as ended:
+            if grace:
+                process.send_signal(ended.signal)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(grace)
+            raise
+    finally:
+        end_children(others)
+
+
+def end_children(spared: Collection[int] = ()) -> None:
+    """Kill every process that descends from this one, but `spared` ones and theirs; wait for it."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
+        tree = _tree()
+        alive = _descendants(tree, os.getpid(), spared)
+        for pid in alive:  # parents first: none starts another, or tells of a lost child
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid, _ in tree.get(os.getpid(), ()):
+            if pid not in spared:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        if not alive:
+            return
+        time.sleep(0.01)  # it is not our child, so there is nothing to wait for
+
+
+def _descendants(
+    tree: Mapping[int, Sequence[tuple[int, bool]]], parent: int, spared: Collection[int]
+) -> list[int]:
+    """Living processes below `parent`, parents before children."""
+    found: list[int] = []
+    for pid, alive in tree.get(parent, ()):
+        if pid not in spared:
+            found += [pid] if alive else []
+            found += _descendants(tree, pid, spared)
+    return found
+
+
+def _tree() -> dict[int, list[tuple[int, bool]]]:
+    """The children of each process of this machine, and whether each lives."""
+    tree: dict[int, list[tuple[int, bool]]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it has ended
+        tree.setdefault(int(parent), []).append((int(stat.parent.name), state not in "ZX"))
+    return tree
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # one is enough: what follows must not be cut short
+    raise Ended(number)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, Ended):
+        sys.__excepthook__(kind, error, trace)
+        return
+    end_children()
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        print("\n" + error.line, file=sys.stderr, flush=True)
+    signal.signal(error.signal, signal.SIG_DFL)
+    os.kill(os.getpid(), error.signal)
+
+
+# handed over to us: watch before anything that takes long is imported
+if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+    watch()

@@ -1,0 +1,56 @@
+"""Refuses a public call from a thread that is inside another one.
+
+A signal handler runs on top of the code that it interrupted. If that is a call of smckpt, a second
+call from the handler could wait for a lock that its own thread holds. The interrupted call is on
+the thread's stack. This module looks for it there, which works at every instruction and leaves no
+state to undo.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from smckpt.errors import UsageError
+
+__all__ = ["alone"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a function refuse calls from a thread that is already inside such a function.
+
+    Args:
+        name: the call's name in the error, if not the function's own.
+        outer: the function itself may call other such functions, but no outer one.
+    """
+
+    def of(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        said = name or function.__name__
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            _refuse_within(said, outer)
+            return function(*args, **kwargs)
+
+        return call
+
+    return of
+
+
+def _refuse_within(said: str, outer: bool) -> None:
+    """Look for such a call on the stack. This is a separate function so that no frame refers to
+    itself: such a frame keeps the caller's tensors until the garbage collector runs."""
+    code = sys._getframe(1).f_code
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code is code and (outer or not frame.f_locals["outer"]):
+            raise UsageError(
+                f"{said} was called while this thread was in {frame.f_locals['said']}",
+                remedy="let the signal handler set a flag, and check it in the training loop",
+            )
+        frame = frame.f_back

@@ -1,0 +1,39 @@
+"""Recognise other formats in a directory without a checkpoint of ours, and say which call reads
+them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+__all__ = ["foreign_format", "natural_order"]
+
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin|index\.json)")
+
+
+def foreign_format(names: Collection[str], path: str) -> tuple[str, str] | None:
+    """The format of a directory's files and the call that reads them; None if the format is
+    unknown."""
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return (
+            "this is a checkpoint of torch.distributed.checkpoint (DCP)",
+            "load it with smckpt.load(state, storage_reader="
+            f"torch.distributed.checkpoint.FileSystemReader({path!r}))",
+        )
+    if any(_WEIGHTS.fullmatch(name) for name in names):
+        if "adapter_config.json" in names:
+            return (
+                "this is an adapter in PEFT's format",
+                f"load it with peft.PeftModel.from_pretrained(model, {path!r})",
+            )
+        return (
+            "this is a model in Hugging Face's format",
+            f"load it with transformers' from_pretrained({path!r}), or make a checkpoint from it: "
+            f"smckpt import {path} OUT --layout LAYOUT",
+        )
+    return None
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A sort key that puts step_20 before step_100."""
+    return [(int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", name)]

@@ -1,0 +1,160 @@
+"""Prefix sharding: ranks' files under several stable prefixes, where one does not answer enough
+requests a second.
+
+S3 splits a bucket by the beginnings of keys that are busy, over tens of minutes. So what
+shards the requests must come before whatever changes from save to save, and be the same each time.
+Of a
+checkpoint in `<root>/<rest>/` rank r's files lie in `<root>/<prefix of r modulo n>/<rest>/`; what
+coordinators publish stays in the directory itself, where readers look. Which way leads to them
+follows from two numbers, so a manifest can point nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.storage import Storage
+from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
+
+__all__ = [
+    "PrefixSharding",
+    "PrefixStores",
+    "found_prefix_sharding",
+    "is_prefix",
+    "prefix_sharding_for",
+]
+
+MAX_PREFIXES = 256
+MAX_UP = 256  # levels: more than a path has room for where it matters
+_PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
+
+
+@dataclass(frozen=True)
+class PrefixSharding:
+    """Over how many prefixes, and how many levels above a checkpoint's directory they lie."""
+
+    up: int
+    prefixes: int
+
+    def __post_init__(self) -> None:
+        if type(self.up) is not int or not 0 <= self.up <= MAX_UP:
+            raise ValueError(f"up is {self.up!r}, not a number from 0 to {MAX_UP}")
+        if type(self.prefixes) is not int or not 2 <= self.prefixes <= MAX_PREFIXES:
+            raise ValueError(f"prefixes is {self.prefixes!r}, not a number from 2 to 256")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> PrefixSharding | None:
+        return None if data is None else cls(data["up"], data["prefixes"])
+
+    def directories(self, directory: str) -> list[str]:
+        """Where the files of ranks 0, 1, … n - 1 of a checkpoint in `directory` lie."""
+        root = self.root(directory)
+        rest = relative_url(directory, root)
+        return [join_url(join_url(root, _prefix(turn)), rest) for turn in range(self.prefixes)]
+
+    def root(self, directory: str) -> str:
+        """The location below which all files of a checkpoint in `directory` lie."""
+        root = normal_url(directory)
+        for _ in range(self.up):
+            root = parent_url(root)
+        return root
+
+    def directory_of(self, directory: str, rank: int) -> str:
+        """Where the files of a rank lie."""
+        return self.directories(directory)[rank % self.prefixes]
+
+    def fullest(self, ranks: Iterable[int]) -> int:
+        """How many of `ranks`, at most, have their files in one of the directories."""
+        return max(Counter(rank % self.prefixes for rank in ranks).values(), default=1)
+
+
+def _prefix(turn: int) -> str:
+    """The names of the first n lie evenly among all, whatever n is: 00, 80, 40, c0, 20, …"""
+    return f"{int(f'{turn:08b}'[::-1], 2):02x}-smckpt"
+
+
+def is_prefix(name: str) -> bool:
+    """Whether a directory of this name holds files of ranks, and no checkpoint of its own."""
+    return _PREFIX.fullmatch(name) is not None
+
+
+def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | None:
+    """How the options of a directory's store shard a save there; None where they do not.
+
+    Args:
+        groups: of the step. One group's directory is the step's; of several groups it lies in it.
+
+    Raises:
+        UsageError: the directory does not lie below `prefix_root`.
+    """
+    if storage.prefixes == 1:
+        return None
+    if storage.prefix_root is None:
+        wanted, at = (1 if groups == 1 else 2), storage.url
+        up = next((u for u in range(wanted) if _is_bucket(at, u)), wanted)
+        return PrefixSharding(up, storage.prefixes)
+    root, at, up = normal_url(storage.prefix_root), storage.url, 0
+    while at != root and not _is_bucket(at, 0):
+        at, up = parent_url(at), up + 1
+    if at != root:
+        raise UsageError(
+            f"the checkpoint does not lie below prefix_root={storage.prefix_root!r}",
+            remedy="give the place under which all of the run's checkpoints lie",
+            path=storage.url,
+        )
+    return PrefixSharding(up, storage.prefixes)
+
+
+def _is_bucket(url: str, up: int) -> bool:
+    """Whether `url` is, `up` levels higher, a whole bucket."""
+    return normal_url(url).partition("://")[2].count("/") - 1 <= up
+
+
+class PrefixStores:
+    """The stores in which the files of a group's ranks lie: all of them the directory's own where
+    nothing is sharded."""
+
+    def __init__(self, storage: Storage, prefix_sharding: PrefixSharding | None) -> None:
+        self.directory = storage
+        self._stores: list[Storage] = []
+        if prefix_sharding is not None:
+            root = storage.at(prefix_sharding.root(storage.url))
+            urls = prefix_sharding.directories(storage.url)
+            self._stores = [root.join(relative_url(url, root.url)) for url in urls]
+
+    def of(self, rank: int) -> Storage:
+        return self._stores[rank % len(self._stores)] if self._stores else self.directory
+
+    def all(self) -> list[Storage]:
+        """The directory's store, then the others."""
+        return [self.directory, *self._stores]
+
+    def close(self) -> None:
+        for storage in self.all():
+            storage.close()
+
+
+def found_prefix_sharding(
+    storage: Storage, prefix_sharding: PrefixSharding | None, part: str
+) -> PrefixSharding | None:
+    """How a committed checkpoint is sharded where it stands now. A copy on a file system has all
+    files in its directory; one that shows a bucket's keys as they are has not.
+
+    Args:
+        part: the name of one of its part records.
+    """
+    if prefix_sharding is None or storage.shards_prefixes:
+        return prefix_sharding
+    try:
+        storage.size(part)
+    except CheckpointNotFoundError:
+        return prefix_sharding
+    return None

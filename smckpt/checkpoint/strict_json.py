@@ -1,0 +1,55 @@
+"""Parse JSON of files that anybody may have written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["read_json", "strict_json"]
+
+_MAX_BYTES = 1 << 30  # the largest tokenizers take some tens of MB
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The value of a JSON text according to RFC 8259.
+
+    Python's own parser also accepts NaN and Infinity, which other readers refuse. For a key that
+    occurs twice it takes the last value, where others take the first. So two readers could see
+    different content.
+
+    Raises:
+        ValueError: the text is not JSON, contains NaN or Infinity, or has a key twice in one
+            object.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file that others wrote for other readers, as those take it: NaN and a key
+    that occurs twice are accepted.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON, is nested too deeply, or is too long.
+    """
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} occurs twice")
+    return table
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")

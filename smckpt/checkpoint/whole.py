@@ -1,0 +1,53 @@
+"""Whether the files of a checkpoint are all there, by their sizes: one listing per directory."""
+
+from __future__ import annotations
+
+from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.crc import BLOCK
+from smckpt.checkpoint.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.errors import CheckpointNotFoundError
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url
+
+__all__ = ["what_is_missing"]
+
+
+def what_is_missing(storage: Storage, identity: str | None = None) -> str:
+    """What of the newest commit in a directory is missing or cut short; "" where it is whole.
+
+    The record and the manifests are held against their checksums. Of the other files the sizes are
+    looked at: that their bytes are those that were written, only `verify_checkpoint` tells.
+
+    Args:
+        identity: of the commit that is meant.
+
+    Raises:
+        CheckpointError: the commit cannot be read, or is not the one that is meant.
+    """
+    contents = contents_of(storage)
+    if identity not in (None, contents.identity):
+        raise CheckpointNotFoundError(
+            f"the newest commit is {contents.identity}, not {identity}",
+            remedy="look again: another save has committed here",
+            path=storage.url,
+        )
+    for group in contents.groups:
+        place = storage.join(group.directory)
+        manifest = group.manifest
+        found = found_prefix_sharding(place, manifest.prefix_sharding, manifest.parts[0].name)
+        at = PrefixStores(place, found)
+        stores = {at.of(part.rank).url: at.of(part.rank) for part in manifest.parts}
+        sizes = {url: {i.name: i.size for i in store.list()} for url, store in stores.items()}
+        for part in manifest.parts:
+            here = sizes[at.of(part.rank).url]
+            expected: dict[str, int | None] = {part.name: None}
+            for file in part.files:
+                expected[file.name] = file.size
+                expected[file.crc_name] = 8 * -(-file.size // BLOCK)
+            for name, size in expected.items():
+                path = file_url(at.of(part.rank).url, name)
+                if name not in here:
+                    return f"{path} is missing"
+                if size is not None and here[name] != size:
+                    return f"{path} has {here[name]} of {size} bytes"
+    return ""

@@ -1,0 +1,103 @@
+"""Statistics of saved tensors, without torch. Every block is compared with its checksum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smckpt.layout.entries import DTYPES
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.catalogue import Catalogue
+
+__all__ = ["statistics"]
+
+_AT_ONCE = 8 << 20  # bytes read and counted at a time
+_CODES = {
+    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "bool": "u1",
+    "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "i1",
+    "uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "u1",
+}  # fmt: skip
+
+
+@dataclass
+class _Sums:
+    """Sums over the finite elements so far."""
+
+    count: int = 0
+    nonfinite: int = 0
+    least: float = math.inf
+    most: float = -math.inf
+    mean: float = 0.0
+    squares: float = 0.0  # sum of the squared distances from the mean
+
+    def add(self, values: Any) -> None:
+        import numpy as np
+
+        values = values.astype(np.float64)
+        finite = values[np.isfinite(values)]
+        self.nonfinite += len(values) - len(finite)
+        if not len(finite):
+            return
+        self.least = min(self.least, float(finite.min()))
+        self.most = max(self.most, float(finite.max()))
+        mean, total = float(finite.mean()), self.count + len(finite)
+        apart = mean - self.mean
+        # Chan, Golub and LeVeque 1979: the variance of two sets joined
+        self.squares += float(((finite - mean) ** 2).sum())
+        self.squares += apart**2 * self.count * len(finite) / total
+        self.mean += apart * len(finite) / total
+        self.count = total
+
+    def to_json(self) -> dict[str, Any]:
+        if not self.count:
+            return {"nonfinite": self.nonfinite}
+        deviation = math.sqrt(self.squares / self.count)
+        return {
+            "min": self.least,
+            "max": self.most,
+            "mean": self.mean,
+            "std": deviation,
+            "nonfinite": self.nonfinite,
+        }
+
+
+def statistics(catalogue: Catalogue, name: str) -> dict[str, Any] | None:
+    """min, max, mean, std (of the population) and the number of elements that are not finite.
+
+    For a per-rank tensor, over all ranks. None for a dtype without NumPy arithmetic, and for a flat
+    parameter of several tensors.
+
+    Raises:
+        CorruptCheckpointError: a block does not fit its checksum.
+    """
+    import numpy as np
+
+    dtype = catalogue.logical[name].dtype
+    if dtype not in _CODES or any(len(row.fqns) > 1 for row, _ in catalogue.pieces.by_name[name]):
+        return None
+    sums = _Sums()
+    for data in _stretches(catalogue, name):
+        values = np.frombuffer(data, _CODES[dtype])
+        if dtype == "bfloat16":
+            values = (values.astype("<u4") << 16).view("<f4")
+        sums.add(values)
+    return sums.to_json()
+
+
+def _stretches(catalogue: Catalogue, name: str) -> Iterator[bytearray]:
+    """The bytes of the tensor's elements, each once, in any order."""
+    for row, _ in catalogue.pieces.by_name[name]:
+        size = DTYPES[row.dtype].itemsize
+        for holders in catalogue.holders(row):
+            numel = math.prod(row.geometry.local_shape(holders[0]))
+            done = 0
+            for slot in catalogue.slots(row, holders) if numel else ():
+                for start in range(max(slot.start, done), slot.stop, _AT_ONCE // size):
+                    stop = min(start + _AT_ONCE // size, slot.stop)
+                    offset = slot.offset + (start - slot.start) * size
+                    reader = catalogue.reader(slot.file)
+                    yield reader.read(offset, offset + (stop - start) * size)
+                done = max(done, slot.stop)

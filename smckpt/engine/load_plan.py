@@ -1,0 +1,288 @@
+"""The plan of a load: what a rank asks for, what it will read, and where to.
+
+All of it is known, and held against the checkpoint, before a tensor is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smckpt.checkpoint.catalogue import Catalogue
+from smckpt.checkpoint.coordinates import ParallelCoordinates
+from smckpt.checkpoint.mismatch import differing_names, refuse_names
+from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
+from smckpt.engine.load_rounds import Choice, Common
+from smckpt.engine.memory import Memory, memory_of
+from smckpt.engine.whole import whole_state
+from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.layout.entries import Path, dotted
+from smckpt.meeting.group import Group
+from smckpt.state_dict.optimizers import make_values, named_as_target, prepare_optimizers
+from smckpt.state_dict.restore import empty_states, gathered_parts, make_extra_state
+from smckpt.state_dict.select import Selection, Selector
+from smckpt.storage import Access, Storage
+
+__all__ = ["LoadPlan", "LoadRequest", "LoadTarget", "plan_of", "refuse_spare"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a caller of `load` asked, checked. only: the top keys of a whole state that are wanted.
+    refusal: why it cannot be done, to tell the peers."""
+
+    directory: str
+    access: Access
+    strict: bool
+    preverify: bool
+    threads: int
+    timeout: float
+    groups: Any
+    parallel_state: Any
+    only: tuple[str, ...] | None = None
+    refusal: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, kinds in (
+            ("threads", self.threads, int),
+            ("timeout", self.timeout, (int, float)),
+        ):
+            if not isinstance(value, kinds) or value <= 0:
+                raise UsageError(
+                    f"{name} is {value!r}", remedy="give a positive number, or leave it out"
+                )
+
+    @property
+    def storage(self) -> Storage:
+        """Of the directory."""
+        return self.access.open(self.directory)
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """What is to be filled, by a selector that may look at it again; or why there is none.
+    state_dict: None where all that was saved is asked for."""
+
+    state_dict: MutableMapping[str, Any] | None
+    selector: Selector
+    selection: Selection | None
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a rank will read, and where to.
+
+    selection: of `state_dict`, with what was made in it to hold what was saved.
+    objects: values that are no tensors, by key, to be put there; None where they stand there.
+    gathered: FULL state in it, with its path.
+    told: what all ranks say of their plans.
+    """
+
+    commit: Choice
+    catalogue: Catalogue
+    state_dict: MutableMapping[str, Any]
+    selection: Selection
+    objects: dict[str, tuple[Path, Any]] | None
+    plan: ReadPlan
+    memory: Memory
+    gathered: list[tuple[str, Any]]
+    told: Common
+
+
+def plan_of(
+    target: LoadTarget, catalogue: Catalogue, commit: Choice, request: LoadRequest, group: Group
+) -> LoadPlan:
+    """What this rank reads.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError, TopologyError, CorruptCheckpointError: the target
+            cannot be filled.
+    """
+    state_dict, selection = target.state_dict, target.selection
+    saved = followed_rank(catalogue.object_ranks, group.rank, group.ranks)
+    coordinates = ParallelCoordinates.of(
+        catalogue, request.parallel_state, group.rank, group.world_size
+    )
+    by_key = state_dict is not None and catalogue.kind == "LOCAL"
+    objects: dict[str, tuple[Path, Any]] | None = None
+    if state_dict is None:
+        state_dict, tensors = whole_state(catalogue, saved, group, coordinates, request.only)
+        selection = target.selector.select(tensors)
+    else:
+        assert selection is not None  # else all ranks have raised
+        objects = _values(catalogue, saved, selection, state_dict)
+        renewed = prepare_optimizers(
+            state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
+        )
+        renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
+        if make_values(state_dict, objects) or renewed:
+            selection = target.selector.select(state_dict)
+    by_key = by_key and selection.kind in ("LOCAL", None)
+    tops = tuple(sorted(map(str, state_dict)))
+    if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
+        tops = ("", *tops)  # tensors that are no part of anything
+    asked = functools.partial(_asked, tops=tops) if request.strict else _everything
+    plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group)
+    if objects is not None:
+        if request.strict:
+            objects = _asked_for(objects, catalogue, tops, request, group)
+        _check_objects(state_dict, selection, objects, request, group)
+    memory = memory_of(selection, partly=not request.strict)
+    gathered: list[tuple[str, Any]] = []
+    if selection.gathered:
+        gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
+    spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
+    told = Common(spare, tops, tuple(name for name, _ in gathered))
+    return LoadPlan(commit, catalogue, state_dict, selection, objects, plan, memory, gathered, told)
+
+
+def _read_plan(
+    catalogue: Catalogue,
+    selection: Selection,
+    asked: Callable[[Path], bool],
+    by_key: bool,
+    coordinates: ParallelCoordinates,
+    request: LoadRequest,
+    group: Group,
+) -> ReadPlan:
+    rank, ranks = group.rank, group.ranks
+    if by_key:  # each rank compares its keys with those of one saved rank
+        plan = plan_local(
+            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
+            coordinates=coordinates, asked=asked,
+        )  # fmt: skip
+        _say_left(plan.missing, plan.unexpected, request.directory, group)
+        return replace(plan, unexpected=())
+    plan = plan_logical(
+        catalogue,
+        selection.entries,
+        rank=rank,
+        group_ranks=ranks,
+        strict=False,
+        coordinates=coordinates,
+    )
+    if request.strict and plan.missing:
+        # What this rank lacks a peer may have (`refuse_spare`); alone, it is said now.
+        spare = plan.unexpected if len(ranks) == 1 else ()
+        spare = tuple(name for name in spare if asked(catalogue.logical[name].path))
+        refuse_names(plan.missing, spare, catalogue.url, rank)
+    _say_left(plan.missing, (), request.directory, group)
+    return plan
+
+
+def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: Group) -> None:
+    """Names that were saved and that no rank of the load has. One rank need not have all: pipeline
+    stages hold different layers, and ranks may keep tensors of their own. What stands under a top
+    key that no rank has was not asked for.
+
+    Raises:
+        KeysMismatchError: there are such, and the load is strict.
+    """
+    catalogue = planned.catalogue
+    logical = catalogue.logical
+    spare = _unmarked(told.spare, catalogue)
+    if request.strict:
+        spare = tuple(name for name in spare if _asked(logical[name].path, tops=told.tops))
+        refuse_names((), spare, catalogue.url, group.rank)
+    _say_left((), spare, request.directory, group)
+
+
+def _asked(path: Path, *, tops: Sequence[str]) -> bool:
+    """Whether a target with these top keys asks for what was saved at `path`. Tensors at the top
+    are one part: a model's own state dict must be loaded whole."""
+    return str(path[0]) in tops or (len(path) == 1 and "" in tops)
+
+
+def _everything(_: Path) -> bool:
+    return True
+
+
+# -- values that are no tensors -----------------------------------------------------------------
+
+
+def _asked_for(
+    objects: dict[str, tuple[Path, Any]],
+    catalogue: Catalogue,
+    tops: Sequence[str],
+    request: LoadRequest,
+    group: Group,
+) -> dict[str, tuple[Path, Any]]:
+    """The values under the target's top keys. What stands under others, tensors too, one rank says
+    aloud."""
+    tensors = (tensor.path for tensor in catalogue.logical.values())
+    left = {str(path[0]) for path in tensors if not _asked(path, tops=tops)}
+    left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
+    if left and group.index == 0:
+        names = ", ".join(sorted(left)[:12])
+        log.warning("left in %s, for the target has no such keys: %s", request.directory, names)
+    return {key: found for key, found in objects.items() if str(found[0][0]) in tops}
+
+
+def _values(
+    catalogue: Catalogue, saved: int, selection: Selection, state_dict: MutableMapping[str, Any]
+) -> dict[str, tuple[Path, Any]]:
+    """The saved values, by the target's keys. What the followed rank did not save is that of the
+    lowest rank that saved: ranks may leave it to one of them."""
+    objects = catalogue.objects(saved)
+    first = min(catalogue.object_ranks)
+    tensors = {entry.key for entry in selection.entries}
+    lacking = {leaf.key for leaf in selection.objects} - objects.keys()
+    if lacking and first != saved:
+        for key, found in catalogue.objects(first).items():
+            if key in lacking and key not in tensors:
+                objects[key] = found
+    return named_as_target(state_dict, objects, catalogue.optimizers)
+
+
+def _check_objects(
+    state_dict: MutableMapping[str, Any],
+    selection: Selection,
+    objects: Mapping[str, tuple[Path, Any]],
+    request: LoadRequest,
+    group: Group,
+) -> None:
+    empty = empty_states(state_dict, objects)
+    here = {leaf.key for leaf in selection.objects}
+    missing = sorted(here - objects.keys() - empty)
+    extra = sorted(objects.keys() - here - empty)
+    if request.strict and (missing or extra):
+        raise KeysMismatchError(
+            f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "
+            f"not in the target {extra[:8]}",
+            remedy="give the target the same structure, or pass check_keys_matched=False",
+            path=request.directory,
+            rank=group.rank,
+        )
+    _say_left(missing, extra, request.directory, group)
+
+
+def _say_left(missing: Sequence[str], unexpected: Sequence[str], url: str, group: Group) -> None:
+    """What a load with check_keys_matched=False did not take. One rank of a group says it aloud: it
+    is much the same on all."""
+    if missing or unexpected:
+        level = logging.WARNING if group.index == 0 else logging.INFO
+        left = differing_names(missing, unexpected)
+        log.log(level, "not loaded from %s, as check_keys_matched=False allows: %s", url, left)
+
+
+# -- names that this rank has no use for: one bit for each name of the checkpoint --------------
+
+
+def _marked(names: Sequence[str], catalogue: Catalogue) -> str:
+    chosen = set(names)
+    bits = "".join("1" if name in chosen else "0" for name in sorted(catalogue.logical))
+    return f"{int(bits, 2):x}"
+
+
+def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
+    names = sorted(catalogue.logical)
+    if not marks or int(marks, 16).bit_length() > len(names):  # of a group with names of its own
+        return ()
+    bits = f"{int(marks, 16):0{len(names)}b}"
+    return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")

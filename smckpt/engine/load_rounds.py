@@ -1,0 +1,128 @@
+"""The rounds of a load. All ranks of all groups of a step go on together, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from smckpt.errors import CheckpointError
+from smckpt.meeting.round import Meeting
+
+__all__ = ["Choice", "Common", "Rounds", "in_common", "nothing"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A commit: its identity, and the name of the file that committed it, if it is known."""
+
+    choose: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Common:
+    """What a rank, or all of them, say of a plan. spare: a bit for each name of the checkpoint that
+    they have no use for. tops: the top keys of their targets. gathered: paths of FULL state that
+    they hold."""
+
+    spare: str = ""
+    tops: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of one load. A failure on one rank fails on all ranks, in every group of the step.
+
+    group: the meeting of this rank's group. step: the meeting of all groups of the step, on the
+        rank that speaks for its group. point, step_point: the names of this load's rounds in each.
+    """
+
+    group: Meeting
+    step: Meeting | None
+    point: str
+    step_point: str
+    timeout: float
+
+    def hold(
+        self,
+        what: str,
+        bring: Callable[[], T],
+        decide: Callable[[dict[int, T]], T],
+        gives: type[T] | None = None,
+    ) -> T:
+        """Hold a round. `decide` makes one message from those of all ranks, and then one from those
+        of all groups."""
+        return self.group.round(
+            f"{self.point}/{what}",
+            bring,
+            lambda brought: self._among_groups(what, lambda: decide(brought()), decide, gives),
+            timeout=self.timeout,
+            brings=gives,
+            gives=gives,
+        )
+
+    def choose(self, bring: Callable[[], None], look: Callable[[], Choice]) -> Choice:
+        """One rank of the group looks. A group that fails here brings its error to the other
+        groups' plan round, where they wait for it."""
+
+        def decide(brought: Callable[[], dict[int, None]]) -> Choice:
+            try:
+                brought()
+                return look()
+            except CheckpointError as error:
+                self._among_groups("plan", _raising(error), nothing, None)
+                raise
+
+        point = f"{self.point}/choice"
+        return self.group.round(point, bring, decide, timeout=self.timeout, gives=Choice)
+
+    def chosen(self, identity: str) -> str:
+        """The commit that the first group of the step chose."""
+        if self.step is None:
+            return identity
+        return str(self.step.first(f"{self.step_point}/choice", identity))
+
+    def _among_groups(
+        self,
+        what: str,
+        bring: Callable[[], T],
+        decide: Callable[[dict[int, T]], T],
+        gives: type[T] | None,
+    ) -> T:
+        if self.step is None:
+            return bring()
+        return self.step.round(
+            f"{self.step_point}/{what}",
+            bring,
+            lambda brought: decide(brought()),
+            timeout=self.timeout,
+            brings=gives,
+            gives=gives,
+            spent=(f"{self.step_point}/choice",) if what == "plan" else (),
+        )
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    def bring() -> Any:
+        raise error
+
+    return bring
+
+
+def nothing(*_: object) -> None:
+    """Used as `bring` or `decide` in a round that only says that all have come so far."""
+
+
+def in_common(bodies: dict[int, Common]) -> Common:
+    """What no member has a use for, what any asks for, and the gathered state that all have."""
+    spare = -1
+    for body in bodies.values():
+        spare &= int(body.spare or "0", 16)
+    first, *others = (body.gathered for body in bodies.values())
+    same = all(other == first for other in others)
+    tops = sorted({top for body in bodies.values() for top in body.tops})
+    return Common(f"{spare:x}" if spare > 0 else "", tuple(tops), first if same else ())

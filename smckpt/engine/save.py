@@ -1,0 +1,334 @@
+"""A save: select → compile → stage → write → publish.
+
+`Saver.save` shows the whole save. The first three steps run while the caller of `async_save` waits,
+the last two in the queue's thread. Every rank takes part in every save, with what it wrote or with
+its error, so ranks keep the same count when one of them fails.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smckpt._version import __version__
+from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.prefixes import PrefixSharding
+from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.engine.commands import ArenaFile, WritePart
+from smckpt.engine.commit import Committed, Committer, Written
+from smckpt.engine.groups import Partition, partition_of
+from smckpt.engine.job import SaveJob, SaveRequest
+from smckpt.engine.worker_client import Worker
+from smckpt.errors import StateError, UsageError, as_checkpoint_error
+from smckpt.layout.image import Layout, compile_layout
+from smckpt.meeting.group import Group
+from smckpt.meeting.round import Meeting
+from smckpt.staging.arena import Arena
+from smckpt.staging.budget import check_memory
+from smckpt.staging.copies import stage
+from smckpt.state_dict.select import Selection, Selector
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["Compiled", "Saver", "Staged"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Where a rank's arrays are in its files. rows: their table, which the part records."""
+
+    layout: Layout
+    rows: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A state in the arena, or on its way there.
+
+    arena: None if the state has no bytes. copies: None if they have ended. part: the fields of the
+        part record that are known before writing.
+    """
+
+    layout: Layout
+    arena: Arena | None
+    copies: Future[None] | None
+    part: dict[str, Any]
+
+
+class Saver:
+    """Makes the saves of one queue, one at a time. Owns the arena.
+
+    It keeps what the next save can reuse: the selector's view of the state, the layout, the groups
+    of the step, the arena.
+    """
+
+    def __init__(self, group: Group, worker: Worker, committer: Committer) -> None:
+        self.group = group
+        self._worker = worker
+        self._committer = committer
+        self._selector = Selector(group.rank)
+        self._compiled: Compiled | None = None
+        # entries, largest file with the kinds of containers
+        self._compiled_from: tuple[object, object] | None = None
+        self._partition: Partition | None = None
+        self._partition_from: tuple[object, object] | None = None  # entries, passed groups
+        self._coordinator: int | None = None
+        self._arena: Arena | None = None
+        self._arena_id: int | None = None
+
+    def save(
+        self,
+        job: SaveJob,
+        state_dict: Mapping[str, Any] | None,
+        refusal: Exception | None,
+        wait: Callable[[SaveJob], None],
+    ) -> tuple[Callable[[], Committed], BaseException | None]:
+        """Take and stage the state. The queue's thread does the rest.
+
+        Args:
+            refusal: why the call fails. This save then only brings the error to the peers.
+            wait: called to wait until the arena is free.
+
+        Returns:
+            The function that writes and publishes, which every rank must call even if something
+            failed here; and the error, or None.
+        """
+        staged: Staged | None = None
+        failed: BaseException | None = None
+        try:
+            job.partition = self._expected(job, refusal)
+            if refusal is not None:
+                raise refusal
+            wait(job)
+            selection = self.select(job, state_dict)
+            compiled = self.compile(job, selection)
+            staged = self.stage(job, selection, compiled)
+        except BaseException as error:
+            failed = error
+            job.error = as_checkpoint_error(error, self.group.rank)
+
+        def write(meeting: Meeting) -> Written:
+            if staged is None:
+                assert job.error is not None
+                raise job.error
+            return self.write(job, staged, meeting)
+
+        return lambda: self._committer.publish(job, write), failed
+
+    # -- the steps ---------------------------------------------------------------------------
+
+    def select(self, job: SaveJob, state_dict: Mapping[str, Any] | None) -> Selection:
+        """Select the tensors and values of the state, each with its path and geometry."""
+        self._refuse_other_coordinator(job)
+        return self._selector.select(state_dict)
+
+    def compile(self, job: SaveJob, selection: Selection) -> Compiled:
+        """Find which groups make the step, and where this rank's arrays are in its files."""
+        request, entries = job.request, selection.entries
+        told = _told(request)
+        if self._partition is None or _changed(self._partition_from, (entries, told)):
+            self._partition = partition_of(
+                self.group,
+                entries,
+                groups=request.groups,
+                parallel_state=request.parallel_state,
+            )
+            self._partition_from = entries, told
+        job.partition = self._partition
+        if not request.directory:
+            raise UsageError(
+                "checkpoint_id was left out",
+                remedy="pass checkpoint_id= (a directory), or a storage_writer that has a path",
+                rank=self.group.rank,
+            )
+        limit = request.options.max_file_bytes
+        laid_out = limit, selection.containers
+        if self._compiled is None or _changed(self._compiled_from, (entries, laid_out)):
+            if self._compiled is not None:
+                log.info("the state changed since the last save: making a new layout")
+            layout = compile_layout(
+                entries,
+                rank=self.group.rank,
+                group_ranks=self.group.ranks,
+                max_file_bytes=limit,
+            )
+            rows = encode_rows(entries, selection.containers)  # in the order of the user's dicts
+            self._compiled = Compiled(layout, rows)
+            self._compiled_from = entries, laid_out
+        return self._compiled
+
+    def stage(self, job: SaveJob, selection: Selection, compiled: Compiled) -> Staged:
+        """Copy the state to its files' places in the arena."""
+        part = self._part(job.request, selection, compiled)
+        layout, arena, copies = compiled.layout, None, None
+        if layout.arena_size:
+            arena = self._room(layout.arena_size)
+            order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
+            tensors = [order[id(entry)] for entry in layout.entries]
+            copies = stage(arena, layout, tensors, job.request.options.stager)
+        job.staged = job.elapsed()
+        return Staged(layout, arena, copies, part)
+
+    def write(self, job: SaveJob, staged: Staged, meeting: Meeting) -> Written:
+        """Wait for the copies. Then the worker writes this rank's files and its part."""
+        self._wait_for_copies(job, staged)
+        request, layout = job.request, staged.layout
+        attempt = job.attempt(meeting.id)
+        part = {**staged.part, "attempt": attempt, "session": meeting.id}
+        part["number"] = job.handle.number
+        prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
+        directory = request.directory
+        done = self._worker.call(
+            WritePart(
+                directory=prefix_sharding.directory_of(directory, self.group.rank)
+                if prefix_sharding
+                else directory,
+                attempt=attempt,
+                rank=self.group.rank,
+                arena=None if staged.arena is None else self._attached(staged.arena),
+                files=tuple(ArenaFile(file.arena_offset, file.size) for file in layout.files),
+                part=part,
+            ),
+            timeout=request.options.timeout,
+            access=job.as_one_of_all(
+                self.group, prefix_sharding.prefixes if prefix_sharding else 1
+            ),
+        )
+        job.written, job.nbytes = job.elapsed(), done.bytes
+        return Written(
+            rank=self.group.rank,
+            host=socket.gethostname(),
+            coordinator=request.coordinator,
+            directory=directory,
+            prefix_sharding=job.prefix_sharding(),
+            part=done.part,
+            crc64=done.crc64,
+        )
+
+    def close(self) -> None:
+        """Free the arena."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # -- what the steps need -----------------------------------------------------------------
+
+    def _refuse_other_coordinator(self, job: SaveJob) -> None:
+        """Refuse another coordinator than before. The coordinator holds the leases, and the other
+        groups listen to it: it stays who it was."""
+        known, asked = self._coordinator, job.request.coordinator
+        if known is None:
+            self._coordinator = asked
+        elif known != asked:
+            job.request = replace(job.request, coordinator=known)  # it tells the others
+            raise UsageError(
+                f"coordinator_rank is {asked}, but it was {known} in earlier saves",
+                remedy="pass the same coordinator_rank in every save, or use another queue=",
+                rank=self.group.rank,
+            )
+
+    def _expected(self, job: SaveJob, refusal: Exception | None) -> Partition:
+        """The groups of the step, as far as they are known before the state is selected. A group
+        without a state needs them to bring its error to the other groups."""
+        request = job.request
+        if refusal is not None and self._coordinator is not None:
+            job.request = replace(request, coordinator=self._coordinator)
+        told = request.groups is not None or request.parallel_state is not None
+        known = self._partition_from[1] if self._partition_from is not None else None
+        if self._partition is not None and (not told or _told(request) == known):
+            return self._partition
+        if not told:
+            return Partition((self.group.ranks,), 0)
+        return partition_of(
+            self.group, (), groups=request.groups, parallel_state=request.parallel_state
+        )
+
+    def _part(
+        self, request: SaveRequest, selection: Selection, compiled: Compiled
+    ) -> dict[str, Any]:
+        """The part record with copies of the values, so that the caller may change them later."""
+        objects = {
+            leaf.key: {
+                "path": list(leaf.path),
+                "value": encode_object(leaf.value, request.allow_objects, leaf.key),
+            }
+            for leaf in selection.objects
+        }
+        return {
+            "format": list(FORMAT_VERSION),
+            "checkpoint_id": request.directory,
+            "kind": selection.kind,
+            "rank": self.group.rank,
+            "host": socket.gethostname(),
+            "group_ranks": list(self.group.ranks),
+            "fingerprint": compiled.layout.fingerprint,
+            "classes": compiled.layout.classes,
+            "layout": compiled.rows,
+            "objects": objects,
+            "optimizers": selection.optimizers,
+            "topology": request.topology,
+            "versions": {
+                "smckpt": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            **request.recorded(),
+        }
+
+    def _room(self, size: int) -> Arena:
+        """An arena that is large enough. A new one is made when the state has grown."""
+        if self._arena is not None and self._arena.size >= size:
+            return self._arena
+        if self._arena is not None:
+            if self._arena_id is not None and self._worker.alive:
+                self._worker.detach(self._arena_id)
+            self._arena.close()
+            self._arena = self._arena_id = None
+        check_memory(size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._arena = Arena(size, pin=torch.cuda.is_available())
+        return self._arena
+
+    def _attached(self, arena: Arena) -> int:
+        """Attach the arena to the worker if needed. Returns its number there."""
+        if not self._worker.alive:  # it died or was not started, so it knows no arena
+            self._arena_id = None
+        if self._arena_id is None:
+            self._arena_id = self._worker.attach(arena)
+        return self._arena_id
+
+    def _wait_for_copies(self, job: SaveJob, staged: Staged) -> None:
+        if staged.copies is None:
+            return
+        timeout = job.request.options.timeout
+        try:
+            staged.copies.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            self._arena = self._arena_id = None  # the stager may still write to this arena
+            raise StateError(
+                f"the stager's copies did not end within {timeout:.0f} s",
+                remedy="find out what delays the stager, or raise SaveOptions(timeout=)",
+                rank=self.group.rank,
+            ) from error
+        job.staged = job.elapsed()
+
+
+def _told(request: SaveRequest) -> object:
+    """What the caller passed about groups."""
+    return request.parallel_state, repr(request.groups)  # the object: an id may be reused
+
+
+def _changed(known: tuple[object, object] | None, now: tuple[object, object]) -> bool:
+    """Whether something changed. Entries are unchanged while the selector returns the same list."""
+    return known is None or known[0] is not now[0] or known[1] != now[1]

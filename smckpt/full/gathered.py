@@ -1,0 +1,444 @@
+"""FULL state, gathered by torch's own functions, which run collectives.
+
+A rank that fails in between still takes part in the other collectives. Then all ranks raise its
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.full.live import (
+    FullWishes,
+    check_full_load,
+    check_full_optimizer,
+    full_state,
+    is_transformed,
+)
+from smckpt.full.wire import Attempt, Wire, anywhere
+from smckpt.layout.strided import Box, Piece, execute, meet
+from smckpt.state_dict.bindings import Binding, bind
+from smckpt.state_dict.fsdp1 import Fsdp1View
+from smckpt.state_dict.initial import make_slots
+from smckpt.state_dict.optimizers import fill_groups
+from smckpt.state_dict.select import geometry_of
+from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict, ParamGroups, tag_of
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.views import ModelView
+
+__all__ = [
+    "FullStateDictConfig",
+    "check_load",
+    "check_optimizer",
+    "full_model",
+    "full_optimizer",
+    "gathers",
+    "load_full_model",
+    "load_full_optimizer",
+    "translated_or_none",
+    "wishes_of",
+]
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig:
+    """torch's class of this name, with the field that SMP adds to it.
+
+    rank0_only: rank 0 gets the state and the others an empty dict. offload_to_cpu: put it on the
+    CPU. translate_on_save: give a tensor-parallel model's state in Hugging Face's names and shapes;
+    False: in the model's own names.
+    """
+
+    offload_to_cpu: bool = False
+    rank0_only: bool = False
+    translate_on_save: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), bool):
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)!r}", remedy="pass True or False"
+                )
+
+
+def wishes_of(config: Any, translation: Mapping[str, Any]) -> FullWishes:
+    """What a config asks for, of ours or torch's; None: rank 0 alone, on the device.
+
+    Raises:
+        UsageError: it is no config of FULL state.
+    """
+    names = ("FullStateDictConfig", "FullOptimStateDictConfig")
+    if config is not None and not any(kind.__name__ in names for kind in type(config).__mro__):
+        raise UsageError(
+            f"a {type(config).__name__} does not go with FULL",
+            remedy="pass smckpt's FullStateDictConfig, or torch's",
+        )
+    return FullWishes(
+        getattr(config, "rank0_only", True),
+        getattr(config, "offload_to_cpu", False),
+        getattr(config, "translate_on_save", True),
+        **translation,
+    )
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def translated_or_none(
+    view: ModelView, wishes: FullWishes, *, gathers: bool = True
+) -> dict[str, Any] | None:
+    """The full state of a tensor-parallel model; None for others, which `full_model` gathers.
+
+    The answer depends on arguments that a rank may pass alone. So the ranks that would gather
+    together ask each other first. If one sees a tensor-parallel model, all meet and compare their
+    arguments. Without a gathering (`gathers` false) a rank may be alone here, and asks nobody.
+    """
+    transformed = anywhere(is_transformed(view, wishes), view.groups() if gathers else ())
+    return full_state(view, wishes) if transformed else None
+
+
+def check_optimizer(view: ModelView, wishes: FullWishes) -> None:
+    """Refuse the full optimizer state where it would be that of one tensor-parallel rank."""
+    attempt = Attempt()
+    attempt(lambda: check_full_optimizer(view, wishes.parallel_state))
+    attempt.settle(view.groups())
+
+
+def check_load(view: ModelView, state_dict: Mapping[str, Any], wishes: FullWishes) -> None:
+    """Refuse, for a tensor-parallel model, a full state that is not in its own names and shapes."""
+    if anywhere(is_transformed(view, wishes), (None,)):  # rank 0 broadcasts to the whole job
+        # The ranks need not agree on how the state was taken.
+        check_full_load(view, state_dict, replace(wishes, translate=False))
+
+
+def full_model(view: ModelView, wishes: FullWishes) -> dict[str, Any]:
+    """The whole model by name; {} on ranks that get nothing."""
+    out: dict[str, Any] = FullStateDict()
+    attempt, groups = Attempt(out), view.groups()
+    if isinstance(view, Fsdp1View):
+        raw = _fsdp1_full(view.model, wishes)
+    else:
+        raw = attempt(lambda: view.tensors("SHARDED")) or {}
+        attempt.settle(groups)
+    for attempt.step, (name, value) in enumerate(raw.items()):
+        whole = _gathered(value, wishes, attempt)
+        if whole is not None:
+            out[view.name(name)] = whole
+    attempt.settle(groups)
+    return out
+
+
+def _gathered(value: Any, wishes: FullWishes, attempt: Attempt) -> Any:
+    """The whole of a value; None on a rank that gets nothing or has failed."""
+    if not isinstance(value, torch.Tensor):
+        return value if _holds(wishes) else None
+    if is_dtensor(value):
+        attempt(lambda: _check_room(value))  # a failure frees what was gathered so far
+        whole = value.full_tensor()  # type: ignore[attr-defined]
+    else:
+        attempt(lambda: _check_whole(value))
+        whole = value.detach()
+    if not _holds(wishes):
+        return None
+    return attempt(lambda: whole.cpu() if wishes.offload_to_cpu else whole)
+
+
+def _holds(wishes: FullWishes) -> bool:
+    """Whether this rank gets the whole state."""
+    return not wishes.rank0_only or _rank() == 0
+
+
+def _check_whole(value: torch.Tensor) -> None:
+    """Raise UsageError where a wrapper cut the tensor in a way that FULL cannot gather."""
+    tag = tag_of(value)
+    if tag is None or tag.geometry is None:
+        return
+    pieces = tag.geometry.pieces(_rank())
+    if pieces and pieces[0].box != Box.whole(pieces[0].shape):
+        raise UsageError(
+            f"{pieces[0].name} is cut by a wrapper whose parts FULL does not gather",
+            remedy="save LOCAL or SHARDED, which any mesh can load",
+        )
+
+
+def _check_room(value: torch.Tensor) -> None:
+    """Check for memory before torch gathers: a rank that failed inside would leave the others
+    waiting."""
+    local, _, _, shape = dtensor_parts(value)
+    torch.empty((2, *shape), dtype=local.dtype, device=local.device)
+
+
+def _fsdp1_full(model: Any, wishes: FullWishes) -> dict[str, Any]:
+    from torch.distributed.fsdp import (
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    # With shards already on the CPU, torch's offloading reads memory that it has freed.
+    unit: Any = next(m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    to_cpu = wishes.offload_to_cpu and unit.compute_device.type != "cpu"
+    config = FullStateDictConfig(rank0_only=wishes.rank0_only, offload_to_cpu=to_cpu)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        raw: dict[str, Any] = type(model).state_dict(model)
+    return raw
+
+
+def full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, wishes: FullWishes
+) -> OptimizerStateDict:
+    """The whole optimizer state by name, gathered tensor by tensor; its groups on every rank."""
+    state: dict[str, Any] = {}
+    attempt, all_groups = Attempt(state), view.groups()
+    sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
+    attempt.settle(all_groups)
+    if isinstance(view, Fsdp1View):
+        state = _fsdp1_full_state(view, optimizer, wishes)
+    else:
+        for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
+            whole = {k: _gathered(v, wishes, attempt) for k, v in slots.items()}
+            if _holds(wishes):
+                state[fqn] = whole
+        attempt.settle(all_groups)
+    groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
+    whole_state = FullStateDict(state)
+    whole_state.holds = _holds(wishes)
+    if gathers():  # else the tensors are live, as in SHARDED state
+        groups.binding = replace(groups.binding, kind="FULL")
+    return OptimizerStateDict(state=whole_state, param_groups=groups)
+
+
+def _fsdp1_full_state(
+    view: ModelView, optimizer: torch.optim.Optimizer, wishes: FullWishes
+) -> dict[str, Any]:
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    how = {"rank0_only": wishes.rank0_only, "offload_to_cpu": wishes.offload_to_cpu}
+    kind = FullyShardedDataParallel.state_dict_type(
+        view.model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(**how),
+        FullOptimStateDictConfig(**how),
+    )
+    out: dict[str, Any] = {}
+    with kind, _stock_optimizers():
+        stock = optimizer.state_dict()
+        # Slot by slot: with use_orig_params=True torch gathers all slots of a unit into one
+        # buffer and returns views of it, so each would have the bits of the last.
+        for wanted in _slots_of_all_ranks(stock["state"]):
+            state = {
+                key: {slot: value for slot, value in slots.items() if slot == wanted}
+                for key, slots in stock["state"].items()
+            }
+            gathered = FullyShardedDataParallel.optim_state_dict(
+                view.model, optimizer, {**stock, "state": state}
+            )
+            for fqn, slots in gathered.get("state", {}).items():
+                its = out.setdefault(view.name(fqn), {})
+                for slot, value in slots.items():
+                    its[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+    return out
+
+
+def _slots_of_all_ranks(state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
+    """The slots of all ranks, in one order. A rank without elements of a parameter has none."""
+    import torch.distributed as dist
+
+    mine = sorted({slot for slots in state.values() for slot in slots})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return sorted({slot for slots in everyone for slot in slots})
+
+
+class _stock_optimizers:
+    """Restores the stock `state_dict` for a block: torch's gathering calls it."""
+
+    def __enter__(self) -> None:
+        kind = torch.optim.Optimizer
+        self._patched = kind.state_dict
+        kind.state_dict = _stock_state_dict  # type: ignore[method-assign,assignment]
+
+    def __exit__(self, *_: object) -> None:
+        torch.optim.Optimizer.state_dict = self._patched  # type: ignore[method-assign]
+
+
+def _stock_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    numbers: dict[int, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+        ids = [numbers[id(p)] for p in group["params"]]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+    return {
+        "state": {numbers[id(p)]: slots for p, slots in optimizer.state.items()},
+        "param_groups": groups,
+    }
+
+
+def load_full_model(view: ModelView, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Put a full state into the model. Rank 0 holds it and broadcasts."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    attempt = Attempt()
+    if strict and _rank() == 0:
+        attempt(lambda: _refuse_missing(view, state_dict))
+    attempt.settle()  # torch would raise on rank 0 alone, and the others wait for its broadcast
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
+    with _own_methods(view.model):
+        keys = attempt(lambda: set_model_state_dict(view.model, dict(state_dict), options=options))
+    attempt.settle()
+    return keys
+
+
+def _refuse_missing(view: ModelView, given: Mapping[str, Any]) -> None:
+    if isinstance(view, Fsdp1View):
+        return  # its own hooks decide its names
+    names = view.tensors("SHARDED").keys()
+    if missing := sorted(names - {view.name(name) for name in given}):
+        raise KeysMismatchError(
+            f"the state dict lacks {missing[:12]}",
+            remedy="load the state of the same model, or pass strict=False",
+        )
+
+
+class _own_methods:
+    """Undoes the replacement of the model's `state_dict` and `load_state_dict` for a block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        names = ("state_dict", "load_state_dict")
+        self._kept = {n: self._model.__dict__.pop(n) for n in names if n in self._model.__dict__}
+
+    def __exit__(self, *_: object) -> None:
+        self._model.__dict__.update(self._kept)
+
+
+def gathers() -> bool:
+    """Whether FULL state is gathered; without a process group its tensors are the live ones."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def load_full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> None:
+    """Put a full optimizer state into the live one. Rank 0 holds it and broadcasts."""
+    import torch.distributed as dist
+
+    whole: dict[str, Any] = dict(given)
+    boxed: list[Any] = [_outline(whole)]
+    if gathers():
+        dist.broadcast_object_list(boxed, src=0)
+    outline = boxed[0]
+    attempt = Attempt()
+    binding: Any = attempt(lambda: bind(optimizer, "SHARDED", view))
+    owners: Any = attempt(lambda: _rooms(binding, outline["state"]))
+    live: Any = attempt(lambda: binding.take()["state"])
+    attempt.settle()
+    wire = Wire()
+    for fqn, slots in outline["state"].items():
+        for slot, described in slots.items():
+            if not isinstance(described, _Coming):
+                optimizer.state[owners[fqn]][slot] = described
+                continue
+            value = _from_rank0(whole, fqn, slot, described, wire)
+            if fqn in live:  # else this rank holds nothing of the parameter
+                _fill(live[fqn][slot], value, fqn)
+    fill_groups(binding, outline["param_groups"])
+
+
+def _rooms(binding: Binding, described: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Make empty live slots as described; returns the parameter of each name.
+
+    Raises:
+        KeysMismatchError: the optimizer has no parameter of some name.
+        StateError: nothing tells how to make a slot.
+    """
+    owners: dict[str, torch.Tensor] = {}
+    state = binding.optimizer.state
+    for index, parameter in enumerate(binding.parameters()):
+        names = binding.names(parameter, index)
+        owners.update(dict.fromkeys(names, parameter))
+        slots = {slot: how for name in names for slot, how in described.get(name, {}).items()}
+        if not slots:
+            state.pop(parameter, None)
+            continue
+        wanted = {
+            slot: (getattr(torch, how.dtype), how.shape)
+            for slot, how in slots.items()
+            if isinstance(how, _Coming)
+        }
+        make_slots(binding.optimizer, parameter, wanted, flat=binding.flat(parameter))
+        for slot, (dtype, _) in wanted.items():
+            state[parameter][slot] = state[parameter][slot].to(dtype)  # as it was saved
+    if unknown := sorted(map(str, described.keys() - owners.keys())):
+        raise KeysMismatchError(
+            f"the optimizer has no parameter {unknown[:12]}, but the state to load does",
+            remedy="load the state of an optimizer over the same parameters",
+        )
+    return owners
+
+
+def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
+    """Copy this rank's part of a whole tensor into the live one."""
+    local, geometry = geometry_of(target, fqn, _rank())
+    room = (
+        local
+        if local.is_contiguous()
+        else torch.empty_like(local, memory_format=torch.contiguous_format)
+    )
+    for piece in geometry.pieces(_rank()):
+        copy = meet(Piece.whole(piece.name, piece.shape), piece)
+        if copy is not None:
+            execute(copy, value, room)
+    if room is not local:
+        local.copy_(room)
+
+
+def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks need to know before rank 0 sends the tensors."""
+    state = {
+        fqn: {
+            slot: _Coming(tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type)
+            if isinstance(v, torch.Tensor)
+            else v
+            for slot, v in slots.items()
+        }
+        for fqn, slots in given.get("state", {}).items()
+    }
+    return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
+
+
+class _Coming(NamedTuple):
+    """A tensor that rank 0 will send."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+def _from_rank0(whole: Mapping[str, Any], fqn: str, slot: str, coming: _Coming, wire: Wire) -> Any:
+    if _rank() == 0:
+        tensor = wire.placed(whole["state"][fqn][slot].contiguous(), coming.device)
+    else:
+        tensor = wire.room(coming.dtype, coming.shape, coming.device)
+    wire.share(tensor, coming.dtype, coming.shape, coming.device)
+    return tensor

@@ -1,0 +1,308 @@
+"""The full state of a live, tensor-parallel model, in Hugging Face's names or in its own.
+
+Rank 0 learns what all ranks hold, proves the translation as `export_hf` does, and receives the
+arrays one by one. It joins each tensor from its FSDP shards and copies it, block by block, into the
+target tensors. A target goes to the CPU when it is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.full.move import MoveJob, MovePlan, MoveTask, follow, lead
+from smckpt.full.ranks import LiveTensors, live_tensors
+from smckpt.full.wire import (
+    Array,
+    ArrayMetadata,
+    Wire,
+    arrays_of,
+)
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.meeting.round import over_group
+from smckpt.state_dict.views import ModelView
+from smckpt.topology import ParallelState
+from smckpt.translate.compile import Block
+from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.degrees import Degrees
+from smckpt.translate.detect import looks_transformed
+from smckpt.translate.model import prove, target_of
+from smckpt.translate.pieces import Side, TensorKey
+from smckpt.translate.table import TensorLayout
+
+__all__ = [
+    "FullWishes",
+    "check_full_load",
+    "check_full_optimizer",
+    "full_state",
+    "is_transformed",
+    "job_of",
+]
+
+T = TypeVar("T")
+Brought: TypeAlias = Callable[[], dict[int, T]]
+
+
+@dataclass(frozen=True)
+class FullWishes:
+    """The form of a full state, and the arguments of a translation."""
+
+    rank0_only: bool = True
+    offload_to_cpu: bool = False
+    translate: bool = True
+    parallel_state: ParallelState | None = None
+    layout: str | TensorLayout | None = None
+    config: Any = None
+    padded_vocab_size: int | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The arguments that must be equal on all ranks; the config is rank 0's."""
+        state = None if self.parallel_state is None else self.parallel_state.to_json()
+        return {
+            "translate_on_save": self.translate, "parallel_state": state, "layout": self.layout,
+            "padded_vocab_size": self.padded_vocab_size,
+        }  # fmt: skip
+
+
+def is_transformed(view: ModelView, wishes: FullWishes) -> bool:
+    """Whether the model's names or the caller's arguments say that it is tensor-parallel. No
+    communication."""
+    state = wishes.parallel_state
+    parallel = state is not None and state.tp_size * state.ep_size > 1
+    asked = wishes.layout is not None or wishes.padded_vocab_size is not None
+    return parallel or asked or looks_transformed(view.parameters())
+
+
+def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
+    """The whole model on rank 0 or on all ranks; {} on ranks that get nothing. None where torch's
+    own gathering suffices: nothing to translate and no tensor-parallel ranks. Every rank of the job
+    takes part.
+
+    Raises:
+        UsageError, KeysMismatchError: there is no config; names fit no layout, or several; ranks
+            pass different arguments.
+        TopologyError: the ranks' coordinates are not known, or degrees do not fit.
+        TensorMismatchError: shapes do not fit; copies, or tied tensors, differ.
+    """
+    arrays: dict[str, Array] = {}
+    wires: list[Wire] = []
+
+    def take() -> tuple[dict[str, Any], dict[str, ArrayMetadata]]:
+        arrays.update(arrays_of(view))
+        wires.append(Wire())
+        return wishes.said, {name: array.metadata for name, array in arrays.items()}
+
+    job: list[MoveJob] = []
+
+    def decide(
+        brought: Brought[tuple[dict[str, Any], dict[str, ArrayMetadata]]],
+    ) -> MovePlan | None:
+        given, metadata = zip(*_by_rank(brought()), strict=True)
+        _refuse_others(given)
+        made = job_of(view.model, list(metadata), wishes)
+        if made is None:
+            return None
+        job.append(made)
+        return MovePlan(made.steps(), tuple(made.targets), made.tied, wishes.rank0_only)
+
+    plan = over_group().round("full state", take, decide)
+    if plan is None:
+        return None
+    to_cpu = wishes.offload_to_cpu
+    if not job:
+        return follow(plan, arrays, wires[0], wishes.rank0_only, to_cpu)
+    return lead(job[0], plan, arrays, wires[0], to_cpu)
+
+
+def _by_rank(messages: Mapping[int, T]) -> list[T]:
+    return [messages[rank] for rank in sorted(messages)]
+
+
+def _refuse_others(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse arguments that differ between ranks."""
+    for rank, own in enumerate(said):
+        for name, value in own.items():
+            if value != said[0][name]:
+                raise UsageError(
+                    f"{name}={_shown(value)} on rank {rank}, and {_shown(said[0][name])} on rank 0",
+                    remedy="pass the same on all ranks",
+                    rank=rank,
+                )
+
+
+def _shown(value: Any) -> Any:
+    return f"the layout {value.name}" if isinstance(value, TensorLayout) else repr(value)
+
+
+def check_full_load(view: ModelView, given: Mapping[str, Any], wishes: FullWishes) -> None:
+    """Check that torch can distribute a full state, which rank 0 holds, over this model.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError: it has other names, or joins all tensor-parallel
+            ranks where each has tensors of its own; on every rank.
+        UsageError: ranks pass different arguments.
+    """
+
+    def decide(brought: Brought[dict[str, Any]]) -> None:
+        _refuse_others(_by_rank(brought()))
+        own = arrays_of(view)
+        tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
+        other = sorted(tensors.keys() - own.keys())
+        if other:
+            raise KeysMismatchError(
+                f"the model has no {other[:8]}: this full state was translated, or is of another "
+                "model",
+                remedy="take it with translate_on_save=False; to start from Hugging Face's files "
+                "use import_hf",
+            )
+        for name, value in tensors.items():
+            shape = own[name].metadata.shape
+            if tuple(value.shape) != shape:
+                raise TensorMismatchError(
+                    f"{name} is {list(value.shape)} in the full state, and {list(shape)} on a rank",
+                    remedy="tensor-parallel ranks that hold plain tensors load LOCAL checkpoints",
+                )
+
+    over_group().round("full load", lambda: wishes.said, decide)
+
+
+def check_full_optimizer(view: ModelView, state: ParallelState | None) -> None:
+    """Raise UsageError, on every rank, where tensor-parallel ranks hold plain tensors: FSDP's own
+    gathering would give one rank's part of the optimizer as the whole."""
+    if state is None or state.tp_size * state.ep_size == 1:
+        return
+    ranker = state.ranker
+    for name, array in arrays_of(view).items():
+        places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.metadata.ranks}
+        if len(array.metadata.shape) > 1 and len(places) == 1:
+            raise UsageError(
+                f"smckpt does not gather optimizer state over tensor-parallel ranks, and each has "
+                f"its own tensor {name}",
+                remedy="save the optimizer LOCAL or SHARDED",
+            )
+
+
+# -- the plan, which rank 0 makes ----------------------------------------------------------------
+
+
+def job_of(
+    model: nn.Module, metadata: list[dict[str, ArrayMetadata]], wishes: FullWishes
+) -> MoveJob | None:
+    """Rank 0's job, made from the array metadata of all ranks; None where there is nothing to do.
+
+    Raises:
+        as `full_state`.
+    """
+    places = live_tensors(metadata, wishes.parallel_state)
+    if not wishes.translate and not places.many:
+        return None
+    degrees = Degrees.of(places.tp, places.ep)
+    try:
+        config, padded = _config(model, wishes), wishes.padded_vocab_size
+        proof = prove(places, config, wishes.layout, degrees, padded, trims=wishes.translate)
+    except CheckpointError as error:
+        if wishes.translate:
+            error.remedy += "; or pass translate_on_save=False for the model's own names"
+        raise
+    if not wishes.translate:
+        return _untranslated(places, proof.side)
+    hub, side = proof.hub, proof.side
+    dtypes = {key: places.held[key.name].dtype for key in side.shapes}
+    made = [target_of(key, side, hub, proof.blocks[key], dtypes) for key in hub.shapes]
+    blocks: dict[TensorKey, list[tuple[str, Block]]] = {}
+    for target in made:
+        for block in itertools.chain(target.blocks, *target.terms):
+            blocks.setdefault(block.source, []).append((target.name, block))
+    targets = {target.name: (target.dtype, target.shape) for target in made}
+    computed = {target.name: target for target in made if target.computed}
+    return MoveJob(tuple(_tasks(places, side, blocks)), targets, _tied(side), computed)
+
+
+def _tied(side: Side) -> tuple[tuple[str, str], ...]:
+    if not side.dims.tied:
+        return ()
+    rows = side.dims.family.rows
+    names = {row.roles[0]: row.name for row in rows if row.roles[0] in ("embed", "head")}
+    return ((names["head"], names["embed"]),)
+
+
+def _tasks(
+    places: LiveTensors, side: Side, blocks: Mapping[TensorKey, list[tuple[str, Block]]]
+) -> Iterator[MoveTask]:
+    """One task a tensor, and one more for a replica of each kind, to detect a wrong
+    parallel_state."""
+    copies = {copy: first for first, copy in side.copies}
+    seen: set[tuple[str, int, int]] = set()
+    for key, view in side.shapes.items():
+        shape = side.stored.get(key, view)
+        yield MoveTask(
+            key, shape, places.held[key.name].dtype, places.parts(key, shape),
+            tuple(blocks.get(key, ())), copies.get(key),
+        )  # fmt: skip
+        kind = re.sub(r"\d+", "#", key.name), key.tp, key.ep
+        replica = () if kind in seen else places.replica(key)
+        seen.add(kind)
+        if replica:
+            dtype = places.held[key.name].dtype
+            yield MoveTask(key, shape, dtype, replica, (), None, replica=True)
+
+
+def _untranslated(places: LiveTensors, side: Side) -> MoveJob:
+    """Each tensor under its own name, joined from the arrays of tensor-parallel ranks in order."""
+    if side.stored:
+        names = sorted({key.name for key in side.stored})
+        raise UsageError(
+            f"{names[:8]} are folded: the ranks' arrays, joined in order, are not the tensor",
+            remedy="pass translate_on_save=True, or save LOCAL",
+        )
+    copies = {copy for _, copy in side.copies}
+    ends: dict[str, list[int]] = {}
+    boxes = {
+        key: _joined(key, shape, side, ends)
+        for key, shape in side.shapes.items()
+        if key not in copies
+    }
+    blocks = {}
+    for key, box in boxes.items():
+        to = Piece.whole(key.name, ends[key.name]).part(box)
+        blocks[key] = [(key.name, Block(key, Copy(Strided.whole(box.sizes), to)))]
+    targets = {name: (places.held[name].dtype, tuple(end)) for name, end in ends.items()}
+    return MoveJob(tuple(_tasks(places, side, blocks)), targets, ())
+
+
+def _joined(key: TensorKey, shape: Shape, side: Side, ends: dict[str, list[int]]) -> Box:
+    """The box of one rank's array in the whole; extends `ends` by it."""
+    at = [0] * len(shape)
+    if key.name not in ends:
+        ends[key.name] = list(shape)
+    elif key.ep > 0 or side.along(key) is None:
+        raise UsageError(
+            f"{key.name} is a different tensor on each parallel rank, not a part of one: there is "
+            "no full state in the model's own names",
+            remedy="pass translate_on_save=True, or save LOCAL and translate with export_hf",
+        )
+    else:
+        along = side.along(key)
+        assert along is not None
+        at[along] = ends[key.name][along]
+        ends[key.name][along] += shape[along]
+    return Box(tuple(at), tuple(shape))
+
+
+def _config(model: nn.Module, wishes: FullWishes) -> ModelConfig | None:
+    if wishes.config is not None:
+        return read_config(wishes.config)
+    for owner in (model, getattr(model, "module", None)):
+        config = getattr(owner, "config", None)
+        if isinstance(config, dict) or hasattr(config, "to_dict"):
+            return read_config(config)
+    return None

@@ -1,0 +1,1 @@
+"""Integrations with other libraries. The engine does not know them."""

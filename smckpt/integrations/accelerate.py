@@ -1,0 +1,264 @@
+"""Hugging Face's accelerate: `save_state` and `load_state` through smckpt.
+
+One line of a script changes: `SmckptAccelerator` in the place of `Accelerator`. smckpt saves models
+and optimizers, under FSDP, DDP and in one process. accelerate itself writes the rest (schedulers,
+samplers, random numbers, the scaler, registered objects) into a folder of this process, and smckpt
+packs that into the checkpoint. So one commit holds all of it, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
+
+import smckpt
+from smckpt.errors import UsageError
+
+__all__ = ["SmckptAccelerator", "load_state", "save_state"]
+
+log = get_logger("smckpt.accelerate")
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+_OURS = (
+    DistributedType.NO,
+    DistributedType.FSDP,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+)
+
+
+class SmckptAccelerator(Accelerator):  # type: ignore[misc]
+    """accelerate's `Accelerator`. Arguments and calls stay as they are.
+
+    `save_state` returns when the state is copied; it is committed in the background, and only then
+    does `total_limit` remove older checkpoints. With automatic naming `load_state` takes the newest
+    that is committed. What accelerate itself wrote is still loaded.
+
+    smckpt_root: in the place of `project_dir`, such as "s3://bucket/run"; None: `project_dir`.
+    smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
+    """
+
+    smckpt_root: str | None = None
+    smckpt_arguments: dict[str, Any] = {}  # noqa: RUF012 - a user's class or object sets its own
+
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str:
+        return save_state(self, super().save_state, output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        load_state(self, super().load_state, input_dir, load_kwargs, **kwargs)
+
+    def end_training(self) -> None:
+        smckpt.maybe_finalize_async_calls()
+        super().end_training()
+
+
+def save_state(
+    accelerator: Any,
+    stock: Callable[..., Any],
+    output_dir: Any = None,
+    safe_serialization: bool = True,
+    **kwargs: Any,
+) -> str:
+    """
+    Args:
+        stock: accelerate's own method, bound.
+
+    Returns:
+        Where the checkpoint will be.
+
+    Raises:
+        UsageError: an argument, a hook or a kind of training that is not honoured; names it.
+        ValueError: there is a committed checkpoint of this iteration, as accelerate says it.
+        SaveFailedError: an earlier save was not committed.
+    """
+    _refuse(accelerator, accelerator._save_model_state_pre_hook, "save", kwargs)
+    named = accelerator.project_configuration.automatic_checkpoint_naming
+    iteration = accelerator.save_iteration
+    arguments = _arguments(accelerator)
+    place = os.fspath(output_dir) if output_dir is not None else ""
+    if named:
+        place = f"{_folder(accelerator)}/checkpoint_{iteration}"
+        if _is_committed(place, arguments):
+            raise ValueError(
+                f"Checkpoint directory {place} ({iteration}) already exists. Set "
+                "`project_configuration.iteration` to the iteration to begin with."
+            )
+    elif not place:
+        raise UsageError("save_state has no place", remedy="pass output_dir")
+    with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
+        stock(folder, safe_serialization)
+        own = _packed(Path(folder))
+    shared = [own]
+    if accelerator.num_processes > 1:
+        shared = broadcast_object_list([own if accelerator.is_main_process else b""])
+    with _kinds(accelerator):
+        state = {**_live(accelerator), "files": shared[0], "own_files": own}
+        smckpt.async_save(
+            state,
+            checkpoint_id=place,
+            step=iteration,
+            on_commit=_rotation(accelerator, iteration) if named else None,
+            **arguments,
+        )
+    return place
+
+
+def load_state(
+    accelerator: Any,
+    stock: Callable[..., Any],
+    input_dir: Any = None,
+    load_kwargs: Any = None,
+    **kwargs: Any,
+) -> None:
+    """
+    Args:
+        stock: accelerate's own method, bound.
+
+    Raises:
+        UsageError: as `save_state`.
+        SaveFailedError: an earlier save was not committed.
+        CheckpointError: as `smckpt.load`.
+    """
+    _refuse(accelerator, accelerator._load_model_state_pre_hook, "load", {})
+    arguments = _arguments(accelerator)
+    smckpt.maybe_finalize_async_calls()  # the newest may be on its way
+    place = _newest(accelerator) if input_dir is None else os.fspath(input_dir)
+    if not place or not _is_committed(place, arguments):
+        stock(input_dir, load_kwargs, **kwargs)
+        return
+    if kwargs:
+        raise UsageError(
+            f"load_state does not honour {sorted(kwargs)[0]!r} for a checkpoint of smckpt",
+            remedy="leave it out",
+        )
+    with _kinds(accelerator):
+        target = {**_live(accelerator), "files": b"", "own_files": b""}
+        smckpt.load(target, checkpoint_id=place, **arguments)
+    with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
+        for name in ("files", "own_files"):  # the second replaces
+            with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
+                packed.extractall(folder)
+        stock(folder, load_kwargs)
+
+
+# -- what is saved -----------------------------------------------------------------------------
+
+
+def _live(accelerator: Any) -> dict[str, Any]:
+    """State dicts under the names of accelerate's files: model, model_1, optimizer, optimizer_1."""
+    state = {}
+    for kind, objects in (("model", accelerator._models), ("optimizer", accelerator._optimizers)):
+        for index, each in enumerate(objects):
+            state[f"{kind}_{index}" if index else kind] = each.state_dict()
+    return state
+
+
+@contextlib.contextmanager
+def _kinds(accelerator: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for model in accelerator._models:
+            stack.enter_context(smckpt.sm_state_dict_type(model, smckpt.SHARDED))
+        yield
+
+
+@contextlib.contextmanager
+def _rest_alone(accelerator: Any) -> Iterator[None]:
+    """accelerate's own methods see neither models nor optimizers, and take the folder they get."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    configuration = accelerator.project_configuration
+    named = configuration.automatic_checkpoint_naming
+    accelerator._models, accelerator._optimizers = [], []
+    configuration.automatic_checkpoint_naming = False
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+        configuration.automatic_checkpoint_naming = named
+
+
+def _packed(folder: Path) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as packed:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                packed.write(path, path.relative_to(folder))
+    return made.getvalue()
+
+
+# -- where -------------------------------------------------------------------------------------
+
+
+def _arguments(accelerator: Any) -> dict[str, Any]:
+    return dict(getattr(accelerator, "smckpt_arguments", {}))
+
+
+def _folder(accelerator: Any) -> str:
+    root = getattr(accelerator, "smckpt_root", None) or accelerator.project_dir
+    return f"{os.fspath(root).rstrip('/')}/checkpoints"
+
+
+def _is_committed(place: str, arguments: dict[str, Any]) -> bool:
+    return any(True for _ in smckpt.find_checkpoints(place, **arguments))
+
+
+def _iterations(accelerator: Any) -> list[int]:
+    """Of the committed checkpoints with automatic names, oldest first."""
+    found = smckpt.find_checkpoints(_folder(accelerator), **_arguments(accelerator))
+    names = (_NAME.fullmatch(os.path.basename(str(one).rstrip("/"))) for one in found)
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _newest(accelerator: Any) -> str:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return ""
+    iterations = _iterations(accelerator)
+    return f"{_folder(accelerator)}/checkpoint_{iterations[-1]}" if iterations else ""
+
+
+def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle], None] | None:
+    """What the coordinator does once the save is committed."""
+    limit = accelerator.project_configuration.total_limit
+    if limit is None:
+        return None
+
+    def rotate(_: smckpt.SaveHandle) -> None:
+        here = [one for one in _iterations(accelerator) if one <= iteration]
+        for old in here[: max(len(here) - max(limit, 1), 0)]:
+            place = f"{_folder(accelerator)}/checkpoint_{old}"
+            smckpt.remove(place, **_arguments(accelerator))
+            log.info(f"removed {place}", main_process_only=False)
+            with contextlib.suppress(OSError):  # not empty, or not of a file system
+                os.rmdir(place)
+
+    return rotate
+
+
+def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> None:
+    if accelerator.distributed_type not in _OURS:
+        raise UsageError(
+            f"{accelerator.distributed_type} is not honoured by smckpt's {what}_state",
+            remedy="use accelerate's own Accelerator for it",
+        )
+    if hooks:
+        raise UsageError(
+            f"hooks of register_{what}_state_pre_hook are not honoured: they would write and read "
+            "files that are no part of the checkpoint",
+            remedy="register an object with register_for_checkpointing instead",
+        )
+    if kwargs:
+        raise UsageError(
+            f"{what}_state does not honour {sorted(kwargs)[0]!r}", remedy="leave it out"
+        )

@@ -1,0 +1,98 @@
+"""torch.distributed.checkpoint: smckpt's reader and writer for DCP, and DCP for the planners,
+readers and writers of others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from smckpt.engine.job import SaveHandle
+from smckpt.engine.runtime import Runtime
+from smckpt.errors import UsageError
+from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
+from smckpt.integrations.dcp.reader import DistributedFileSystemReader
+from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
+from smckpt.meeting.group import Group, group_of
+
+__all__ = [
+    "DistributedFileSystemReader",
+    "DistributedFileSystemWriter",
+    "foreign_load",
+    "foreign_save",
+]
+
+
+def foreign_save(
+    runtime: Runtime,
+    group: Group,
+    state_dict: Any,
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: Any,
+    planner: Any,
+    process_group: Any,
+    *,
+    queue: str = "default",
+) -> SaveHandle:
+    """A save that DCP plans, with its collectives. The default writer is smckpt's.
+
+    Raises:
+        UsageError: neither `checkpoint_id` nor the writer names a directory.
+        SaveFailedError: an earlier save of the queue was not committed.
+    """
+    del process_group  # the queue makes its own group with the same ranks: see its module
+    writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
+    its_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
+    assert isinstance(its_queue, ForeignQueue)
+    return its_queue.submit(state_dict, checkpoint_id=checkpoint_id, writer=writer, planner=planner)
+
+
+def foreign_load(
+    state_dict: MutableMapping[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    reader: Any,
+    planner: Any,
+    process_group: Any,
+) -> MutableMapping[str, Any]:
+    """A load that DCP plans, with its collectives. The default reader is smckpt's.
+
+    Raises:
+        UsageError: neither `checkpoint_id` nor the reader names a directory.
+        CheckpointError: the load failed on a rank.
+    """
+    group = group_of(process_group)
+    assert group is not None
+    # All ranks of the group read together, because of DCP's own collectives.
+    together = process_group
+    if together is None and len(group.ranks) > 1:
+        together = dist.group.WORLD
+    ours = partial(DistributedFileSystemReader, process_group=together)
+    reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
+    return load_with_dcp(
+        state_dict,
+        group,
+        checkpoint_id=checkpoint_id,
+        reader=reader,
+        planner=planner,
+        process_group=process_group,
+    )
+
+
+def _storage(
+    given: Any,
+    checkpoint_id: str | os.PathLike[str] | None,
+    ours: Callable[[str | os.PathLike[str]], Any],
+) -> tuple[Any, str | os.PathLike[str] | None]:
+    """The reader or writer to use, and the id to reset it with."""
+    if given is not None:
+        return given, checkpoint_id
+    if not checkpoint_id:
+        raise UsageError(
+            "checkpoint_id was left out",
+            remedy="pass checkpoint_id= (a directory) with planner=",
+        )
+    return ours(checkpoint_id), None

@@ -1,0 +1,309 @@
+"""Saves and loads that torch.distributed.checkpoint plans, for planners and writers of others.
+
+DCP runs collectives here. They would mix with the collectives of training, so each such save has a
+gloo group of its own. It waits for the save before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from smckpt.engine.job import SaveHandle, Timings
+from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
+from smckpt.integrations.dcp.reader import DistributedFileSystemReader
+from smckpt.layout.entries import dotted
+from smckpt.meeting.group import Group
+from smckpt.state_dict.bindings import optimizer_dicts
+
+__all__ = ["ForeignQueue", "load_with_dcp"]
+
+log = logging.getLogger("smckpt")
+
+
+class ForeignQueue:
+    """The saves of one group that DCP plans, in order, one in flight.
+
+    Finalized, closed and asked for failures like a `SaveQueue`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._process_group: Any = None
+        self._world: Any = None
+        self._numbers = 0
+        self.flying: SaveHandle | None = None
+        self._unreported: list[SaveHandle] = []
+        self._committed: list[int] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # -- the front: called by the training thread -------------------------------------------
+
+    def submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        *,
+        checkpoint_id: str | os.PathLike[str] | None,
+        writer: StorageWriter,
+        planner: SavePlanner | None,
+    ) -> SaveHandle:
+        """Copy the state, let DCP save it in the background; see `smckpt.async_save`."""
+        began = time.perf_counter()
+        handle = SaveHandle(self._numbers, _place(checkpoint_id, writer), None)
+        self._numbers += 1
+        self._wait_for_room()
+        process_group = self._own_group()
+        refused: BaseException | None = None
+        staged: dict[str, Any] = {}
+        try:
+            staged = _staged(state_dict, writer)
+        except BaseException as error:
+            # The peers wait in DCP's collectives, so they must learn the error there.
+            refused, planner = error, _Refusal(error)
+        blocked = time.perf_counter() - began
+        arguments = {
+            "checkpoint_id": checkpoint_id,
+            "storage_writer": writer,
+            "planner": planner,
+            "process_group": process_group,
+        }
+        self.flying = handle
+        threading.Thread(
+            target=self._run,
+            args=(handle, staged, arguments, began, blocked, refused is not None),
+            name="smckpt-dcp",
+            daemon=True,
+        ).start()
+        if refused is not None:
+            raise refused
+        self._raise_failures()
+        return handle
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
+        """The numbers of the saves committed since the last call; raises a failed save's error."""
+        flying = self.flying
+        if blocking and flying is not None and not flying.ended(timeout):
+            raise SaveFailedError(
+                f"save {flying.number} by DCP is still under way after {timeout} s",
+                remedy="wait longer, or look at the logs of the other ranks",
+                path=flying.checkpoint_id,
+                rank=self.group.rank,
+            )
+        self._raise_failures()
+        with self._lock:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """Wait for the save in flight; returns failures not yet raised, as `SaveQueue.close`."""
+        if os.getpid() != self._pid:
+            return []
+        flying = self.flying
+        late = flying is not None and not flying.ended(timeout)
+        return self.failed + ([flying.given_up(timeout)] if flying is not None and late else [])
+
+    @property
+    def failed(self) -> list[SaveHandle]:
+        """Failed saves whose error was not raised yet."""
+        with self._lock:
+            return self._untold()
+
+    def _untold(self) -> list[SaveHandle]:
+        return [handle for handle in self._unreported if not handle.told]
+
+    def _wait_for_room(self) -> None:
+        flying = self.flying
+        if flying is None or flying.done():
+            return
+        log.info("a save waits for save %d, which DCP is still writing", flying.number)
+        flying.ended()  # gloo's timeout bounds each collective of it
+
+    def _own_group(self) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if self._process_group is None or self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD  # another object after the job has made it again
+            self._process_group = dist.new_group(
+                list(self.group.ranks), backend="gloo", use_local_synchronization=True
+            )
+        return self._process_group
+
+    def _raise_failures(self) -> None:
+        with self._lock:
+            failed, self._unreported = self._untold(), []
+        for handle in failed[:-1]:
+            log.error("%s", handle.failure())
+        if failed:
+            raise failed[-1].failure()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _run(
+        self,
+        handle: SaveHandle,
+        staged: dict[str, Any],
+        arguments: dict[str, Any],
+        began: float,
+        blocked: float,
+        reported: bool,
+    ) -> None:
+        error: CheckpointError | None = None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp_save(staged, **arguments)
+        except BaseException as raised:  # CheckpointException is not an Exception
+            error = told(raised, self.group, handle.checkpoint_id)
+        committed = time.perf_counter() - began
+        with self._lock:
+            if error is None:
+                self._committed.append(handle.number)
+            elif not reported:
+                self._unreported.append(handle)
+        if error is not None:
+            log.error("save %d was not committed: %s", handle.number, error)
+        handle.finish(Timings(blocked, 0.0, blocked, committed, committed, 0), error)
+
+
+def load_with_dcp(
+    state_dict: MutableMapping[str, Any],
+    group: Group,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None,
+    reader: StorageReader,
+    planner: LoadPlanner | None,
+    process_group: Any,
+) -> MutableMapping[str, Any]:
+    """`torch.distributed.checkpoint.load`, with smckpt's errors.
+
+    Raises:
+        CheckpointError: DCP's load failed; with the cause and the rank where it happened.
+        UsageError: it failed because the reader cannot read a checkpoint of smckpt.
+    """
+    for path, _, binding in optimizer_dicts(state_dict):
+        if binding is not None and not binding.optimizer.state:
+            log.warning(
+                "%s at %s has no state, and DCP loads only what the target has: if it was saved "
+                "with some, call init_optim_state(optimizer) before its state_dict() is taken",
+                type(binding.optimizer).__name__,
+                dotted(path),
+            )
+    try:
+        dcp_load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+        )
+    except CheckpointException as error:
+        if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
+            raise failure from error
+        where = _place(checkpoint_id, reader)
+        if _is_ours(where, reader):
+            raise UsageError(
+                f"a {type(reader).__name__} cannot read a checkpoint of smckpt",
+                remedy="leave storage_reader out, or pass a DistributedFileSystemReader",
+                path=where,
+            ) from error
+        raise told(error, group, where, CheckpointError) from error
+    return state_dict
+
+
+def told(
+    error: BaseException, group: Group, where: str, kind: type[CheckpointError] = SaveFailedError
+) -> CheckpointError:
+    """DCP's error as a `CheckpointError`: the first rank's cause, with that rank."""
+    if isinstance(error, CheckpointError):
+        return error
+    rank = group.rank
+    if isinstance(error, CheckpointException):
+        causes = {r: pair[0] for r, pair in sorted(error.failures.items())}
+        for cause in causes.values():
+            if isinstance(cause, CheckpointError):
+                return cause
+        index, error = next(iter(causes.items()))
+        rank = group.ranks[index]
+    return kind(
+        f"torch.distributed.checkpoint failed: {type(error).__name__}: {error}",
+        remedy="see the traceback on that rank; the planner and the storage passed in are DCP's",
+        path=where,
+        rank=rank,
+    )
+
+
+def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict[str, Any]:
+    """A copy of the state for DCP to save, by the writer's own stager if it has one."""
+    if state_dict is None:
+        raise StateError(
+            "this rank has nothing to save (None)",
+            remedy="pass {} on ranks without state, or leave them out of the process group",
+        )
+    plain = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    its_own = isinstance(writer, AsyncStager)
+    stager: Any = writer if its_own else DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged: Any = stager.stage(plain)
+        whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
+        return whole
+    finally:
+        if not its_own:
+            stager.close()
+
+
+def _place(checkpoint_id: Any, storage: Any) -> str:
+    """The directory of a reader or writer, if it tells."""
+    said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
+    return str(next((one for one in said if one), ""))
+
+
+def _is_ours(where: str, reader: StorageReader) -> bool:
+    """Whether another system's reader was given a checkpoint of smckpt."""
+    return not isinstance(reader, DistributedFileSystemReader) and (
+        bool(where) and DistributedFileSystemReader.validate_checkpoint_id(where)
+    )
+
+
+class _Refusal(SavePlanner):
+    """Replaces the planner of a rank that could not stage, so that DCP sends its error to all."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        if isinstance(self._error, CheckpointError):
+            raise self._error
+        raise StateError(
+            f"the state could not be copied: {type(self._error).__name__}: {self._error}",
+            remedy="see the traceback on that rank",
+        )
+
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("never reached")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        raise AssertionError("never reached")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise AssertionError("never reached")
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        raise AssertionError("never reached")

@@ -1,0 +1,395 @@
+"""Lets torch.distributed.checkpoint load from smckpt's checkpoints.
+
+Logical names are the names of DCP's flattened state dict, and every saved box is a chunk. So any
+DCP planner reads any box, from any mesh or flat parameter.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.plan import plan_logical
+from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.replaced import noticing_replacement
+from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.strided import Box
+from smckpt.meeting.group import Group, group_of
+from smckpt.storage import Storage, open_storage, own_access
+from smckpt.storage.budget import Share
+from smckpt.storage.urls import normal_url
+
+__all__ = ["DistributedFileSystemReader"]
+
+log = logging.getLogger("smckpt")
+
+_STAGED_BYTES = 1 << 30  # at most this many bytes are in buffers of tensors read indirectly
+
+
+class DistributedFileSystemReader(StorageReader):
+    """Reads a committed checkpoint of smckpt for `torch.distributed.checkpoint.load`.
+
+    It compares every block with its checksum. Values that are not tensors come from this rank's own
+    part or, with another world size, from that of saved rank i mod n.
+
+    Args:
+        checkpoint_id: the directory of a checkpoint of one group, or the directory above the
+            groups' directories.
+        threads: number of reading threads.
+        process_group: the ranks that read together, such as `dist.group.WORLD`. The lowest rank
+            then finds the commit and tells the others, which list nothing, and each keeps to its
+            share of an S3 bucket's budget. All ranks of the group must then load together, each
+            with a reader of the group, and meet in `read_metadata`. None: each rank looks by
+            itself.
+        timeout: seconds that the ranks of `process_group` wait for each other.
+        s3_region, s3client_config: options of S3 as in `smckpt.save`; None takes those of the
+            environment.
+
+    Raises:
+        UsageError: this process is not in `process_group`, `timeout` is not positive, or options of
+            S3 are given for a disk or are unknown.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        threads: int = 4,
+        process_group: Any = None,
+        timeout: float = 1800.0,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self.access = own_access(self.checkpoint_id, s3_region, s3client_config)
+        self._threads = threads
+        self._process_group = process_group
+        self._timeout = timeout
+        self._group()  # raise here, where the mistake is
+        if timeout <= 0:
+            raise UsageError(f"timeout={timeout} is not positive", remedy="give seconds > 0")
+        self._catalogue: Catalogue | None = None
+        self._objects: dict[str, Any] = {}
+        self.failure: CheckpointError | None = None  # of read_metadata: DCP keeps its text only
+
+    @property
+    def path(self) -> str:
+        return self.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a committed checkpoint of smckpt."""
+        try:
+            open_catalogue(open_storage(checkpoint_id))
+        except CheckpointError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, which looks for the newest commit again."""
+        if checkpoint_id:
+            self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self._catalogue = self.failure = None
+
+    def read_metadata(self) -> Metadata:
+        """The saved tensors and values, in DCP's terms.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError,
+                FormatVersionError.
+        """
+        try:
+            catalogue = self._opened()
+            with noticing_replacement(self._storage(), catalogue.identity):
+                return self._metadata(catalogue)
+        except CheckpointError as error:
+            self.failure = error
+            raise
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Called by DCP; there is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Called by DCP: tells the coordinator which commit this rank follows."""
+        return replace(plan, storage_data=self._opened().identity)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Called by DCP on the coordinator.
+
+        Raises:
+            UsageError: ranks found different commits, because a save committed meanwhile.
+        """
+        seen = {plan.storage_data for plan in plans if plan.storage_data is not None}
+        if len(seen) > 1:
+            raise UsageError(
+                f"the ranks found different commits: {sorted(seen)}",
+                remedy="load when no save into this directory is under way",
+                path=self.checkpoint_id,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Called by DCP: fill the tensors of the plan.
+
+        Raises:
+            CorruptCheckpointError: a block differs from what was written; names file and offset.
+            CheckpointReplacedError: a newer save swept the checkpoint.
+        """
+        catalogue = self._opened()
+        with noticing_replacement(self._storage(), catalogue.identity):
+            self._read_all(catalogue, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _read_all(self, catalogue: Catalogue, plan: LoadPlan, planner: LoadPlanner) -> None:
+        tensors = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._bytes_of(item))
+            else:
+                tensors.append(item)
+        for batch in _batches(tensors, planner):
+            self._read(catalogue, batch, planner)
+
+    def _opened(self) -> Catalogue:
+        if self._catalogue is None:
+            self._catalogue = self._found()
+            self._objects = {}
+        return self._catalogue
+
+    def _found(self) -> Catalogue:
+        group = self._group()
+        if group is None:
+            return open_catalogue(self._storage())
+        from smckpt.engine.api import _RUNTIME  # this process's loaders, as in `smckpt.load`
+
+        return _RUNTIME.loader(group).open(self._storage(), self._timeout)
+
+    def _group(self) -> Group | None:
+        """The group as it is now: the job may have destroyed it since."""
+        if self._process_group is None:
+            return None
+        group = group_of(self._process_group)
+        if group is None:
+            raise UsageError(
+                "this process is no member of the reader's process_group",
+                remedy="make the reader on the ranks of the group only",
+                path=self.checkpoint_id,
+            )
+        return group
+
+    def _storage(self) -> Storage:
+        """The directory's store, with this rank's share of the bucket's budget."""
+        group = self._group()
+        share = Share() if group is None else Share.of_rank(group.rank, group.world_size)
+        return self.access.holding(share).open(self.checkpoint_id)
+
+    def _metadata(self, catalogue: Catalogue) -> Metadata:
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        paths: dict[str, Path] = {}
+        for name, tensor in catalogue.logical.items():
+            boxes = {source.piece.box for source in catalogue.sources(name)}
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                torch.Size(tensor.shape),
+                [_chunk(box) for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))],
+            )
+            paths[name] = tuple(tensor.path)
+        for path, value in self._flat_objects(catalogue):
+            name = dotted(path)
+            if name not in entries:
+                entries[name] = BytesStorageMetadata()
+                paths[name] = path
+                self._objects[name] = value
+        return Metadata(
+            entries,
+            planner_data=paths,
+            storage_data=catalogue.identity,
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+        )
+
+    def _flat_objects(self, catalogue: Catalogue) -> Iterator[tuple[Path, Any]]:
+        """This rank's values, cut as DCP cuts a nested state dict."""
+        saved = sorted(catalogue.object_ranks)
+        if not saved:
+            return
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        mine = rank if rank in saved else saved[rank % len(saved)]
+        optimizers = catalogue.part(mine)["optimizers"]
+        for path, value in catalogue.objects(mine).values():
+            yield from _flattened(path, _with_names(path, value, optimizers))
+
+    def _bytes_of(self, item: ReadItem) -> io.BytesIO:
+        name = item.storage_index.fqn
+        if name not in self._objects:
+            self.read_metadata()
+        if name not in self._objects:
+            raise KeysMismatchError(
+                f"{name} is not in the checkpoint",
+                remedy="load with the metadata that read_metadata returned",
+                path=self.checkpoint_id,
+            )
+        data = io.BytesIO()
+        torch.save(self._objects[name], data)
+        data.seek(0)
+        return data
+
+    def _read(
+        self,
+        catalogue: Catalogue,
+        batch: list[tuple[ReadItem, torch.Tensor]],
+        planner: LoadPlanner,
+    ) -> None:
+        entries, buffers, late = [], [], []
+        for number, (item, target) in enumerate(batch):
+            tensor = catalogue.logical[item.storage_index.fqn]
+            entries.append(_entry(number, tensor.name, tensor.dtype, tensor.shape, item))
+            dtype = getattr(torch, tensor.dtype)
+            memory = target
+            if not _readable(target, dtype):
+                if target.dtype != dtype:
+                    log.debug("%s: read as %s, target %s", tensor.name, dtype, target.dtype)
+                memory = torch.empty(target.shape, dtype=dtype)
+                late.append((target, memory))
+            data: Any = memory.reshape(-1).view(torch.uint8).numpy()
+            buffers.append(memoryview(data))
+        plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        if plan.missing:
+            raise CorruptCheckpointError(
+                f"not in the checkpoint: {sorted(plan.missing)[:8]}",
+                remedy="load with the metadata that read_metadata returned",
+                path=self.checkpoint_id,
+            )
+        execute(plan, buffers, catalogue.readers, threads=self._threads)
+        for target, memory in late:
+            target.copy_(memory)
+        for item, target in batch:
+            planner.commit_tensor(item, target)
+
+
+def _batches(
+    items: list[ReadItem], planner: LoadPlanner
+) -> Iterator[list[tuple[ReadItem, torch.Tensor]]]:
+    """The items with their targets, in batches that bound the memory of buffers."""
+    batch: list[tuple[ReadItem, torch.Tensor]] = []
+    staged = 0
+    for item in items:
+        target = planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != tuple(item.lengths):
+            raise UsageError(
+                f"{item.dest_index.fqn}: the planner gave a tensor of shape "
+                f"{tuple(target.shape)} for a box of {tuple(item.lengths)}",
+                remedy="resolve_tensor must return exactly the part that is to be filled",
+            )
+        need = 0 if _readable(target, target.dtype) else target.numel() * 8
+        if batch and staged + need > _STAGED_BYTES:
+            yield batch
+            batch, staged = [], 0
+        batch.append((item, target))
+        staged += need
+    if batch:
+        yield batch
+
+
+def _readable(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a read can go straight into the tensor's memory."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: ReadItem) -> Entry:
+    """The box of logical tensor `name` that a read item asks for."""
+    origin = item.storage_index.offset
+    if origin is None:
+        raise UsageError(
+            f"{name}: the planner's read item names a chunk without its offset",
+            remedy="keep the storage_index of DCP's read items as it is",
+        )
+    offsets = tuple(o + d for o, d in zip(origin, item.storage_offsets, strict=True))
+    box = Box(offsets, tuple(item.lengths))
+    return Entry(
+        path=(name, number),
+        dtype=dtype,
+        geometry=BoxGeometry(name, tuple(shape), (box,), (0,)),
+        before=(),
+        after=(),
+        ranks=(0,),
+    )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+# -- paths and values as DCP has them --------------------------------------------------------------
+
+
+def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of `value` as DCP flattens it: through mappings, and lists of them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flattened((*path, str(key)), inner)
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, inner in enumerate(value):
+            yield from _flattened((*path, index), inner)
+    else:
+        yield path, value
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(
+        isinstance(v, torch.Tensor) or (isinstance(v, (Mapping, list)) and not _is_leaf(v))
+        for v in value
+    )
+
+
+def _with_names(path: Path, value: Any, optimizers: Mapping[str, Any]) -> Any:
+    """`param_groups` of an optimizer that was saved by number, with names of parameters, as
+    FSDP.optim_state_dict_to_load and torch's set_optimizer_state_dict expect.
+    """
+    if not path or path[-1] != "param_groups" or not isinstance(value, list):
+        return value
+    known = optimizers.get(dotted(path[:-1]))
+    if known is None or known.get("form") != "id":
+        return value
+    ids = known["ids"]
+    return [
+        {**group, "params": [fqn for number in group["params"] for fqn in ids[number]]}
+        for group in value
+    ]

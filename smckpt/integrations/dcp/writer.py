@@ -1,0 +1,460 @@
+"""Lets torch.distributed.checkpoint save in smckpt's format.
+
+DCP plans with its collectives which rank writes which box. Each rank writes its boxes as a part,
+and the coordinator's `finish` publishes the manifest. Until then a reader finds nothing new, and
+committed files are not touched.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from smckpt.checkpoint.commit import probe, publish_manifest, take_lease
+from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.prefixes import PrefixSharding, prefix_sharding_for
+from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.checkpoint.sweep import sweep
+from smckpt.engine.commands import ArenaFile
+from smckpt.engine.worker_write import write_part
+from smckpt.errors import CheckpointError, StateError, UsageError
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.image import Layout, compile_layout
+from smckpt.layout.strided import Box
+from smckpt.staging.arena import Arena
+from smckpt.staging.budget import check_memory
+from smckpt.staging.copies import stage
+from smckpt.storage import own_access
+from smckpt.storage.base import refuse_save
+from smckpt.storage.budget import Share
+from smckpt.storage.urls import bucket_url, normal_url
+
+__all__ = ["DistributedFileSystemWriter"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """The coordinator's message to each rank of a save, inside its plan.
+
+    ranks: global ranks, by rank of the process group. objects: names that the global plan keeps.
+    prefix_sharding: of the ranks' files.
+    """
+
+    session: str
+    number: int
+    rank: int
+    ranks: tuple[int, ...]
+    objects: frozenset[str]
+    prefix_sharding: PrefixSharding | None = None
+
+    @property
+    def attempt(self) -> str:
+        return f"{self.session}-{self.number:08d}"
+
+
+class DistributedFileSystemWriter(StorageWriter):
+    """Writes a checkpoint of smckpt for `torch.distributed.checkpoint.save` and `async_save`.
+
+    Each rank saves its own values that are not tensors, where DCP keeps one rank's. With
+    `smckpt.async_save` and no planner, the writer only names the directory, and the engine saves.
+
+    Args:
+        path: the checkpoint's directory. A second save there commits a newer state, and then
+            deletes the files that it supersedes.
+        step: the training step to record.
+        metadata: JSON values to record.
+        threads: number of writing threads.
+        sweep: whether a new commit deletes the files that it supersedes.
+        s3_region, s3client_config: options of S3 as in `smckpt.save`; None takes those of the
+            environment.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        threads: int = 4,
+        sweep: bool = True,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = normal_url(os.fspath(path))
+        self.access = own_access(self.checkpoint_id, s3_region, s3client_config)
+        self._step = step
+        self._metadata = dict(metadata or {})
+        self._threads = threads
+        self._sweep = sweep
+        self._session = uuid.uuid4().hex[:12]
+        self._numbers = 0
+        self._tokens: dict[str, int] = {}
+        self._own: tuple[WriteItem, ...] = ()
+        self._ticket: _Ticket | None = None
+
+    @property
+    def path(self) -> str:
+        return self.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a directory that smckpt can write to."""
+        try:
+            normal_url(os.fspath(checkpoint_id))
+        except UsageError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save."""
+        if checkpoint_id:
+            self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
+        self._ticket = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP.
+
+        Raises:
+            UsageError: DCP was told to save without coordination.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False would commit each rank's part as a checkpoint of its own",
+                remedy="leave it True, or call smckpt.async_save, which runs no collective",
+                path=self.checkpoint_id,
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Called by DCP on each rank."""
+        self._refuse_cached([plan])
+        self._own = tuple(plan.items)
+        return replace(plan, storage_data=_global_rank())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called by DCP on the coordinator: opens the attempt and takes the lease of the directory.
+
+        Raises:
+            UsageError: a plan comes from the planner's cache.
+            StorageError: the directory cannot be used.
+        """
+        self._refuse_cached(plans)
+        storage = self.access.open(self.checkpoint_id)
+        refuse_save(storage, len(plans), by_worker=False)
+        prefix_sharding = prefix_sharding_for(storage)
+        if self.checkpoint_id not in self._tokens:
+            if not self._tokens and bucket_url(self.checkpoint_id):
+                probe(self.access, self.checkpoint_id, self._session, create=True, leave=False)
+            lease = take_lease(
+                self.access,
+                self.checkpoint_id,
+                self._session,
+                socket.gethostname(),
+                prefix_sharding=prefix_sharding.to_json() if prefix_sharding else None,
+            )
+            self._tokens[self.checkpoint_id] = int(lease["fencing_token"])
+        said = [plan.storage_data for plan in plans]
+        known = all(isinstance(rank, int) for rank in said) and len(set(said)) == len(said)
+        ranks = tuple(said) if known else tuple(range(len(plans)))
+        objects = frozenset(
+            item.index.fqn
+            for plan in plans
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO
+        )
+        number, self._numbers = self._numbers, self._numbers + 1
+        self._ticket = _Ticket(self._session, number, -1, ranks, objects, prefix_sharding)
+        return [
+            replace(plan, storage_data=replace(self._ticket, rank=rank))
+            for plan, rank in zip(plans, ranks, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called by DCP: write this rank's part; durable on return.
+
+        Raises:
+            StateError: a value cannot be stored safely; names it.
+            StorageError: the store refused; the files written so far are removed.
+        """
+        ticket = plan.storage_data
+        if not isinstance(ticket, _Ticket):
+            raise UsageError(
+                f"the planner {type(planner).__name__} lost the plan's storage_data",
+                remedy="make plans with dataclasses.replace, so that storage_data stays",
+                path=self.checkpoint_id,
+            )
+        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+        chosen = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        entries, tensors = _entries(chosen, planner, paths, ticket.rank)
+        layout = compile_layout(entries, rank=ticket.rank, group_ranks=(ticket.rank,))
+        objects = self._objects(plan, planner, paths, ticket)
+        part = self._part(ticket, layout, objects)
+        done = self._write(ticket, layout, dict(zip(map(id, entries), tensors, strict=True)), part)
+        done["host"] = part["host"]
+        results = [WriteResult(item.index, _size(item), None) for item in plan.items]
+        results.append(WriteResult(MetadataIndex(""), 0, {"rank": ticket.rank, **done}))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called by DCP on the coordinator when every rank has written: the commit.
+
+        Raises:
+            StorageError: the store refused, or a later run has taken a lease on the directory.
+        """
+        ticket = self._ticket
+        assert ticket is not None
+        parts = {
+            str(said["rank"]): {"part": said["part"], "crc64": said["crc64"], "host": said["host"]}
+            for said in (ranks_results[-1].storage_data for ranks_results in results)
+        }
+        fencing_token = self._tokens[self.checkpoint_id]
+        published = publish_manifest(
+            self.access,
+            directory=self.checkpoint_id,
+            attempt=ticket.attempt,
+            session=ticket.session,
+            number=ticket.number,
+            fencing_token=fencing_token,
+            ranks=list(ticket.ranks),
+            parts=parts,
+            record=None,
+            prefix_sharding=ticket.prefix_sharding.to_json() if ticket.prefix_sharding else None,
+        )
+        if self._sweep:
+            self._delete_superseded(published["manifest"], fencing_token)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _delete_superseded(self, manifest: str, fencing_token: int) -> None:
+        try:
+            sweep(
+                self.access,
+                directory=self.checkpoint_id,
+                keep=[manifest],
+                fencing_token=fencing_token,
+            )
+        except CheckpointError as error:  # the save is committed all the same
+            log.warning("the files that %s supersedes are not deleted: %s", manifest, error)
+
+    def _refuse_cached(self, plans: Iterable[SavePlan]) -> None:
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise UsageError(
+                "the planner caches plans, and a cached plan names an earlier attempt's files",
+                remedy="pass a planner with enable_plan_caching=False",
+                path=self.checkpoint_id,
+            )
+
+    def _objects(
+        self, plan: SavePlan, planner: SavePlanner, paths: Mapping[str, Path], ticket: _Ticket
+    ) -> dict[str, Any]:
+        """This rank's own values, joined again where DCP cut them."""
+        items = {
+            item.index.fqn: item
+            for item in (*self._own, *plan.items)
+            if item.type == WriteItemType.BYTE_IO and item.index.fqn in ticket.objects
+        }
+        values = {
+            _path_of(fqn, paths): _decoded(fqn, planner.resolve_data(item))
+            for fqn, item in items.items()
+        }
+        tensors = {
+            _path_of(item.index.fqn, paths)
+            for item in (*self._own, *plan.items)
+            if item.type != WriteItemType.BYTE_IO
+        }
+        return {
+            dotted(path): {"path": list(path), "value": encode_object(value, path=dotted(path))}
+            for path, value in _whole(values, tensors)
+        }
+
+    def _part(self, ticket: _Ticket, layout: Layout, objects: dict[str, Any]) -> dict[str, Any]:
+        from smckpt._version import __version__
+
+        return {
+            "format": list(FORMAT_VERSION),
+            "checkpoint_id": self.checkpoint_id,
+            "kind": "SHARDED",
+            "step": self._step,
+            "attempt": ticket.attempt,
+            "session": ticket.session,
+            "number": ticket.number,
+            "rank": ticket.rank,
+            "host": socket.gethostname(),
+            "group_ranks": list(ticket.ranks),
+            "fingerprint": layout.fingerprint,
+            "classes": layout.classes,
+            "layout": encode_rows(layout.entries, {}),
+            "objects": objects,
+            "optimizers": {},
+            "topology": None,
+            "metadata": self._metadata,
+            "versions": {"smckpt": __version__, "torch": str(torch.__version__)},
+        }
+
+    def _write(
+        self,
+        ticket: _Ticket,
+        layout: Layout,
+        tensors: Mapping[int, Sequence[torch.Tensor]],
+        part: dict[str, Any],
+    ) -> dict[str, Any]:
+        arena = None
+        if layout.arena_size:
+            check_memory(layout.arena_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            arena = Arena(layout.arena_size)
+        try:
+            if arena is not None:
+                stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
+            directory, share = self.checkpoint_id, Share.of_rank(ticket.rank, len(ticket.ranks))
+            if ticket.prefix_sharding is not None:
+                directory = ticket.prefix_sharding.directory_of(directory, ticket.rank)
+                prefixes, under_one = (
+                    ticket.prefix_sharding.prefixes,
+                    ticket.prefix_sharding.fullest(ticket.ranks),
+                )
+                share = Share.of_rank(ticket.rank, under_one * prefixes, prefixes)
+            done = write_part(
+                self.access.holding(share),
+                cast(Any, arena and arena.view(0, arena.size)),
+                threads=self._threads,
+                directory=directory,
+                attempt=ticket.attempt,
+                rank=ticket.rank,
+                files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
+                part=part,
+            )
+            return dict(vars(done))
+        finally:
+            if arena is not None:
+                arena.close()
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _size(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
+    return tuple(paths.get(fqn, (fqn,)))
+
+
+def _entries(
+    items: Iterable[WriteItem], planner: SavePlanner, paths: Mapping[str, Path], rank: int
+) -> tuple[list[Entry], list[list[torch.Tensor]]]:
+    """An entry for each tensor, with all boxes that this rank writes, and their elements."""
+    by_name: dict[str, list[WriteItem]] = {}
+    for item in items:
+        by_name.setdefault(item.index.fqn, []).append(item)
+    entries, tensors = [], []
+    for fqn, shards in by_name.items():
+        found = [_resolved(item, planner) for item in shards]
+        path = _path_of(fqn, paths)
+        turn = max(i for i, part in enumerate(path) if isinstance(part, str))
+        first = shards[0].tensor_data
+        assert first is not None
+        geometry = BoxGeometry(
+            str(path[turn]), tuple(first.size), tuple(box for box, _ in found), (rank,)
+        )
+        data = [tensor for _, tensor in found]
+        entries.append(
+            Entry(
+                path=path,
+                dtype=_dtype_name(fqn, data[0].dtype),
+                geometry=geometry,
+                before=path[:turn],
+                after=path[turn + 1 :],
+                ranks=(rank,),
+            )
+        )
+        tensors.append(data)
+    return entries, tensors
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[Box, torch.Tensor]:
+    """The box of a write item and its elements, which the planner may have changed."""
+    data = item.tensor_data
+    tensor = planner.resolve_data(item)
+    assert data is not None
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != data.chunk.sizes:
+        raise StateError(
+            f"{item.index.fqn}: the planner's data is not a tensor of shape "
+            f"{tuple(data.chunk.sizes)}, as its plan says",
+            remedy="resolve_data must return what create_local_plan announced",
+        )
+    return Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tensor.detach()
+
+
+def _dtype_name(fqn: str, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise StateError(f"{fqn} has dtype {name}", remedy="store it as another dtype")
+    return name
+
+
+def _decoded(fqn: str, data: Any) -> Any:
+    """A value from the bytes of DCP's planner; nothing in them is executed."""
+    raw = data.getvalue() if isinstance(data, io.BytesIO) else data
+    try:
+        return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle, zip and torch each have their own
+        raise StateError(
+            f"the value {fqn} is not plain data: {str(error).splitlines()[0]}",
+            remedy="save numbers, strings, lists, dicts and tensors; convert NumPy arrays to "
+            "tensors, and leave functions and custom objects out",
+        ) from error
+
+
+def _whole(values: Mapping[Path, Any], tensors: Iterable[Path]) -> Iterable[tuple[Path, Any]]:
+    """The largest subtrees of the state dict without a tensor, joined from DCP's leaves."""
+    root: dict[Any, Any] = {}
+    leaf = object()  # marks a value: dicts may be values too
+    for path, value in values.items():
+        node = root
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    above = {path[:depth] for path in tensors for depth in range(len(path) + 1)} | {()}
+
+    def built(node: dict[Any, Any]) -> Any:
+        if leaf in node:
+            return node[leaf]
+        if all(isinstance(part, int) for part in node):
+            return [built(node[index]) for index in sorted(node)]
+        return {part: built(inner) for part, inner in node.items()}
+
+    def walk(path: Path, node: dict[Any, Any]) -> Iterable[tuple[Path, Any]]:
+        for part, inner in node.items():
+            here = (*path, part)
+            if here in above and leaf not in inner:
+                yield from walk(here, inner)
+            else:
+                yield here, built(inner)
+
+    return list(walk((), root))

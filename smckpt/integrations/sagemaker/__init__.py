@@ -1,0 +1,26 @@
+"""The import paths of SMP v2's `torch.sagemaker` for checkpoints and topology.
+
+These modules translate names and arguments to smckpt's public API. `smckpt run` puts them in place
+of an absent `torch.sagemaker` (docs/integrations.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from smckpt.errors import UsageError
+from smckpt.integrations.sagemaker.state_handler import init, is_initialized, state
+
+__all__ = ["init", "is_initialized", "state", "transform"]
+
+
+def transform(*_: Any, **__: Any) -> NoReturn:
+    """
+    Raises:
+        UsageError: always. SMP's tensor-parallel layers are its own.
+    """
+    raise UsageError(
+        "torch.sagemaker.transform is not here: smckpt brings checkpoints and topology, no layers",
+        remedy="build the tensor-parallel model yourself (examples/tensor_parallel.py), over "
+        "torch.sagemaker.state.tp_process_group",
+    )

@@ -1,0 +1,70 @@
+"""`limit_num_subdirs`: remove the oldest directories of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import smckpt
+from smckpt.checkpoint.format import parse_name
+
+__all__ = ["SORT_BY_LAST_INT", "limit_num_subdirs"]
+
+logger = logging.getLogger("smckpt")
+
+
+def SORT_BY_LAST_INT(name: str) -> int:  # SMP has this name
+    """By the last number in a name: 20 of "run3-20steps"; -1 where there is none."""
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else -1
+
+
+def limit_num_subdirs(
+    directory: str | os.PathLike[str],
+    num_max: int,
+    sort_fn: Callable[[str], Any] | None = SORT_BY_LAST_INT,
+    regex: str | None = None,
+    log: bool = True,
+) -> list[str]:
+    """Keep the newest directories, and remove the others.
+
+    A directory with an unfinished save stays and does not count. So a committed one is removed only
+    when enough newer ones are committed.
+
+    Args:
+        directory: the parent of the directories, on a file system.
+        num_max: the number to keep; below 1 keeps all.
+        sort_fn: the sort key of a name, higher for later ones. None: the name.
+        regex: only directories whose name it matches from the beginning.
+        log: whether this process removes; in SMP's scripts one rank of the job does.
+
+    Returns:
+        The removed names.
+    """
+    if not log or num_max < 1:
+        return []
+    root = Path(directory)
+    names = [
+        path.name
+        for path in root.iterdir()
+        if path.is_dir() and not path.is_symlink() and re.match(regex or "", path.name)
+    ]
+    whole = [name for name in sorted(names, key=sort_fn or str) if not _unfinished(root / name)]
+    gone = whole[:-num_max]
+    for name in gone:
+        logger.info("removing %s", root / name)
+        for found in smckpt.find_checkpoints(root / name):
+            smckpt.remove(found)  # deletes the commit first: a crash leaves nothing that loads
+        shutil.rmtree(root / name, ignore_errors=not (root / name).exists())
+    return gone
+
+
+def _unfinished(path: Path) -> bool:
+    """Whether it has files of smckpt but no commit."""
+    ours = any(parse_name(file.name) is not None for file in path.rglob("*"))
+    return ours and not smckpt.find_checkpoints(path)

@@ -1,0 +1,148 @@
+"""URLs and small files in S3."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
+from smckpt.storage import Storage, open_storage
+from smckpt.storage.s3.client import make_client
+from smckpt.storage.s3.config import S3Config
+from smckpt.storage.urls import build_s3_url, parse_s3_url
+
+__all__ = [
+    "S3FileSystem",
+    "format_s3_path",
+    "get_s3_region_from_uri",
+    "is_s3_uri",
+    "parse_s3_uri",
+    "retry_with_jitter",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_TRIES, _SECONDS = 3, 0.5
+
+
+def is_s3_uri(uri: str | os.PathLike[str]) -> bool:
+    """Whether it is an s3:// URL, also one that lost a slash in pathlib."""
+    return os.fspath(uri).startswith("s3:/")
+
+
+def format_s3_path(path: str | os.PathLike[str]) -> str:
+    """The full URL of one that lost a slash in `pathlib.Path`."""
+    text = os.fspath(path)
+    if not is_s3_uri(text):
+        raise UsageError("this is no place in S3", remedy="write s3://bucket/key", path=text)
+    return "s3://" + text.removeprefix("s3:").lstrip("/")
+
+
+def parse_s3_uri(uri: str | os.PathLike[str]) -> tuple[str, str]:
+    """Bucket and key."""
+    return parse_s3_url(format_s3_path(uri))
+
+
+def get_s3_region_from_uri(uri: str | os.PathLike[str]) -> str | None:
+    """The bucket's region, from the bucket itself, else from the AWS settings.
+
+    Raises:
+        StorageError: the bucket does not answer, or refuses.
+    """
+    client = make_client(S3Config.from_environment())
+    try:
+        said = client.head_bucket(Bucket=parse_s3_uri(uri)[0]).get("BucketRegion")
+    except Exception as error:  # botocore has many kinds
+        raise StorageError(
+            f"the bucket did not tell its region: {error}",
+            remedy="check its name and your credentials",
+            path=format_s3_path(uri),
+        ) from error
+    region: str | None = said or client.meta.region_name
+    return region
+
+
+def retry_with_jitter(function: Callable[P, T]) -> Callable[P, T]:
+    """Call the function up to three times while the store fails."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(1, _TRIES):
+            try:
+                return function(*args, **kwargs)
+            except (OSError, StorageError):
+                time.sleep(random.uniform(0, _SECONDS * 2**attempt))
+        return function(*args, **kwargs)
+
+    return call
+
+
+class S3FileSystem:
+    """Small files in S3, through smckpt's store. A file is in memory as a whole.
+
+    `fs` lists: `fs.fs.listdir(path)`, as s3fs does.
+    """
+
+    def __init__(self, s3_region: str | None = None, s3client_config: Any = None) -> None:
+        self._options = {"s3_region": s3_region, "s3client_config": s3client_config}
+        self.fs = self
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.BytesIO]:
+        """A file to read ("rb") or to write ("wb"). It appears when the block ends, and does not
+        if the block raises.
+
+        Raises:
+            CheckpointNotFoundError: no such file. StorageError: the store refused.
+        """
+        place, name = self._file(path)
+        if mode == "rb":
+            yield io.BytesIO(place.read(name))
+        elif mode == "wb":
+            written = io.BytesIO()
+            yield written
+            data = written.getvalue()
+            writer = place.create_file(name, len(data), replace=True)
+            try:
+                writer.write_at(0, memoryview(data))
+                writer.finish()
+            except BaseException:
+                writer.abort()
+                raise
+        else:
+            raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{format_s3_path(path).rstrip('/')}/{suffix}"
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        place, name = self._file(path)
+        try:
+            place.size(name)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        place, name = self._file(path)
+        place.delete(name)
+
+    def listdir(self, path: str | os.PathLike[str], detail: bool = False) -> list[str]:
+        """Files and directories there, as "bucket/key"."""
+        if detail:
+            raise UsageError("detail=True is not honoured", remedy="pass detail=False")
+        url = format_s3_path(path).rstrip("/")
+        place = open_storage(url, **self._options)
+        names = sorted([*place.list_dirs(), *(info.name for info in place.list())])
+        return [f"{url.removeprefix('s3://')}/{name}" for name in names]
+
+    def _file(self, path: str | os.PathLike[str]) -> tuple[Storage, str]:
+        bucket, key = parse_s3_uri(path)
+        above, _, name = key.rpartition("/")
+        return open_storage(build_s3_url(bucket, above), **self._options), name

@@ -1,0 +1,92 @@
+"""The kind of state to take, and the interval between saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+import smckpt
+from smckpt.state_dict import SMStateDictType, init_optim_state
+
+__all__ = [
+    "SMStateDictType",
+    "compute_auto_checkpoint_interval",
+    "init_optim_state",
+    "sm_state_dict_type",
+]
+
+
+@contextmanager
+def sm_state_dict_type(
+    model: nn.Module,
+    state_dict_type: Any,
+    state_dict_config: Any = None,
+    optim_state_dict_config: Any = None,
+) -> Iterator[None]:
+    """`smckpt.sm_state_dict_type`; for torch's own types, as `StateDictType.FULL_STATE_DICT`,
+    `FSDP.state_dict_type`, so that `FSDP.optim_state_dict` gives the same kind in the block."""
+    with ExitStack() as stack:
+        of_torch = isinstance(state_dict_type, StateDictType)
+        enter = FullyShardedDataParallel.state_dict_type if of_torch else smckpt.sm_state_dict_type
+        stack.enter_context(
+            enter(model, state_dict_type, state_dict_config, optim_state_dict_config)
+        )
+        yield
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """Steps between two saves, and the seconds it was computed from; 0: not yet known."""
+
+    interval: int = 0
+    step: float = 0.0
+    save: float = 0.0
+
+
+def compute_auto_checkpoint_interval(
+    step_durations: Sequence[float],
+    step_ckpt_durations: Sequence[float],
+    ckpt_preprocessing_durations: Sequence[float],
+    ckpt_io_durations: Sequence[float],
+    process_group: Any = None,
+) -> _Interval:
+    """The smallest number of steps in which a save ends, so that no save waits for the last one.
+
+    It runs a collective and uses the fastest step and the slowest save of all ranks. SMP's own
+    formula is not public, so this one may differ.
+
+    Args:
+        step_durations: seconds of steps without a save.
+        step_ckpt_durations: seconds of steps during a save; they count if they are faster.
+        ckpt_preprocessing_durations, ckpt_io_durations: seconds of saves, until the state was taken
+            and until it was written.
+
+    Raises:
+        UsageError: there are no measurements.
+    """
+    import torch.distributed as dist
+
+    from smckpt.errors import UsageError
+
+    steps = [s for s in (*step_durations, *step_ckpt_durations) if s > 0]
+    saves = list(map(sum, zip(ckpt_preprocessing_durations, ckpt_io_durations, strict=True)))
+    if not steps or not saves:
+        raise UsageError(
+            "there is no measured step, or no measured save",
+            remedy="pass the seconds of at least one of each",
+        )
+    extremes = torch.tensor([-min(steps), max(saves)], dtype=torch.float64)
+    if dist.is_initialized():
+        backend = dist.get_backend(process_group)
+        device = "cpu" if "gloo" in backend else torch.accelerator.current_accelerator()
+        extremes = extremes.to(device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
+    step, save = -float(extremes[0]), float(extremes[1])
+    return _Interval(max(1, math.ceil(save / step)), step, save)

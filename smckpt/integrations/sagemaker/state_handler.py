@@ -1,0 +1,171 @@
+"""`torch.sagemaker.state`: the degrees from `init`, and the groups that follow from them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smckpt.errors import UsageError
+from smckpt.meeting.group import get_global_ranks
+from smckpt.topology import ParallelState
+
+__all__ = ["State", "init", "is_initialized", "state"]
+
+log = logging.getLogger("smckpt")
+
+_DEGREES = (
+    "hybrid_shard_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+)
+# Other parameters of SMP, and the value that has no effect here; None: any value has none.
+_OTHERS: dict[str, Any] = {
+    "sm_activation_offloading": False,
+    "activation_loading_horizon": None,  # for offloading
+    "fsdp_cache_flush_warnings": None,  # for a warning that smckpt does not give
+    "allow_empty_shards": None,  # torch's own FSDP allows them
+    "random_seed": None,  # for SMP's layers, which are not here
+}
+_VARIABLE = "SM_HP_MP_PARAMETERS"  # SageMaker's launcher puts the configuration there
+
+
+class State:
+    """The attributes of `torch.sagemaker.state`: everything of a `ParallelState` (`ranker`,
+    `tp_rank`, `tp_size`, `hybrid_shard_degree`, …), and this rank's process groups
+    `tp_process_group`, `cp_process_group`, `ep_process_group`, `fsdp_process_group`,
+    `rep_process_group` and `world_process_group`.
+    """
+
+    def __init__(self) -> None:
+        self.parallel: ParallelState | None = None
+        self._groups: dict[str, Any] = {}
+
+    def reset(self) -> None:
+        """Undo `init`. The process groups end with the job's."""
+        self.parallel = None
+        self._groups = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self.parallel is None:
+            raise UsageError(
+                f"torch.sagemaker.state.{name} was asked for before torch.sagemaker.init()",
+                remedy="call init() after the job's process group is initialised",
+            )
+        if name.endswith("_process_group"):
+            return self._group(name)
+        return getattr(self.parallel, name)
+
+    def set_up(self, parallel: ParallelState) -> None:
+        """Take the degrees and make this rank's process groups. Every rank of the job calls it."""
+        import torch.distributed as dist
+
+        self.parallel, ranker = parallel, parallel.ranker
+        rank = dist.get_rank()
+        for dim in ("tp", "cp", "ep", "fsdp", "rep"):
+            ranks = getattr(ranker, f"get_{dim}_group")(rank)
+            # Only a group's members take part, in one order on all ranks.
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self._groups[f"{dim}_process_group"] = group
+        self._groups["world_process_group"] = dist.group.WORLD
+
+    def of_step(self, process_group: Any) -> dict[str, Any]:
+        """The groups of a step with this one, as arguments of `smckpt.async_save` and `load`."""
+        if self.parallel is None:
+            return {}
+        ranks, ranker = get_global_ranks(process_group), self.parallel.ranker
+        if len(ranks) == self.parallel.world_size or ranks in ranker.get_rep_groups():
+            return {"parallel_state": self.parallel}
+        if ranks in ranker.get_fsdp_groups():
+            # SMP's scripts let one replica save: its shard groups are those of one step.
+            replica = ranker.get_rep_rank(ranks[0])
+            groups = ranker.get_fsdp_groups()
+            return {"groups": [g for g in groups if ranker.get_rep_rank(g[0]) == replica]}
+        return {}
+
+    def _group(self, name: str) -> Any:
+        try:
+            return self._groups[name]
+        except KeyError:
+            raise AttributeError(f"torch.sagemaker.state has no {name}") from None
+
+
+state = State()  # SMP's scripts import it by name, before init() fills it
+
+
+def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
+    """Set up the topology. Collective: every rank makes its process groups here.
+
+    Args:
+        config: SMP's configuration as a mapping, or the path of a JSON file with it. None: from
+            SM_HP_MP_PARAMETERS, which SageMaker's launcher sets, or degrees of 1.
+
+    Raises:
+        UsageError: a parameter is unknown, or needs SMP's layers; or the job has no process group
+            and no launcher.
+        TopologyError: degrees do not fit the world.
+    """
+    import torch
+    import torch.distributed as dist
+
+    given = _read(config)
+    for name, value in given.items():
+        if name in _DEGREES:
+            continue
+        if name not in _OTHERS:
+            raise UsageError(
+                f"{name} is not a known parameter of SMP",
+                remedy=f"there are {', '.join((*_DEGREES, *_OTHERS))}",
+            )
+        if _OTHERS[name] is not None and value != _OTHERS[name]:
+            raise UsageError(
+                f"{name}={value!r} is not honoured: it belongs to SMP's layers, which are not here",
+                remedy=f"pass {_OTHERS[name]!r}",
+            )
+        log.info("%s=%r has no effect here", name, value)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise UsageError(
+                "torch.sagemaker.init() was called without a process group",
+                remedy="start under torchrun, or call dist.init_process_group() first",
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    degrees = {name: given[name] for name in _DEGREES if name in given}
+    state.set_up(ParallelState(dist.get_world_size(), rank=dist.get_rank(), **degrees))
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, without a `state.reset()` since."""
+    return state.parallel is not None
+
+
+def _read(config: Any) -> dict[str, Any]:
+    if config is None:
+        text, where = os.environ.get(_VARIABLE, "{}"), _VARIABLE
+    elif isinstance(config, Mapping):
+        return dict(config)
+    else:
+        where = os.fspath(config)
+        try:
+            text = Path(where).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"SMP's configuration cannot be read: {error.strerror}",
+                remedy="pass a mapping, or the path of a JSON file",
+                path=where,
+            ) from error
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"SMP's configuration is not JSON: {error}", remedy="write an object", path=where
+        ) from error
+    if not isinstance(read, dict):
+        raise UsageError("SMP's configuration is not an object", remedy="write {…}", path=where)
+    return read

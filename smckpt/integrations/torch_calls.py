@@ -1,0 +1,96 @@
+"""Replacements for calls of torch to which SMP's scripts pass arguments that stock torch refuses.
+
+`smckpt.run` puts them in place of torch's own functions, and undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+
+from smckpt.errors import UsageError
+
+__all__ = ["either_order", "with_process_group"]
+
+
+def either_order(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`FSDP.optim_state_dict_to_load`, also with the order of torch 2.0, the state dict first."""
+
+    def optim_state_dict_to_load(*args: Any, **kwargs: Any) -> Any:
+        if len(args) >= 3 and isinstance(args[0], Mapping):
+            args = (*args[1:3], args[0], *args[3:])
+        return stock(*args, **kwargs)
+
+    return optim_state_dict_to_load
+
+
+def with_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_sharded_optimizer_state_dict`, also with `process_group=`: the ranks that the state is
+    sharded over. Stock torch 2.13 cuts it over all ranks of the job, replicas included."""
+
+    def load_sharded_optimizer_state_dict(
+        model_state_dict: Any,
+        optimizer_key: str,
+        storage_reader: Any,
+        planner: Any = None,
+        process_group: Any = None,
+    ) -> dict[str, Any]:
+        """Load the optimizer state that `FSDP.optim_state_dict` gave under SHARDED.
+
+        Args:
+            model_state_dict: of the model, SHARDED, loaded.
+            optimizer_key: the key of the saved state.
+            process_group: the shard group, `model.process_group`; None does as stock torch.
+
+        Returns:
+            `{optimizer_key: …}`, each tensor a ShardedTensor over the group; scalars are plain.
+
+        Raises:
+            UsageError: nothing is saved under the key.
+        """
+        if process_group is None:
+            given: dict[str, Any] = stock(model_state_dict, optimizer_key, storage_reader, planner)
+            return given
+        metadata = storage_reader.read_metadata()
+        paths = metadata.planner_data or {}
+        target = {
+            name: _room(saved, process_group)
+            for name, saved in metadata.state_dict_metadata.items()
+            if paths[name][0] == optimizer_key
+        }
+        if not target:
+            raise UsageError(
+                f"the checkpoint has nothing under {optimizer_key!r}",
+                remedy=f"it has {sorted({str(path[0]) for path in paths.values()})[:8]}",
+            )
+        state_dict_loader.load(
+            target, storage_reader=storage_reader, planner=planner, process_group=process_group
+        )
+        found: dict[str, Any] = unflatten_state_dict(target, paths)
+        return found
+
+    return load_sharded_optimizer_state_dict
+
+
+def _room(saved: Any, group: Any) -> Any:
+    if isinstance(saved, BytesStorageMetadata):
+        return "<bytes_io>"
+    backend = dist.Backend.backend_capability.get(dist.get_backend(group), [])
+    device = "cpu" if "cpu" in backend else torch.accelerator.current_accelerator()
+    whole = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+    if not saved.size:
+        return whole
+    return _create_chunk_sharded_tensor(
+        whole,
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        num_devices_per_node=max(torch.accelerator.device_count(), 1),
+        pg=group,
+    )

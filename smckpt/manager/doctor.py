@@ -1,0 +1,157 @@
+"""The condition of each step below a root: whether it can be restored, why not, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt.checkpoint.choose import choose_commit, commits_at
+from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, found_at
+from smckpt.checkpoint.foreign import natural_order
+from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.leases import leases_at
+from smckpt.checkpoint.prefixes import is_prefix
+from smckpt.checkpoint.whole import what_is_missing
+from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.storage import Storage
+from smckpt.storage.urls import relative_url
+
+__all__ = ["Condition", "examine"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The condition of one directory.
+
+    Args:
+        place: its path relative to the root.
+        step: None where it is not known.
+        state: "whole"; "cut" (committed, but a file is missing or short); "damaged" (the commit
+            cannot be read); "unfinished" (not committed, perhaps not yet); "removing" (a deletion
+            runs or was cut short).
+        why: what is wrong, in a sentence; "" for a whole one.
+        remedy: what to do.
+        nbytes: size of the data files that are there.
+        committed_at: nanoseconds since 1970; 0 without a commit.
+    """
+
+    place: str
+    step: int | None
+    state: str
+    why: str = ""
+    remedy: str = ""
+    nbytes: int = 0
+    committed_at: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
+    """All directories at and below `root` that hold files of a checkpoint, newest step first, then
+    those without a step, by name. It lists directories and reads manifests, but no data.
+
+    Raises:
+        StorageError: the store failed to read the root.
+    """
+    root.list_dirs()
+    found = [
+        condition
+        for storage in _directories(root, depth)
+        if (condition := _condition(root, storage)) is not None
+    ]
+    return sorted(
+        found,
+        key=lambda one: (one.step is not None, one.step or 0, natural_order(one.place)),
+        reverse=True,
+    )
+
+
+def _directories(storage: Storage, depth: int) -> Iterator[Storage]:
+    yield storage
+    for name in storage.list_dirs() if depth else ():
+        if not is_prefix(name):
+            yield from _directories(storage.join(name), depth - 1)
+
+
+def _condition(root: Storage, storage: Storage) -> Condition | None:
+    place = relative_url(storage.url, root.url)
+    names = [info.name for info in storage.list()]
+    if any(name.startswith("removing-") for name in names):
+        return Condition(
+            place,
+            _step_in(place),
+            "removing",
+            "a deletion is under way, or was cut short",
+            "the next run that keeps checkpoints here, or `smckpt prune`, finishes it",
+        )
+    try:
+        found = found_at(storage)
+    except CheckpointError as error:
+        return Condition(place, _step_in(place), "damaged", str(error), _OLDER)
+    if found is not None:
+        return _committed(place, storage, found)
+    if commits_at(storage):
+        try:
+            choose_commit(storage)
+            return None  # one group of a committed step; the step's own directory reports it
+        except CheckpointNotFoundError as error:
+            why = error.message
+        except CheckpointError as error:
+            return Condition(place, _step_in(place), "damaged", str(error), _OLDER)
+        return _unfinished(place, storage, names, why)
+    return _unfinished(place, storage, names, "")
+
+
+_OLDER = (
+    "`smckpt verify` says which bytes; put the file back from a copy. A restore takes the next "
+    "older step"
+)
+
+
+def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Condition:
+    try:
+        missing = what_is_missing(storage, found.identity)
+    except CheckpointError as error:
+        missing = str(error)
+    return Condition(
+        place,
+        found.step,
+        "cut" if missing else "whole",
+        missing,
+        _OLDER if missing else "",
+        found.nbytes,
+        found.committed_at,
+    )
+
+
+def _unfinished(place: str, storage: Storage, names: Sequence[str], why: str) -> Condition | None:
+    parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
+    if not any(p.kind in ("data", "part", "manifest") for _, p in parsed):
+        return None
+    if not why:
+        wrote = {p.rank for _, p in parsed if p.kind == "part"}
+        due: set[int] = set()
+        try:
+            for lease in leases_at(storage)[-1:]:
+                due = set(lease.ranks)
+        except CheckpointError:
+            pass
+        away = sorted(due - wrote)
+        why = f"{len(wrote)} ranks have written their part"
+        why += f", ranks {away[:8]} have not" if away else ", and no manifest is there"
+    nbytes = sum(info.size for info in storage.list("data-"))
+    remedy = "if no job is writing it, it was cut short: take an older step. The next save to this "
+    remedy += "directory sweeps it"
+    return Condition(place, _step_in(place), "unfinished", why, remedy, nbytes)
+
+
+def _step_in(place: str) -> int | None:
+    """The last number in the last part of the path that has one. Without a commit, the step is
+    known from names alone."""
+    for part in reversed(place.split("/")):
+        numbers = [int(n) for n in "".join(c if c in "0123456789" else " " for c in part).split()]
+        if numbers and not part.startswith(("dp_", "tp", "pp", "ep")):
+            return numbers[-1]
+    return None

@@ -1,0 +1,483 @@
+"""`CheckpointManager`: a run's checkpoints below one root, from the first save to the last."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.engine.api import async_save, load, maybe_finalize_async_calls
+from smckpt.engine.job import SaveHandle, SaveOptions, Timings
+from smckpt.engine.replicas import ReplicationGroup
+from smckpt.errors import UsageError
+from smckpt.manager.book import Book
+from smckpt.manager.groups import agreed_group
+from smckpt.manager.notice import Watch
+from smckpt.manager.record import history_of, mark_of, recorded
+from smckpt.manager.resume import resume
+from smckpt.manager.retention import Best, Keep, Keeper
+from smckpt.manager.room import bytes_of, check_room
+from smckpt.manager.schedule import Interval, Schedule
+from smckpt.manager.state import (
+    Failed,
+    give_back,
+    random_state,
+    random_target,
+    seed_random,
+    set_random_state,
+    taken,
+)
+from smckpt.manager.template import Template
+from smckpt.meeting.group import group_of
+from smckpt.meeting.membership import Membership
+from smckpt.state_dict import LOCAL, SHARDED
+from smckpt.storage import access_to
+from smckpt.storage.urls import normal_url
+
+__all__ = ["CheckpointManager"]
+
+log = logging.getLogger("smckpt")
+
+QUEUE = "manager"
+LEAVE_SECONDS = 30.0  # how long the store's host waits for peers that still read from it
+
+
+class CheckpointManager:
+    """Saves a run's steps below a root, deletes those that the rules do not keep, and restores.
+
+        with CheckpointManager(root, interval=100, keep_last_n=3) as manager:
+            step = manager.restore(into=state)
+            while step < steps:
+                train()
+                step += 1
+                if manager.should_save(step):
+                    manager.save(step, state)
+
+    Initialise the process group first. All ranks make a manager with the same arguments, and make
+    the same calls in the same order. Rank 0 reads the root, deletes, and tells the others through
+    the job's store, without collectives. A step counts once all of its groups have committed.
+
+    Args:
+        root: a directory, or s3://bucket/prefix. Each step gets a directory of its own below it.
+        keep_last_n: N keeps the newest N steps that are committed and whole. 0 keeps the newest
+            alone, which no rule deletes. None keeps all. Deletion runs in the background on rank 0,
+            after a newer step is committed and whole. It spares checkpoints that a reader has
+            `pinned`. It deletes only what this run has saved; a run that restores a step also
+            takes over what the run before it saved.
+        keep_every: keep the multiples of this number of steps too.
+        keep_best: (metric, "min" or "max", n): keep the n best too, by the `metrics` that `save`
+            was given. `best` uses the same metric.
+        interval: when `should_save` is true. A number of steps: at each multiple of it. A
+            `datetime.timedelta`: at the first step after so much time since the last save, by rank
+            0's clock. "auto": likewise, after a time that follows from how long a save holds
+            training up and how often this run has failed (docs/manager.md). None: never.
+        layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}".
+        signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
+            through the job's store, on a last step. `should_save` is true for it, and `save` waits
+            for its commit and raises SystemExit. An empty tuple installs no handler.
+        grace: seconds from the signal until the process ends, whatever it is doing. Closing the
+            manager cancels it. None: 25 after SIGTERM (torchrun and Kubernetes kill 30 s after it),
+            110 after any other signal.
+        exit_status: exit status of a process that ends after a signal.
+        random: also save and restore the random generators of Python, NumPy, torch and the device.
+        max_consecutive_failures: how many failed saves in a row are only logged. None: as `options`
+            says.
+        options: options of each save; see `SaveOptions`.
+        timeout: seconds for each round in which the ranks agree.
+        s3_region, s3client_config: as in `async_save`.
+
+    Raises:
+        UsageError: an argument is out of range, or contradicts another one.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last_n: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, str, int] | None = None,
+        interval: Interval | None = None,
+        layout: str = "{step}",
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        grace: float | None = None,
+        exit_status: int = 143,
+        random: bool = True,
+        max_consecutive_failures: int | None = None,
+        options: SaveOptions | None = None,
+        timeout: float = 1800.0,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+    ) -> None:
+        self.root = normal_url(os.fspath(root))
+        self._store_options = {"s3_region": s3_region, "s3client_config": s3client_config}
+        self._template = Template(layout)
+        self._best = None if keep_best is None else Best(*keep_best)
+        self._keep = Keep(keep_last_n, keep_every, self._best)
+        self._random = random
+        self._options = _options(options, max_consecutive_failures)
+        self._timeout = timeout
+        self._access = access_to(self.root, **self._store_options)
+        group = group_of(None)
+        assert group is not None
+        digest = hashlib.sha256(f"{self.root}\0{layout}".encode()).hexdigest()[:12]
+        self._membership = Membership(group, f"manager/{digest}")
+        self._rank, self._world = group.rank, group.world_size
+        self._book = Book(self._access.open(self.root), self._template)
+        self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6))
+        self._schedule = Schedule(self._membership, interval, timeout)
+        self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
+        self._groups: ReplicationGroup | None = None
+        self._rounds = 0
+        self._prepared = False  # it is known that there is room
+        self._timed = False  # the first save
+        self._closed = False
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save `step`, which has just ended. The answer is the same on all ranks.
+
+        Call it after each step. It takes microseconds. Once any rank has received a signal, it
+        waits until the ranks have agreed on a last step.
+        """
+        return self._watch.is_last(step) or self._schedule.is_due(step)
+
+    @alone("CheckpointManager.save", outer=True)
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
+    ) -> SaveHandle:
+        """Copy the state into memory and return; write and commit it in the background.
+
+        Args:
+            step: the number of training steps done.
+            state: a dict of live objects: models, optimizers, schedulers, loaders, scalers,
+                anything with `state_dict` and `load_state_dict`, also in nested dicts and lists;
+                tensors and plain values beside them. It has the same keys on all ranks.
+            metrics: numbers, such as {"loss": 2.1}. Those of rank 0 count.
+            metadata: JSON values to record. The keys "manager" and "metrics" are reserved.
+            epoch: needed where the layout has {epoch}.
+
+        Before the first save of the manager the ranks reckon what a step takes. Rank 0 logs it
+        beside the room that is left, and warns where what the rules keep does not fit.
+
+        Returns:
+            The save's handle. Call `wait()` to wait for the commit.
+
+        Raises:
+            SaveFailedError: *earlier* saves failed more often than `max_consecutive_failures`
+                allows. This save goes on all the same.
+            UsageError, StateError: this step or state cannot be saved. All ranks fail this save.
+            StorageError: before the first save: there is no room for one step. All ranks raise it.
+            SystemExit: after a signal, this was the last step. It is committed.
+        """
+        self._refuse_closed()
+        last = self._watch.is_last(step)
+        self._schedule.saved(step)
+        group = self._group(state)
+        place, told = "", {}
+        live: Mapping[str, Any]
+        try:
+            place = self._template.place(step, epoch)
+            told = recorded(self._recorded(), metrics, metadata)
+            live = self._live(state, step)
+        except Exception as error:
+            live = Failed(error)  # async_save tells the peers, who count this save too, and raises
+        if not self._prepared:
+            self._prepare(live, group)
+        handle = async_save(
+            live,  # type: ignore[arg-type]
+            checkpoint_id=group.directory(self._directory(place)),
+            process_group=group.process_group,
+            queue=QUEUE,
+            step=step if type(step) is int else None,
+            metadata=told,
+            on_commit=self._committed(place),
+            options=self._options,
+            **self._store_options,
+        )
+        assert handle is not None
+        if last:
+            handle.wait()
+            self._watch.leave_saved(step)
+        return handle
+
+    def _prepare(self, live: Mapping[str, Any], group: ReplicationGroup) -> None:
+        """Once, before anything is written: is there room?"""
+
+        def mine() -> int:
+            try:
+                return bytes_of(live, self._rank, group.ranks)
+            except Exception:  # async_save finds it too, and tells the peers
+                return 0
+
+        def decide(brought: Callable[[], dict[int, int]]) -> None:
+            check_room(self.root, brought(), len(group.ranks), self._keep, self._saved_bytes)
+
+        meeting = self._membership.meeting(self._timeout)
+        meeting.round(self._point("room"), mine, decide, timeout=self._timeout)
+        self._prepared = True
+
+    def _saved_bytes(self) -> int:
+        """Of this run's steps."""
+        run = self._keeper.run
+        return sum(found.nbytes for found in self._book.all() if mark_of(found) == run)
+
+    def _committed(self, place: str) -> Callable[[SaveHandle], None]:
+        def committed(handle: SaveHandle) -> None:
+            if self._rank == 0 and handle.timings is not None:
+                self._measured(handle.timings)
+                self._keeper.committed(place)
+
+        return committed
+
+    def _measured(self, times: Timings) -> None:
+        self._schedule.measured(times)
+        if not self._timed:
+            self._timed = True
+            stall = times.blocked - times.waited
+            text = "a step is committed after %.3g s, and a save holds training up for %.3g s"
+            log.info(text, times.committed, stall)
+
+    def _live(self, state: Mapping[str, Any], step: int) -> dict[str, Any]:
+        if not isinstance(state, Mapping) or not state:
+            raise UsageError(
+                f"the state is a {type(state).__name__}, or empty",
+                remedy='pass a dict such as {"model": model, "optimizer": optimizer}',
+            )
+        if "manager" in state:
+            raise UsageError(
+                'the state has a key "manager", which the manager uses for its own values',
+                remedy="rename it",
+            )
+        live = taken(state, LOCAL)
+        own: dict[str, Any] = {"step": step}
+        if self._random:
+            own["random"] = random_state()
+        return {**live, "manager": own}
+
+    def _recorded(self) -> dict[str, Any]:
+        """What the manifest says of the run, beside what the engine records."""
+        history, notice = self._schedule.history(), self._watch.notice
+        return {
+            "run": self._keeper.run,
+            "ranks": self._world,
+            "replicas": len(self._groups.ranks) if self._groups else self._world,
+            "random": sorted(random_state()) if self._random else [],
+            "failures": history.failures,
+            "seconds": round(history.seconds, 1),
+            "ended": notice.signal if notice is not None else None,
+            "interval": self._schedule.chosen(),
+        }
+
+    # -- going on ----------------------------------------------------------------------------
+
+    @alone("CheckpointManager.restore", outer=True)
+    def restore(self, into: MutableMapping[str, Any]) -> int:
+        """Fill the objects in `into` from the newest step that all ranks can load.
+
+        If the newest is damaged, all ranks take the next older one, and the log says which steps
+        were lost. `into` holds the same objects as the state for `save`. Tensors are filled in
+        place. Objects other than models and optimizers get their state through `load_state_dict`,
+        and `into` gets plain values. Random generators continue where they were if the job has as
+        many ranks as before. Otherwise each rank seeds them from the step, the rank and the number
+        of ranks.
+
+        Returns:
+            The step; 0 where there is no checkpoint.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, but none of them loads.
+            KeysMismatchError, TensorMismatchError, StorageError and others of `load`: the program
+                does not fit the checkpoint, or the store does not answer. On all ranks.
+        """
+        self._refuse_closed()
+        group = self._group(into)
+        filled: list[dict[str, Any]] = []
+
+        def fill(found: FoundCheckpoint) -> None:
+            filled[:] = [self._filled(found, into, group)]
+
+        meeting = self._membership.meeting(self._timeout)
+        self._book.forget()
+        point = self._point("restore")
+        resumed = resume(meeting, point, self._book.newest_first, fill, self._timeout)
+        found = resumed.found
+        if found is None:
+            if self._rank == 0:
+                log.info("no checkpoint below %s: the run starts from step 0", self.root)
+            return 0
+        (loaded,) = filled
+        step = found.step or 0
+        own = loaded.pop("manager", {})
+        give_back(into, loaded)
+        self._set_random(found, own.get("random"), step)
+        self._keeper.run = mark_of(found) or self._keeper.run
+        self._schedule.restored(step, history_of(found))
+        if self._rank == 0:
+            log.log(
+                logging.WARNING if resumed.lost else logging.INFO,
+                "restored step %d from %s%s",
+                step,
+                found,
+                f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
+            )
+        return step
+
+    def _filled(
+        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup
+    ) -> dict[str, Any]:
+        """The loaded state of the objects in `into`. Its tensors are the live ones."""
+        mark = found.metadata.get("manager") or {}
+        same = mark.get("ranks") == self._world and mark.get("replicas") == len(group.ranks)
+        target = taken(into, LOCAL if same else SHARDED)
+        if mark:
+            target["manager"] = {"step": 0, **random_target(mark.get("random") or [])}
+        load(
+            target,
+            checkpoint_id=group.directory(found.path) if same else found.path,
+            process_group=group.process_group if same else None,
+            timeout=self._timeout,
+            **self._store_options,
+        )
+        return target
+
+    def _set_random(self, found: FoundCheckpoint, saved: Any, step: int) -> None:
+        if not self._random or not saved:
+            return
+        mark = found.metadata["manager"]
+        if mark.get("ranks") == self._world:
+            set_random_state(saved)
+            return
+        text = f"{mark.get('run')} {step} {self._rank} {self._world}"
+        seed_random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+        if self._rank == 0:
+            log.warning(
+                "step %d was saved by %s ranks and is restored by %d: random numbers begin anew",
+                step,
+                mark.get("ranks"),
+                self._world,
+            )
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def latest(self) -> FoundCheckpoint | None:
+        """The newest step that is committed and can be read, or None. All ranks call it."""
+        found = self.all()
+        return found[-1] if found else None
+
+    def best(self) -> FoundCheckpoint | None:
+        """The best committed step by `keep_best`'s metric, or None. All ranks call it.
+
+        Raises:
+            UsageError: the manager was made without keep_best.
+        """
+        if self._best is None:
+            raise UsageError(
+                "best() needs a metric",
+                remedy='make the manager with keep_best=("loss", "min", 1)',
+            )
+        ranked = self._best.ranked(self.all())
+        return ranked[0] if ranked else None
+
+    @alone("CheckpointManager.all", outer=True)
+    def all(self) -> list[FoundCheckpoint]:
+        """The committed steps, oldest first. All ranks call it.
+
+        Raises:
+            StorageError: the store fails to read a directory; on all ranks.
+        """
+        self._refuse_closed()
+
+        def look(brought: Callable[[], dict[int, None]]) -> list[dict[str, Any]]:
+            brought()
+            self._book.forget()
+            return [one.to_json() for one in self._book.all()]
+
+        meeting = self._membership.meeting(self._timeout)
+        told = meeting.round(self._point("all"), lambda: None, look, timeout=self._timeout)
+        return [FoundCheckpoint.from_json(each) for each in told]
+
+    # -- the end -----------------------------------------------------------------------------
+
+    @alone("CheckpointManager.close", outer=True)
+    def close(self) -> None:
+        """Wait for saves and deletions to end.
+
+        Raises:
+            SaveFailedError: a save was not committed; on every rank, with the cause.
+        """
+        if self._closed:
+            return
+        try:
+            maybe_finalize_async_calls(queue=QUEUE)
+        finally:
+            self._end(self._timeout)
+
+    def _end(self, timeout: float) -> None:
+        self._closed = True
+        self._watch.close()
+        self._schedule.close()
+        self._keeper.close(timeout)
+        self._membership.leave(min(timeout, LEAVE_SECONDS))
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:  # saves go on; the exit of the process waits for them
+            self._end(0)
+
+    # -- what the calls need -----------------------------------------------------------------
+
+    def _group(self, state: Any) -> ReplicationGroup:
+        """The ranks that save together with this one, found once from the model."""
+        if self._groups is None:
+            meeting = self._membership.meeting(self._timeout)
+            point = self._point("groups")
+            self._groups = agreed_group(meeting, point, state, self._timeout)
+        return self._groups
+
+    def _directory(self, place: str) -> str:
+        return f"{self.root.rstrip('/')}/{place}" if place else self.root
+
+    def _point(self, what: str) -> str:
+        self._rounds += 1
+        return f"{what}/{self._rounds}"
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("the manager is closed", remedy="make another one")
+
+
+def _options(options: SaveOptions | None, failures: int | None) -> SaveOptions:
+    given = SaveOptions() if options is None else options
+    if failures is None:
+        return given
+    if given.max_consecutive_failures:
+        raise UsageError(
+            f"max_consecutive_failures is {failures!r}, and "
+            f"{given.max_consecutive_failures} in options",
+            remedy="give it once",
+        )
+    return replace(given, max_consecutive_failures=failures)

@@ -1,0 +1,255 @@
+"""A notice that the job must end: one rank receives a signal, and all ranks agree on a last step.
+
+A signal handler may only set a flag. Each rank has a thread that watches its own flag, and the
+notice that another rank may have put in the job's store. When the thread finds either, it brings
+the step that its rank has passed to a round. From then on the rank's loop waits for the decision at
+its next step. The last step is the first one after the furthest that any rank has passed. So no
+rank is beyond it, no rank waits for another's training, and a rank inside a collective still
+answers. If a rank does not answer, no further step can be saved, and the others end at once. When
+the grace time is over, each rank ends, whatever it is waiting for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Meeting
+from smckpt.meeting.store import OverStore
+
+__all__ = ["Notice", "Watch"]
+
+log = logging.getLogger("smckpt")
+
+POLL_SECONDS = 0.5
+LEAVE_SECONDS = 5.0  # how long `close` waits for the thread, which may be in a call to the store
+RANKS_A_SECOND = 4000  # how many ranks may ask the store, one process, for a notice
+GRACE = {"SIGTERM": 25.0}  # torchrun and Kubernetes kill 30 seconds after it
+LONG_GRACE = 110.0  # SageMaker gives two minutes; with Slurm the user chooses the time
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A signal that a rank received. grace: seconds from the signal until the process ends."""
+
+    signal: str
+    rank: int
+    host: str
+    grace: float
+
+
+class Watch:
+    """This rank's flag, its thread, and the decision of the ranks.
+
+    Args:
+        signals: signals that ask the job to end.
+        grace: seconds from the notice until the process ends; `close` cancels it. None: by signal.
+        status: exit status of the process then.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        signals: Sequence[str],
+        grace: float | None,
+        status: int,
+        timeout: float,
+    ) -> None:
+        self._membership = membership
+        self._grace = grace
+        self._status = status
+        self._timeout = timeout
+        self._flag: str | None = None  # set by the handler
+        self.notice: Notice | None = None
+        self._lock = threading.Lock()
+        self._passed = -1
+        self._holds = False
+        self._after: int | None = None  # the decision
+        self._decided = threading.Event()
+        self._ended = threading.Event()
+        self._saved = False
+        self._deaf = False
+        self._before: dict[int, Any] = {}
+        self._pipe: tuple[int, ...] = ()
+        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
+        world = membership.group.world_size
+        self._pause = max(POLL_SECONDS, world / RANKS_A_SECOND)
+        if not signals:
+            return
+        self._install([signal.Signals[name] for name in signals])
+        self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
+        self._thread.start()
+
+    # -- the training thread ---------------------------------------------------------------------
+
+    def is_last(self, step: int) -> bool:
+        """Whether the job ends after `step`, which this rank's loop has reached. After a notice
+        this waits for the decision of the ranks.
+        """
+        with self._lock:
+            if not self._holds:
+                self._passed = max(self._passed, step)
+                return False
+        if step > self._passed:  # until the thread decides, gives up or ends the process
+            self._decided.wait()
+        return self._after is not None and step > self._after
+
+    def leave_saved(self, step: int) -> NoReturn:
+        """End this rank, because the last step is committed.
+
+        Raises:
+            SystemExit: always.
+        """
+        self._saved = True
+        if self._membership.group.index == 0:
+            log.warning("step %d is committed, the last: exit status %d", step, self._status)
+        raise SystemExit(self._status)
+
+    def close(self) -> None:
+        """Restore the earlier signal handlers, and cancel the timer that ends the process."""
+        self._ended.set()
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+            if self._pipe:
+                signal.set_wakeup_fd(-1)
+            self._before = {}
+        if self._pipe:
+            os.write(self._pipe[1], b"\0")  # the thread waits for it
+        if self._thread is not None:
+            self._thread.join(LEAVE_SECONDS)
+            if main and not self._thread.is_alive():
+                for end in self._pipe:
+                    os.close(end)
+                self._pipe = ()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- the signal ------------------------------------------------------------------------------
+
+    def _install(self, numbers: Sequence[signal.Signals]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals are not heard: the manager was made outside the main thread")
+            return
+        for number in numbers:
+            self._before[number] = signal.signal(number, self._heard)
+        # A Python handler waits for the main thread, which may be in a collective that never ends.
+        # The interpreter writes to the pipe at once.
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        others = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if others != -1:  # an event loop's descriptor, which needs the signals more
+            signal.set_wakeup_fd(others)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._deaf:  # no thread would decide, so the signal has its default effect
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._flag = signal.Signals(number).name
+        self._holds = True  # without the lock, which the interrupted code may hold
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            notice = self._first_notice()
+            if notice is not None and not self._ended.is_set():
+                self._obey(notice)
+        except Exception as error:  # of any kind: a training thread may wait for this one
+            self._deaf = True
+            if self._ended.is_set():
+                return
+            if self._flag is not None or self.notice is not None:
+                self._end(f"the ranks cannot agree on a last step: {error}")
+            log.warning("notices are no longer heard from other ranks: %s", error)
+        finally:
+            self._deaf = self._after is None
+            self._decided.set()
+
+    def _first_notice(self) -> Notice | None:
+        """The first notice that any rank received."""
+        meeting = self._membership.meeting(self._timeout)
+        while not self._ended.is_set():
+            self._wait_for_signal()
+            mine: dict[str, Any] | None = None
+            if self._flag is not None:
+                grace = GRACE.get(self._flag, LONG_GRACE) if self._grace is None else self._grace
+                rank = self._membership.group.rank
+                mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
+            told = _told(meeting, mine)
+            if told is not None:
+                return Notice(**told)
+        return None
+
+    def _wait_for_signal(self) -> None:
+        """Wait until a signal comes, or until it is time to ask the store."""
+        if not self._pipe:
+            self._ended.wait(self._pause)
+        elif self._flag is None and select.select(self._pipe[:1], (), (), self._pause)[0]:
+            for number in os.read(self._pipe[0], 64):
+                if number in self._before:
+                    self._flag = signal.Signals(number).name
+
+    def _obey(self, notice: Notice) -> None:
+        self.notice = notice
+        self._timer = threading.Timer(notice.grace, self._end, ["the time is over"])
+        self._timer.daemon = True
+        self._timer.start()
+        log.log(
+            logging.WARNING if self._membership.group.index == 0 else logging.INFO,
+            "%s came to rank %d on %s: the ranks agree on a last step, save it and end with exit "
+            "status %d within %.0f s",
+            notice.signal,
+            notice.rank,
+            notice.host,
+            self._status,
+            notice.grace,
+        )
+        meeting = self._membership.meeting(self._timeout)
+        self._after = meeting.round(
+            "last",
+            self._hold,
+            lambda brought: max(brought().values()),
+            timeout=notice.grace / 3,  # the rest is for the save
+        )
+
+    def _hold(self) -> int:
+        """Make this rank's loop wait at its next step; returns the step it has passed."""
+        with self._lock:
+            self._holds = True
+            return self._passed
+
+    def _end(self, why: str) -> None:
+        if not self._saved:
+            log.error(
+                "%s. The newest committed step is what the next run restores; exit status %d",
+                why,
+                self._status,
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._status)
+
+
+def _told(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The notice that came first: an earlier one, else `mine`."""
+    transport = meeting.transport
+    if mine is not None:
+        told: dict[str, Any] = meeting.first("notice", mine)
+        return told
+    return transport.keys.peek("notice") if isinstance(transport, OverStore) else None

@@ -1,0 +1,184 @@
+"""Pins of readers and marks of deletions: whichever comes later sees the earlier one.
+
+A reader writes its pin and then looks for marks. A deletion writes its mark and then looks for
+pins; if it finds one, it deletes the mark. So no pinned checkpoint is deleted, and no checkpoint
+under deletion is pinned. The mark lists every file to delete, so a later run can finish a deletion
+that was cut short after the manifest went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.format import SENSELESS, parse_name
+from smckpt.checkpoint.remove import Doomed, carry_out, doomed_of
+from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    UsageError,
+)
+from smckpt.storage import Storage, access_to
+from smckpt.storage.urls import file_url
+
+__all__ = ["finish_removals", "pinned", "remove_unless_pinned"]
+
+log = logging.getLogger("smckpt")
+
+_PIN = re.compile(r"pin-[0-9a-f]{16}\.json")
+_MARK = re.compile(r"removing-\d{8,}-[0-9a-f]{12}\.json", re.ASCII)
+_MAX_PIN = 1 << 16  # bytes
+_SKEW = 60 * 10**9  # nanoseconds by which clocks of healthy hosts may differ
+
+
+@contextlib.contextmanager
+def pinned(
+    checkpoint: str | os.PathLike[str],
+    *,
+    seconds: float = 3600.0,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> Iterator[None]:
+    """While the block runs, no `CheckpointManager` deletes this checkpoint.
+
+    An evaluation or an export uses it while the run goes on. The pin is a small file in the
+    checkpoint's directory, so the reader needs permission to write there.
+
+    Args:
+        checkpoint: the directory of a step.
+        seconds: the pin ends by itself after this time, so that a killed reader leaves none.
+        s3_region, s3client_config: as in `smckpt.load`.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint, or a run is deleting it.
+        UsageError: `seconds` is not positive.
+    """
+    if seconds <= 0:
+        raise UsageError(f"seconds is {seconds!r}", remedy="give a positive number")
+    access = access_to(checkpoint, s3_region=s3_region, s3client_config=s3client_config)
+    storage = access.open(checkpoint)
+    contents_of(storage)
+    name = f"pin-{secrets.token_hex(8)}.json"
+    body = {
+        "format": list(FORMAT_VERSION),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "until": time.time_ns() + int(seconds * 1e9),
+    }
+    storage.put_exclusive(name, seal_json(body))
+    try:
+        if _marks(storage):
+            raise CheckpointNotFoundError(
+                "the checkpoint is being deleted", remedy="take a newer one", path=storage.url
+            )
+        yield
+    finally:
+        storage.delete(name)
+
+
+def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> bool:
+    """Delete a checkpoint below `root`. False where a reader has pinned it, or where a newer commit
+    has taken its place.
+
+    Args:
+        way: the path from the root.
+
+    Raises:
+        CheckpointError: the store refused, or a link leads to the files. `finish_removals` deletes
+            the rest.
+    """
+    top = root.join(way)
+    contents = contents_of(top)
+    if contents.identity != found.identity or _held(top):
+        return False
+    parsed = parse_name(found.identity)
+    assert parsed is not None
+    mark = f"removing-{parsed.number:08d}-{parsed.session}.json"
+    doomed = doomed_of(contents)
+    body = {"format": list(FORMAT_VERSION), **doomed.to_json()}
+    top.put_exclusive(mark, seal_json(body))
+    if _held(top):  # between our first look and our mark
+        top.delete(mark)
+        return False
+    carry_out(top, doomed)
+    _end(top, mark)
+    return True
+
+
+def finish_removals(root: Storage, way: str) -> bool:
+    """Finish a deletion that was cut short in this directory; returns whether there was one.
+
+    Raises:
+        CheckpointError: the store refused, or another program wrote the mark.
+    """
+    top = root.join(way)
+    marks = _marks(top)
+    for mark in marks:
+        path = file_url(top.url, mark)
+        body = open_json(top.read(mark, most=MAX_JSON_BYTES), path)
+        if _held(top) and _stands(top, body):
+            top.delete(mark)  # it was cut short before it deleted anything, and a reader came
+            continue
+        try:
+            doomed = Doomed.from_json(body)
+            carry_out(top, doomed)
+        except (UsageError, CheckpointError):
+            raise
+        except SENSELESS as error:
+            raise CorruptCheckpointError(
+                f"the mark of a deletion cannot be decoded: {error}",
+                remedy="find out what writes here, and remove the file",
+                path=path,
+            ) from error
+        _end(top, mark)
+    return bool(marks)
+
+
+def _stands(top: Storage, body: dict[str, Any]) -> bool:
+    """Whether the checkpoint that a mark names is still committed."""
+    with contextlib.suppress(CheckpointError, *SENSELESS):
+        commits = [body["record"]] if body["record"] else [g["manifest"] for g in body["groups"]]
+        return contents_of(top).identity in commits
+    return False
+
+
+def _marks(storage: Storage) -> list[str]:
+    return [info.name for info in storage.list("removing-") if _MARK.fullmatch(info.name)]
+
+
+def _held(storage: Storage) -> bool:
+    """Whether a reader holds a pin. This deletes pins whose time is over."""
+    held = False
+    for info in storage.list("pin-"):
+        if _PIN.fullmatch(info.name) is None:
+            continue
+        try:
+            data = storage.read(info.name, most=_MAX_PIN)
+            until = open_json(data, file_url(storage.url, info.name))["until"]
+        except CheckpointNotFoundError:
+            continue  # its reader has ended
+        except (CorruptCheckpointError, FormatVersionError, KeyError):
+            held = True  # half written: its reader is about to look for marks. Or a newer version's
+            continue
+        if type(until) is not int or until + _SKEW > time.time_ns():
+            held = True
+        else:
+            storage.delete(info.name)
+    return held
+
+
+def _end(top: Storage, mark: str) -> None:
+    top.delete(mark)
+    top.remove_directory()

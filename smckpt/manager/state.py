@@ -1,0 +1,194 @@
+"""A run's live objects as one state: take their state for a save, and give it back after a load."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from smckpt.errors import UsageError
+from smckpt.full import sm_state_dict_type
+from smckpt.state_dict import SMStateDictType
+
+__all__ = [
+    "Failed",
+    "give_back",
+    "models_in",
+    "random_state",
+    "random_target",
+    "seed_random",
+    "set_random_state",
+    "taken",
+]
+
+
+def models_in(state: Any) -> list[nn.Module]:
+    """The modules in a state, in its order."""
+    return [value for value in _leaves(state) if isinstance(value, nn.Module)]
+
+
+def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
+    """The state of the objects in `state`: a save writes it, a load fills it. No collective runs.
+
+    A model gives its state dict of this kind. An optimizer is taken with the model whose parameters
+    it has. Any other object with `state_dict` and `load_state_dict` gives its own state dict. The
+    tensors are the live ones.
+
+    Raises:
+        UsageError: an optimizer has parameters of none of the models, or of several.
+    """
+    models = models_in(state)
+
+    def take(value: Any) -> Any:
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            model = value if isinstance(value, nn.Module) else _model_of(value, models)
+            if model is None:
+                return value.state_dict()
+            with sm_state_dict_type(model, kind):
+                return value.state_dict()
+        if _is_stateful(value):
+            return value.state_dict()
+        if isinstance(value, Mapping):
+            return {key: take(child) for key, child in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(take(child) for child in value)
+        return value
+
+    return {key: take(value) for key, value in state.items()}
+
+
+def give_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """After a load: give objects their state, and put values into `state`. Models and optimizers
+    have theirs already, since the load filled their live tensors."""
+    for key, value in list(state.items()):
+        state[key] = _given(value, loaded[key])
+
+
+def _given(value: Any, loaded: Any) -> Any:
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return value
+    if _is_stateful(value):
+        value.load_state_dict(loaded)
+        return value
+    if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
+        for key in [key for key in value if key not in loaded]:
+            del value[key]
+        for key, child in loaded.items():
+            value[key] = _given(value.get(key), child)
+        return value
+    if type(value) in (list, tuple) and len(value) == len(loaded):
+        items = [_given(child, new) for child, new in zip(value, loaded, strict=True)]
+        if isinstance(value, tuple):
+            return tuple(items)
+        value[:] = items
+        return value
+    return loaded
+
+
+def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+    """The model whose parameters an optimizer has; None where the state has no model at all."""
+    if len(models) < 2:
+        return models[0] if models else None
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = [model for model in models if wanted & {id(p) for p in model.parameters()}]
+    if len(owners) != 1:
+        raise UsageError(
+            f"an optimizer has parameters of {len(owners)} of the state's {len(models)} models",
+            remedy="put into the state one model that holds all of its parameters, and no other",
+        )
+    return owners[0]
+
+
+def _is_stateful(value: Any) -> bool:
+    return (
+        not isinstance(value, (torch.Tensor, type))
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from _leaves(child)
+    elif type(value) in (list, tuple):
+        for child in value:
+            yield from _leaves(child)
+    else:
+        yield value
+
+
+class Failed(Mapping[str, Any]):
+    """A state that could not be taken. Its save fails with that error on every rank."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error
+
+    def __len__(self) -> int:
+        return 1
+
+
+# -- random numbers ------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """The generators of this process: Python's, NumPy's, torch's, and that of its own device."""
+    version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    state = {
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": {
+            "kind": numpy["bit_generator"],
+            "key": np.array(numpy["state"]["key"], np.uint32),
+            "pos": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(map(int, python["words"])), python["gauss"]))
+    np.random.set_state(
+        {
+            "bit_generator": numpy["kind"],
+            "state": {"key": np.asarray(numpy["key"], np.uint32), "pos": numpy["pos"]},
+            "has_gauss": numpy["has_gauss"],
+            "gauss": numpy["gauss"],
+        }
+    )
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def seed_random(seed: int) -> None:
+    """Seed all of these."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_target(names: list[str]) -> dict[str, Any]:
+    """Arrays into which a load reads the saved random state."""
+    if not names:
+        return {}
+    here = random_state()
+    absent = {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    return {"random": {name: here.get(name, absent.get(name)) for name in names}}

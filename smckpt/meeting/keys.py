@@ -1,0 +1,125 @@
+"""Keys of the job's c10d store, under a prefix.
+
+A client belongs to one thread: a wait on a shared one blocks its other users.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from smckpt.errors import JobStoreError, PeerError
+from smckpt.meeting.messages import to_text
+
+__all__ = ["Keys", "Store", "client_of"]
+
+log = logging.getLogger("smckpt")
+
+
+class Store(Protocol):
+    """The methods of a c10d store that this module uses."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+    def clone(self) -> Store: ...
+
+
+class Keys:
+    """JSON values under a prefix of a store. Every method raises `JobStoreError` where the store
+    no longer answers, and `PeerError` where a value is not JSON. A wait that runs out
+    returns None."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def sub(self, name: str) -> Keys:
+        return Keys(self._store, f"{self._prefix}/{name}")
+
+    def over(self, store: Store) -> Keys:
+        """The same keys over another client."""
+        return Keys(store, self._prefix)
+
+    def set(self, key: str, value: Any) -> None:
+        _asked(self._store.set, self._at(key), to_text(value))
+
+    def peek(self, key: str) -> Any:
+        """The value, or None if it is not set yet."""
+        if not _asked(self._store.check, [self._at(key)]):
+            return None
+        return _value(_asked(self._store.get, self._at(key)), key)
+
+    def wait(self, key: str, seconds: float) -> Any:
+        """The value, or None if it was not set in time."""
+        try:
+            self._store.wait([self._at(key)], timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
+            if _is_timeout(error):
+                return None
+            raise _gone(error) from error
+        return _value(_asked(self._store.get, self._at(key)), key)
+
+    def first(self, key: str, value: Any) -> Any:
+        """Set a write-once value; returns the value that came first, this one or another's."""
+        stands = _asked(self._store.compare_set, self._at(key), "", to_text(value))
+        return _value(stands, key)
+
+    def count(self, key: str) -> int:
+        """The number of calls so far, this one included."""
+        return int(_asked(self._store.add, self._at(key), 1))
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Delete them. A failure is logged and not raised: nobody waits for these keys any more."""
+        try:
+            for key in keys:
+                self._store.delete_key(self._at(key))
+        except RuntimeError as error:  # a store that cannot delete, or that is gone
+            log.debug("keys below %s stay in the store: %s", self._prefix, error)
+
+    def _at(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def client_of(store: Store) -> Store:
+    """A connection of its own to the same store."""
+    client: Store = _asked(store.clone)
+    return client
+
+
+def _value(text: bytes, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(
+            f"what stands under {key} of the job's store makes no sense: {error}",
+            remedy="all ranks must run one version of smckpt, and no other program write there",
+        ) from error
+
+
+def _asked(ask: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return ask(*arguments)
+    except RuntimeError as error:
+        raise _gone(error) from error
+
+
+def _gone(error: RuntimeError) -> JobStoreError:
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return JobStoreError(
+        f"the job's c10d store no longer answers: {said}",
+        remedy="the process that hosts the store (rank 0 or the torchrun agent) is gone; look at "
+        "its log and restart the job",
+    )
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timeout" in text or "timed out" in text

@@ -1,0 +1,108 @@
+"""Finds things by name: built in, registered in this process, or from an installed package.
+
+A package declares a thing as an entry point with the thing's name. Entry points are read only for a
+name that is neither built in nor registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from smckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib import metadata
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Things of one kind by name.
+
+    Args:
+        word: the word for such a thing in errors.
+        kind: its class; an entry point of another class is refused.
+        group: the group of entry points.
+        built_in: things that are always there and cannot be replaced.
+    """
+
+    def __init__(self, word: str, kind: type[T], group: str, built_in: Mapping[str, T]) -> None:
+        self._word = word
+        self._kind = kind
+        self._group = group
+        self._built_in = dict(built_in)
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str, thing: T) -> None:
+        """Register a thing for the life of the process. To register an equal one again is allowed.
+
+        Raises:
+            UsageError: another thing has this name, or this one is of another class.
+        """
+        self._check(name, thing)
+        known = self._built_in.get(name, self._registered.get(name, thing))
+        if known != thing or name in self._built_in:
+            raise UsageError(
+                f"there is a {self._word} {name!r} already", remedy="give yours another name"
+            )
+        self._registered[name] = thing
+
+    def find(self, name: str) -> T | None:
+        """The thing of that name, or None.
+
+        Raises:
+            UsageError: an installed package declares one that cannot be used.
+        """
+        found = self._built_in.get(name, self._registered.get(name))
+        return self._brought({name}).get(name) if found is None else found
+
+    def all(self) -> dict[str, T]:
+        """Every thing by its name: built in, then registered, then from packages."""
+        known = {**self._built_in, **self._registered}
+        return known | self._brought(self.names - known.keys())
+
+    @property
+    def registered(self) -> Mapping[str, T]:
+        """The things that were registered in this process."""
+        return self._registered
+
+    @property
+    def names(self) -> set[str]:
+        """Every name that `find` knows. No package is imported."""
+        return {*self._built_in, *self._registered, *(point.name for point in self._points)}
+
+    @cached_property
+    def _points(self) -> tuple[metadata.EntryPoint, ...]:
+        """The entry points of installed packages, read once: to read them takes milliseconds."""
+        from importlib import metadata  # many modules, which `smckpt ls` does not wait for
+
+        return tuple(metadata.entry_points(group=self._group))
+
+    def _brought(self, names: set[str]) -> dict[str, T]:
+        out: dict[str, T] = {}
+        for point in self._points if names else ():
+            if point.name in names and point.name not in out:
+                out[point.name] = self._loaded(point)
+        return out
+
+    def _loaded(self, point: metadata.EntryPoint) -> T:
+        try:
+            thing = point.load()
+        except Exception as error:  # the import of a package may raise anything
+            raise UsageError(
+                f"the {self._word} {point.name!r} ({point.value}) cannot be imported: {error}",
+                remedy="repair or uninstall the package that brings it",
+            ) from error
+        self._check(point.name, thing)
+        return thing  # type: ignore[no-any-return]
+
+    def _check(self, name: str, thing: object) -> None:
+        if not isinstance(thing, self._kind):
+            raise UsageError(
+                f"the {self._word} {name!r} is a {type(thing).__name__}",
+                remedy=f"give a {self._kind.__name__}",
+            )

@@ -1,0 +1,40 @@
+"""Where the door to accelerate goes: three methods of its `Accelerator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smckpt.run.places import Provided, refuse_version
+
+__all__ = ["TESTED", "put"]
+
+TESTED = ("1.15",)
+
+
+def put(provided: Provided, *, force: bool, shadow: bool) -> None:
+    """
+    Raises:
+        UsageError: accelerate is of another version.
+    """
+    import accelerate
+
+    import smckpt
+    from smckpt.integrations.accelerate import load_state, save_state
+
+    refuse_version("accelerate", accelerate.__version__, TESTED, force)
+    kind = accelerate.Accelerator
+    stock = {name: getattr(kind, name) for name in ("save_state", "load_state", "end_training")}
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> str:
+        return save_state(self, stock["save_state"].__get__(self), *args, **kwargs)
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_state(self, stock["load_state"].__get__(self), *args, **kwargs)
+
+    def end(self: Any) -> None:
+        smckpt.maybe_finalize_async_calls()
+        stock["end_training"](self)
+
+    provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
+    provided.attribute(kind, "load_state", load, "loads what was committed")
+    provided.attribute(kind, "end_training", end, "waits for the last commit")

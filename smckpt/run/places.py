@@ -1,0 +1,156 @@
+"""Provides or replaces names of other packages, and undoes it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from smckpt.errors import UsageError
+
+__all__ = ["DOORS", "Provided", "provide"]
+
+# What `--for` names → "module:function" that puts the door in its place.
+DOORS = {name: f"smckpt.run.{name}:put" for name in ("sagemaker", "transformers", "accelerate")}
+# what is absent, and so in nobody's way; names that are there are replaced only where asked for
+_BY_DEFAULT = ("sagemaker",)
+
+_ABSENT = object()
+
+
+class Provided:
+    """The changes of `provide`; `undo()`, or the end of a `with` block, undoes them.
+
+    lines: one for each name, for people.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._back: list[Callable[[], None]] = []
+
+    def module(self, name: str, module: ModuleType) -> None:
+        """Make `import name` give this module.
+
+        Raises:
+            UsageError: there is a module of that name already.
+        """
+        if name in sys.modules:
+            raise UsageError(
+                f"{name} is imported already", remedy="undo() the earlier provide first"
+            )
+        sys.modules[name] = module
+        self._back.append(lambda: _forget(name, module))
+        above, _, last = name.rpartition(".")
+        if above and getattr(sys.modules[above], last, None) is not module:
+            self._set(sys.modules[above], last, module)
+        self.lines.append(f"provided {name}")
+
+    def attribute(self, owner: Any, name: str, value: Any, what: str) -> None:
+        """Replace one name of a module or class.
+
+        Args:
+            what: a text for what the replacement does and the original does not.
+        """
+        self._set(owner, name, value)
+        where = owner.__name__
+        if isinstance(owner, type):
+            where = f"{owner.__module__}.{owner.__qualname__}"
+        self.lines.append(f"replaced {where}.{name}: {what}")
+
+    def by(self, undo: Callable[[], None], line: str) -> None:
+        """Add a change that other code made, with the function that undoes it."""
+        self._back.append(undo)
+        self.lines.append(line)
+
+    def undo(self) -> None:
+        """Undo all changes, the last one first. A second call does nothing."""
+        while self._back:
+            self._back.pop()()
+
+    def __enter__(self) -> Provided:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner).get(name, _ABSENT)  # of a class, the descriptor itself
+        setattr(owner, name, value)
+
+        def back() -> None:
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._back.append(back)
+
+
+def provide(
+    doors: Sequence[str] | None = None, *, force: bool = False, shadow: bool = False
+) -> Provided:
+    """Provide smckpt under other packages' names, in this process. A module that imported a name
+    before keeps the old one.
+
+    Args:
+        doors: names as for `smckpt run --for`; None provides sagemaker.
+        force: also with versions of packages that were not tested.
+        shadow: also where the real package is installed.
+
+    Raises:
+        UsageError: an unknown door; an untested version or a real package, without `force` or
+            `shadow`. Nothing is changed then.
+    """
+    chosen = list(_BY_DEFAULT if doors is None else doors)
+    for name in chosen:
+        if name not in DOORS:
+            raise UsageError(f"{name!r} is not a door", remedy=f"there are {', '.join(DOORS)}")
+    provided = Provided()
+    try:
+        for name in chosen:
+            module, _, function = DOORS[name].partition(":")
+            put = getattr(importlib.import_module(module), function)
+            put(provided, force=force, shadow=shadow)
+    except BaseException:
+        provided.undo()
+        raise
+    return provided
+
+
+def refuse_version(package: str, version: str, tested: Sequence[str], force: bool) -> None:
+    """
+    Args:
+        tested: beginnings of versions, as "2.13".
+
+    Raises:
+        UsageError: the version is none of those, and `force` is not set.
+    """
+    if not force and not any(version == t or version.startswith(f"{t}.") for t in tested):
+        raise UsageError(
+            f"{package} {version} was not tested with this ({', '.join(tested)} was)",
+            remedy="install that version, or pass --force (force=True)",
+        )
+
+
+def refuse_shadow(name: str, shadow: bool) -> None:
+    """
+    Raises:
+        UsageError: the real package is installed, and `shadow` is not set.
+    """
+    try:
+        found = name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is absent
+        found = False
+    if found and not shadow:
+        raise UsageError(
+            f"{name} is installed or provided here already",
+            remedy="leave it out of --for; or pass --shadow (shadow=True) to put smckpt before it",
+        )
+
+
+def _forget(name: str, module: ModuleType) -> None:
+    if sys.modules.get(name) is module:
+        del sys.modules[name]

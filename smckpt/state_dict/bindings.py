@@ -1,0 +1,208 @@
+"""An optimizer's live state: by id under LOCAL, by fully qualified name otherwise.
+
+The dict from `state_dict()` remembers its optimizer. So a load can make missing state tensors and
+write hyperparameters to the live groups. Inside a `sm_state_dict_type` block this holds for every
+optimizer. Outside, it holds from the optimizer's first step on, or from `init_optim_state`, through
+torch's hooks. The state may also contain the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from smckpt.errors import StateError
+from smckpt.layout.entries import Path
+from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.views import Held, Member, ModelView
+
+__all__ = [
+    "Binding",
+    "bind",
+    "has_no_elements",
+    "is_optimizer_dict",
+    "optimizer_dicts",
+    "remember",
+    "stock",
+    "stock_record",
+]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An optimizer, the kind of state that was taken, and its parameters.
+
+    held: by id of the parameter; empty where the model is not known, and names are numbers.
+    """
+
+    optimizer: torch.optim.Optimizer
+    kind: str
+    held: dict[int, Held] = field(repr=False)
+
+    @property
+    def by_id(self) -> bool:
+        return self.kind == "LOCAL"
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def names(self, parameter: torch.Tensor, index: int) -> tuple[str, ...]:
+        found = self.held.get(id(parameter))
+        return found.fqns if found else (str(index),)
+
+    def flat(self, parameter: torch.Tensor) -> bool:
+        """Whether it is a flat array of tensors that have shapes (FSDP1)."""
+        found = self.held.get(id(parameter))
+        return found is not None and found.geometry is not None and found.geometry.flat
+
+    def record(self) -> dict[str, Any]:
+        """The names of the ids, for the manifest."""
+        return {
+            "form": "id" if self.by_id else "fqn",
+            "ids": [list(self.names(p, i)) for i, p in enumerate(self.parameters())],
+        }
+
+    def take(self) -> OptimizerStateDict:
+        """The live state, tagged; ids under LOCAL, names otherwise.
+
+        Raises:
+            StateError: a parameter is not one of the model's, so it has no name.
+        """
+        ids = {id(p): index for index, p in enumerate(self.parameters())}
+        state: dict[Any, Any] = {}
+        for parameter, slots in self.optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                state[parameter] = slots  # LBFGS keeps state under a name of its own
+                continue
+            index, held = ids[id(parameter)], self.held.get(id(parameter))
+            if held is None and not self.by_id:
+                raise StateError(
+                    f"parameter {index} of the optimizer is not a parameter of the model in the "
+                    "context",
+                    remedy="open sm_state_dict_type on the model that this optimizer trains",
+                )
+            if held is not None and held.members and not self.by_id:
+                for member in held.members:
+                    state[member.fqn] = {
+                        slot: _part(value, parameter, self.kind, slot, member)
+                        for slot, value in slots.items()
+                    }
+                continue
+            key = index if self.by_id or held is None else held.fqns[0]
+            state[key] = {
+                slot: _tagged(value, parameter, held, (slot,)) for slot, value in slots.items()
+            }
+        return OptimizerStateDict(state=state, param_groups=self._groups(ids))
+
+    def _groups(self, ids: dict[int, int]) -> ParamGroups:
+        groups = ParamGroups()
+        for group in self.optimizer.param_groups:
+            copied = {key: value for key, value in group.items() if key != "params"}
+            members: list[Any] = []
+            for parameter in group["params"]:
+                index = ids[id(parameter)]
+                members += [index] if self.by_id else self.names(parameter, index)
+            groups.append({**copied, "params": members})
+        groups.binding = self
+        return groups
+
+
+def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Binding:
+    return Binding(optimizer, kind, view.held())
+
+
+def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, after: Path) -> Any:
+    """The value itself; a tensor gets a tag with its parameter. It is the live tensor, and later
+    takes find the same tag, so the tag does not record the kind of this take. The dict does."""
+    if isinstance(value, dict):
+        return {k: _tagged(v, parameter, held, (*after, k)) for k, v in value.items()}
+    if not isinstance(value, torch.Tensor) or held is None:
+        return value
+    geometry = held.geometry
+    if geometry is not None and not _same_extent(value, parameter):
+        geometry = None
+    renew_tag(value, held.fqns, geometry, after)
+    return value
+
+
+def _same_extent(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.dim() > 0 and not is_dtensor(value) and value.shape == parameter.shape
+
+
+def _part(value: Any, parameter: torch.Tensor, kind: str, slot: str, member: Member) -> Any:
+    """The part of a flat parameter's state that belongs to one member."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part, geometry = value.detach(), None  # a new object, since each member has its own tag
+    if _same_extent(value, parameter):
+        part, geometry = part[member.offset : member.offset + member.numel], member.geometry
+    set_tag(part, Tag(kind, (member.fqn,), geometry, (slot,)))
+    return part
+
+
+# -- outside a block ----------------------------------------------------------------------------
+
+
+def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Make a stock state dict remember this optimizer; torch calls this as a hook too. A dict of
+    any other form is returned as it is."""
+    if not is_optimizer_dict(state_dict):
+        return state_dict
+    groups = ParamGroups(state_dict["param_groups"])
+    groups.binding = Binding(optimizer, "LOCAL", {})
+    return OptimizerStateDict({**state_dict, "param_groups": groups})
+
+
+def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Make `optimizer.state_dict()` remember the optimizer outside a block too. A copy of the
+    optimizer has no hooks."""
+    if not getattr(optimizer, "_smckpt_remembered", False):
+        optimizer.register_state_dict_post_hook(stock)
+        optimizer._smckpt_remembered = True  # type: ignore[attr-defined]
+
+
+register_optimizer_step_post_hook(remember)
+
+
+# -- in a user's dict ---------------------------------------------------------------------------
+
+
+def is_optimizer_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("param_groups"), list)
+        and isinstance(value.get("state"), dict)
+    )
+
+
+def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
+    """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
+    if is_optimizer_dict(tree):
+        yield path, tree, getattr(tree["param_groups"], "binding", None)
+        return
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    for key, value in items:
+        if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
+            yield from optimizer_dicts(value, (*path, key))
+
+
+def stock_record(tree: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `Binding.record`, for a state dict without an optimizer, if its keys are numbers."""
+    members = {p for group in tree["param_groups"] for p in group.get("params", ())}
+    if not members or not all(isinstance(p, int) for p in members):
+        return None
+    return {"form": "id", "ids": [[str(index)] for index in range(len(members))]}
+
+
+def has_no_elements(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has no elements on this rank."""
+    return (dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter).numel() == 0

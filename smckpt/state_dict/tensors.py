@@ -1,0 +1,126 @@
+"""The local data of torch's kinds of tensors, without autograd or communication.
+
+All private names of DTensor that smckpt uses are in this module. Tested on torch 2.11 to 2.13; for
+another torch the error names the one that it lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from smckpt.errors import StateError
+from smckpt.layout.mesh import Placement
+
+__all__ = [
+    "detached",
+    "dtensor_parts",
+    "is_dtensor",
+    "is_wrapper",
+    "lacking",
+    "placement_of",
+    "unwrapped",
+]
+
+
+def lacking(strategy: str, name: str) -> StateError:
+    """The error of a torch that lacks a private name."""
+    return StateError(
+        f"torch {torch.__version__} lacks {name}, which {strategy} state needs",
+        remedy="use a torch from 2.11 to 2.13, or report this version",
+    )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)
+    return kind not in _PLAIN and issubclass(kind, _dtensor_class())
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)  # most tensors; checked thousands of times in a take
+
+
+@functools.cache
+def _dtensor_class() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def dtensor_parts(tensor: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:
+    """(local tensor, device mesh, placements, global shape) without autograd or communication."""
+    try:
+        spec = tensor._spec
+        return tensor._local_tensor, spec.mesh, spec.placements, spec.shape
+    except AttributeError as error:
+        raise lacking("DTensor", str(error)) from error
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, made directly for a DTensor: torch's own takes tens of microseconds in the
+    dispatcher, sharding propagation and a Dynamo wrapper. `__init__`, which does nothing but has
+    such a wrapper too, is skipped."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    kind: Any = _dtensor_class()
+    try:
+        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        out: torch.Tensor = kind.__new__(kind, local.detach(), tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):  # another torch: slower, never wrong
+        return tensor.detach()
+    return out
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it holds other tensors and has no memory of its own."""
+    if type(tensor) in _PLAIN or tensor.is_meta:
+        return False
+    inside = hasattr(type(tensor), "__tensor_flatten__")
+    return inside or bool(tensor.numel() and tensor.data_ptr() == 0)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside with the same values in the same form, if there is one: the result of a
+    collective, or a weight that is cast on use. Else the tensor itself."""
+    if type(tensor) in _PLAIN or not is_wrapper(tensor):
+        return tensor
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        return tensor.wait()  # type: ignore[attr-defined, no-any-return]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    form = (tensor.shape, tensor.dtype)
+    same = [t for t in inner if (t.shape, t.dtype) == form]
+    if len(same) == 1 and all(t is same[0] or t.numel() == 1 for t in inner):
+        return same[0].detach()  # type: ignore[no-any-return]
+    return tensor
+
+
+_REPLICATE = Placement("replicate")
+
+
+def placement_of(placement: Any, fqn: str) -> Placement:
+    """smckpt's `Placement` for torch's.
+
+    Raises:
+        StateError: a pending reduction (Partial), or an unknown placement.
+    """
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return _REPLICATE
+    if kind == "Shard":
+        return _shard(placement.dim)
+    if kind == "_StridedShard":
+        return Placement("strided", placement.dim, placement.split_factor)
+    raise StateError(
+        f"{fqn} has the placement {placement}, which cannot be saved",
+        remedy="redistribute it to Shard or Replicate before taking the state",
+    )
+
+
+@functools.cache
+def _shard(dim: int) -> Placement:
+    return Placement("shard", dim)

@@ -1,0 +1,63 @@
+"""How the public arguments about stores become an `Access`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from smckpt.errors import UsageError
+from smckpt.storage.base import Access, Storage
+from smckpt.storage.s3.config import s3_options
+from smckpt.storage.urls import is_s3_url
+
+__all__ = ["access_to", "open_storage", "own_access"]
+
+
+def access_to(
+    *urls: str | os.PathLike[str],
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+    own: Access | None = None,
+) -> Access:
+    """Make the access through which a public call reaches the places that it names.
+
+    Args:
+        urls: the places that the call names.
+        s3_region, s3client_config: the call's arguments of these names; they concern places in S3.
+        own: the access of a reader or writer that was passed to the call; it may have options too.
+
+    Raises:
+        UsageError: options are given and no place is in S3, two options contradict each other, or
+            an option is not honoured.
+    """
+    places = [os.fspath(url) for url in urls]
+    place = next(filter(is_s3_url, places), places[0] if places else "")
+    if own is not None and own.options:
+        if s3_region is not None or s3client_config is not None:
+            raise UsageError(
+                "S3 options are given both to the call and to its reader or writer",
+                remedy="give them to one of the two",
+                path=place,
+            )
+        return own
+    config = s3_options(place, s3_region, s3client_config)
+    return Access({} if config is None else {"s3": config.to_json()})
+
+
+def own_access(url: str | os.PathLike[str], s3_region: str | None, s3client_config: Any) -> Access:
+    """Make the access of a reader or writer that may be passed to a call. It has no options unless
+    some are given here, so that the call's options then hold."""
+    if s3_region is None and s3client_config is None:
+        return Access()
+    return access_to(url, s3_region=s3_region, s3client_config=s3client_config)
+
+
+def open_storage(
+    url: str | os.PathLike[str], *, s3_region: str | None = None, s3client_config: Any = None
+) -> Storage:
+    """Open the store at `url` with these options. `Storage.at` opens places beside it.
+
+    Raises:
+        UsageError: as `access_to` and `Access.open` say.
+    """
+    return access_to(url, s3_region=s3_region, s3client_config=s3client_config).open(url)

@@ -1,0 +1,162 @@
+"""Make boto3's client for S3. It refuses answers that do not come from S3.
+
+boto3 is imported with the first request, so neither `import smckpt` nor a save to a disk waits for
+it. Its retries are off, because `requests.Requests` retries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from smckpt._version import __version__
+from smckpt.errors import UsageError
+from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.deadlines import refresh_in_time
+from smckpt.storage.s3.faults import BadBody
+
+__all__ = ["make_client"]
+
+_CONNECT_SECONDS = 10
+
+# Fields that the answer of every store has. For GET and HEAD the bytes themselves are checked.
+_ANSWERS = {
+    "PutObject": "ETag",
+    "UploadPart": "ETag",
+    "CreateMultipartUpload": "UploadId",
+    "CompleteMultipartUpload": "ETag",
+    "ListObjectsV2": "IsTruncated",
+}
+_PACKED = ("gzip", "x-gzip", "deflate", "br", "zstd")
+
+
+def make_client(config: S3Config) -> Any:
+    """Make a client for S3 with these options.
+
+    Raises:
+        UsageError: `client_factory` names a function that cannot be found, fails, or returns
+            something else.
+        BotoCoreError, ValueError: boto3 refuses the options.
+    """
+    client = _client(config, _settings(config))
+    if _needs_signing(client.meta.endpoint_url):  # AWS settings may name it too
+        client = _client(config, _settings(config, signs=True))
+    options = partial(_add_options, _options_of_requests(config))
+    client.meta.events.register("provide-client-params.s3", options, unique_id="smckpt-options")
+    client.meta.events.register("after-call.s3", _refuse_strange, unique_id="smckpt-strange")
+    client.meta.events.register("needs-retry.s3.HeadBucket", _ask_once, unique_id="smckpt-region")
+    refresh_in_time(client, config.timeout_s)
+    return client
+
+
+def _settings(config: S3Config, signs: bool = False) -> Any:
+    from botocore.config import Config
+
+    return Config(
+        retries={"mode": "standard", "total_max_attempts": 1},
+        max_pool_connections=max(config.max_write_concurrency, config.max_read_concurrency) + 4,
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=config.read_timeout_s,
+        tcp_keepalive=True,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra=f"smckpt/{__version__}",
+        # No other field of the s3 section is set, so that the user's AWS settings hold: some stores
+        # need addressing_style = virtual. By default boto3 puts the bucket into the path for an
+        # endpoint.
+        s3={"payload_signing_enabled": signs},
+    )
+
+
+def _needs_signing(endpoint: str) -> bool:
+    """Whether bodies must be signed, which costs a SHA-256: only over plain HTTP to another host.
+    TLS protects them, loopback needs no protection, and the CRC is checked in any case."""
+    where = urlsplit(endpoint)
+    return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
+
+
+def _client(config: S3Config, settings: Any) -> Any:
+    named = {"region_name": config.region, "endpoint_url": config.endpoint, "config": settings}
+    if config.client_factory is None:
+        import boto3
+
+        return boto3.Session(profile_name=config.profile).client("s3", **named)
+    return _users_client(config.client_factory, named)
+
+
+def _users_client(factory: str, named: dict[str, Any]) -> Any:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    module, _, function = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"cannot import client_factory={factory!r}: {error}",
+            remedy="name a function of a module on PYTHONPATH: the process that writes imports it "
+            "too",
+        ) from error
+    try:
+        client = make(**named)
+    except (BotoCoreError, ClientError, OSError):  # classified like the errors of requests
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"client_factory={factory!r} failed: {type(error).__name__}: {error}",
+            remedy="correct that function; it is called with region_name=, endpoint_url= and "
+            "config=",
+        ) from error
+    service = getattr(getattr(client, "meta", None), "service_model", None)
+    if getattr(service, "service_name", "") != "s3":
+        raise UsageError(
+            f"client_factory={factory!r} returned {client!r}, which is not an S3 client",
+            remedy="return boto3.Session(…).client('s3', **settings)",
+        )
+    return client
+
+
+def _options_of_requests(config: S3Config) -> dict[str, str]:
+    """What these options add to each request that has a field for it."""
+    fields = {
+        "RequestPayer": "requester" if config.requester_pays else "",
+        "ServerSideEncryption": "aws:kms" if config.sse_kms_key else "",
+        "SSEKMSKeyId": config.sse_kms_key or "",
+        "StorageClass": config.storage_class or "",
+        "Tagging": urlencode(config.tags),
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _add_options(fields: Mapping[str, str], params: dict[str, Any], model: Any, **_: Any) -> None:
+    known = model.input_shape.members if model.input_shape else ()
+    params.update({name: value for name, value in fields.items() if name in known})
+
+
+def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+    """Refuse an answer that says "success" but does not come from S3, such as a proxy's page or a
+    compressed body.
+
+    Raises:
+        BadBody: the answer is of that kind.
+    """
+    if http_response.status_code >= 300:
+        return
+    field = _ANSWERS.get(model.name)
+    if field is not None and field not in parsed:
+        raise BadBody(f"the answer to {model.name} does not come from S3: it lacks {field}")
+    packed = str(parsed.get("ContentEncoding", "")).lower()
+    if packed in _PACKED:
+        if hasattr(parsed.get("Body"), "close"):
+            parsed["Body"].close()
+        raise BadBody(f"something compressed the answer on its way (Content-Encoding: {packed})")
+
+
+def _ask_once(request_dict: dict[str, Any], response: Any = None, **_: Any) -> None:
+    """botocore asks HEAD of the bucket where a redirection names no region, and of that again where
+    it is answered alike: without end. An answer that does not name it is taken as it is."""
+    headers = response[1]["ResponseMetadata"]["HTTPHeaders"] if response else {}
+    if "x-amz-bucket-region" not in headers:
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True

@@ -1,0 +1,257 @@
+"""The objects of one bucket: the requests to S3, and what the answers mean."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from smckpt.errors import StorageError
+from smckpt.storage.base import too_long
+from smckpt.storage.budget import Share
+from smckpt.storage.s3.bodies import Body, Filling
+from smckpt.storage.s3.checksums import Checksum
+from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.faults import BadBody, code_of, length_of, status_of
+from smckpt.storage.s3.requests import Requests
+
+__all__ = ["Objects", "new_mark"]
+
+_MISSING = ("404", "NoSuchKey", "NotFound")
+
+
+class Objects(Requests):
+    """The objects of `bucket`, with one set of options. Thread-safe.
+
+    Methods that take a `client` are called inside `run`, which retries.
+    """
+
+    def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
+        super().__init__(config, bucket, share)
+        self.checksum = Checksum(config.checksum)
+
+    def url(self, key: str) -> str:
+        """Of an object, for errors."""
+        return f"s3://{self.bucket}/{key}"
+
+    def body(self, data: memoryview) -> Body:
+        return Body(data, self.config.timeout_s)
+
+    # -- write -------------------------------------------------------------------------------------
+
+    def put(
+        self, key: str, data: memoryview, crc: int | None = None, replace: bool = False
+    ) -> bool:
+        """PUT the object, unless the key exists and may not be replaced.
+
+        Args:
+            crc: the checksum of `data`, of the kind in the options, if the caller has it.
+        """
+        mark = new_mark()
+        fields = self.checksum.field(self.checksum.of(data) if crc is None else crc)
+        if not replace:
+            fields["IfNoneMatch"] = "*"
+
+        def request(client: Any) -> bool:
+            try:
+                client.put_object(
+                    Bucket=self.bucket,
+                    Key=key,
+                    Body=self.body(data),
+                    ContentLength=len(data),
+                    Metadata=mark,
+                    **fields,
+                )
+            except Exception as error:
+                if status_of(error) != 412:
+                    raise
+                return self.has_mark(client, key, mark)
+            return True
+
+        return self.run("write", self.url(key), request)
+
+    def has_mark(self, client: Any, key: str, mark: Mapping[str, str]) -> bool:
+        """Whether the object was made by the request that carried `mark`: an earlier try succeeded,
+        but its answer was lost."""
+        with _passing_over(*_MISSING):
+            kept: Mapping[str, str] = self.head(client, key).get("Metadata", {})
+            return mark.items() <= kept.items()
+        return False
+
+    def delete(self, key: str) -> Mapping[str, Any]:
+        """Delete an object. A missing one is no error. Returns the store's answer."""
+        # S3 itself answers 204 where there is nothing.
+        return self.call("delete", key, "delete_object", "NoSuchKey")
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        gone = ("NoSuchUpload", "404")
+        self.call("abort the upload", key, "abort_multipart_upload", *gone, UploadId=upload)
+
+    def call(
+        self, action: str, key: str, method: str, *missing: str, **fields: Any
+    ) -> Mapping[str, Any]:
+        """One request about an object. Returns the answer, which is empty where the store's error
+        has one of the codes `missing`."""
+
+        def request(client: Any) -> Mapping[str, Any]:
+            answer: Mapping[str, Any] = {}
+            with _passing_over(*missing):
+                answer = getattr(client, method)(Bucket=self.bucket, Key=key, **fields)
+            return answer
+
+        return self.run(action, self.url(key), request)
+
+    # -- read --------------------------------------------------------------------------------------
+
+    def read_into(
+        self,
+        key: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> int:
+        """Fill `buffers` with bytes of an object from `offset` on, by one ranged GET.
+
+        Returns:
+            How many bytes the object has, as far as is known. If that is too few, the buffers are
+            not filled.
+        """
+        length = sum(len(b) for b in buffers)
+        filling = Filling(buffers, self.config.timeout_s, seen)
+        size = offset + length
+
+        def request(client: Any) -> int:
+            nonlocal size
+            start, stop = offset + filling.done, offset + length
+            if start == stop:  # only the end of the answer was missing
+                return size
+            asked = f"bytes={start}-{stop - 1}"
+            try:
+                answer = client.get_object(Bucket=self.bucket, Key=key, Range=asked)
+            except Exception as error:
+                if status_of(error) == 416:
+                    return start
+                raise
+            begins, size = _range_of(answer)
+            if begins == start and length_of(answer) == stop - start:
+                filling.take(answer["Body"])
+                return size
+            answer["Body"].close()
+            if begins == start and size < stop:
+                return size
+            raise BadBody("the answer is not the requested range")
+
+        return self.run("read", self.url(key), request)
+
+    def read(self, key: str, most: int | None = None) -> bytes:
+        """Read a whole object of at most `most` bytes. botocore compares it with the checksum that
+        the store keeps, because ChecksumMode asks for that."""
+
+        def request(client: Any) -> bytes:
+            answer = client.get_object(Bucket=self.bucket, Key=key, ChecksumMode="ENABLED")
+            size = length_of(answer)
+            if most is not None and size > most:
+                answer["Body"].close()
+                raise too_long(key.rpartition("/")[2], size, most, self.url(key))
+            data = memoryview(bytearray(size))
+            Filling([data], self.config.timeout_s).take(answer["Body"])
+            return bytes(data)
+
+        return self.run("read", self.url(key), request)
+
+    def head(self, client: Any, key: str) -> Mapping[str, Any]:
+        """What the store says about an object, or the client's error if there is none."""
+        try:
+            answer: Mapping[str, Any] = client.head_object(
+                Bucket=self.bucket, Key=key, ChecksumMode="ENABLED"
+            )
+        except Exception as error:
+            if code_of(error) in _MISSING:
+                self._refuse_missing_bucket(client)
+            raise
+        return answer
+
+    def _refuse_missing_bucket(self, client: Any) -> None:
+        """Raise if the whole bucket is missing. The answer to HEAD has no body that says so."""
+        try:
+            client.head_bucket(Bucket=self.bucket)
+        except Exception as error:
+            if status_of(error) == 404:
+                missing = {"Error": {"Code": "NoSuchBucket"}}
+                raise type(error)(missing, "HeadBucket") from error
+            if status_of(error) != 403:  # 403: we may not look at the bucket
+                raise
+
+    # -- list --------------------------------------------------------------------------------------
+
+    def list(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """The pages of a listing: keys that begin with `prefix`, up to the next slash."""
+        page: dict[str, Any] = {}
+        tokens = {"NextContinuationToken": "ContinuationToken"}
+        for page in self._pages("list", "list_objects_v2", prefix, tokens):
+            yield page
+        if page.get("IsTruncated"):
+            raise StorageError(
+                "cannot list: the store says that there are more keys, but not where they begin",
+                remedy="check the store, and proxies between here and there",
+                path=self.url(prefix),
+            )
+
+    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """(key, upload id) of each unfinished upload whose key begins with `prefix` and has no
+        further slash."""
+        # A compatible store may return only one of the two tokens.
+        tokens = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
+        for page in self._pages("list the uploads", "list_multipart_uploads", prefix, tokens):
+            for each in page.get("Uploads", ()):
+                if "/" not in each["Key"][len(prefix) :]:  # a store may ignore the delimiter
+                    yield each["Key"], each["UploadId"]
+
+    def _pages(
+        self, action: str, method: str, prefix: str, tokens: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """The pages of a listing. If the last one says that there are more, it does not say where
+        the next one begins."""
+        fields = {"Bucket": self.bucket, "Prefix": prefix, "Delimiter": "/"}
+        after: dict[str, str] = {}
+        while True:
+            before = after
+
+            def request(client: Any, before: dict[str, str] = before) -> dict[str, Any]:
+                page: dict[str, Any] = getattr(client, method)(**fields, **before)
+                return page
+
+            page = self.run(action, self.url(prefix), request)
+            yield page
+            after = {mine: page[theirs] for theirs, mine in tokens.items() if page.get(theirs)}
+            if not page.get("IsTruncated") or after in (before, {}):
+                return
+
+
+def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
+    """Where the body of a GET's answer begins in the object, and how many bytes the whole object
+    has."""
+    length = length_of(answer)
+    said = str(answer.get("ContentRange", ""))  # "bytes 5-9/100"
+    if not said:  # the whole object
+        return 0, length
+    span, _, size = said.removeprefix("bytes ").partition("/")
+    first = span.partition("-")[0]
+    begins = int(first) if first.isdigit() else -1
+    return begins, int(size) if size.isdigit() else begins + length
+
+
+def new_mark() -> dict[str, str]:
+    """Metadata that tells an object of one call from those of all others."""
+    return {"smckpt-upload": secrets.token_hex(8)}
+
+
+@contextmanager
+def _passing_over(*codes: str) -> Iterator[None]:
+    """Errors of the store with these codes are passed over."""
+    try:
+        yield
+    except Exception as error:
+        if code_of(error) not in codes:
+            raise

@@ -1,0 +1,86 @@
+"""A writer for stores that take only whole files. It gathers the file on this host and sends it at
+the end.
+
+The pieces go to a nameless file in the temporary directory (TMPDIR). So little memory is needed,
+and an aborted write has sent nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+from smckpt.storage.base import FileWriter, refuse_incomplete, refuse_outside, refuse_size
+from smckpt.storage.faults import storage_error
+
+__all__ = ["SpooledWriter"]
+
+
+class SpooledWriter(FileWriter):
+    """One new file of `size` bytes.
+
+    Args:
+        path: the file's path, for errors.
+        send: called once with the whole file, open for reading; publishes it under its name, or
+            raises and publishes nothing.
+        remove: called by `abort` after the file was sent.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        size: int,
+        send: Callable[[BinaryIO], None],
+        remove: Callable[[], None],
+    ) -> None:
+        refuse_size(size, path)
+        self._path, self._size, self._send, self._remove = path, size, send, remove
+        self._lock = threading.Lock()
+        self._written = 0
+        self._sent = False
+        import tempfile  # imported late, so that `smckpt ls` answers sooner
+
+        try:
+            self._file: BinaryIO | None = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError as error:
+            raise self._unspooled(error) from error
+
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
+        refuse_outside(offset, data.nbytes, self._size, self._path)
+        file = self._file
+        assert file is not None
+        left, at = data.cast("B") if data.format != "B" else data, offset
+        try:
+            while left.nbytes:
+                done = os.pwrite(file.fileno(), left, at)
+                left, at = left[done:], at + done
+        except OSError as error:
+            raise self._unspooled(error) from error
+        with self._lock:
+            self._written += data.nbytes
+
+    def finish(self) -> None:
+        file = self._file
+        refuse_incomplete(self._written, self._size, self._path)
+        assert file is not None
+        file.seek(0)
+        self._send(file)
+        self._sent = True
+        self._close()
+
+    def abort(self) -> None:
+        self._close()
+        if self._sent:
+            self._sent = False
+            self._remove()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _unspooled(self, error: OSError) -> Exception:
+        place = os.environ.get("TMPDIR", "the temporary directory")
+        return storage_error(error, place, f"gather {self._path} in the temporary directory")

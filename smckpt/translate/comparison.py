@@ -1,0 +1,225 @@
+"""What an export writes, held against the model that its config describes.
+
+What is exactly what the table of a family of ours says is known to fit: tests hold these tables
+against transformers. Anything else is held against a model on the meta device, which also says what
+released checkpoints call the tensors. Where torch and transformers are not loaded yet, a child
+process builds it, so that the export itself stays small; importing them takes it seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smckpt.errors import CheckpointError, KeysMismatchError
+from smckpt.layout.mesh import Shape
+from smckpt.translate.dims import read_dims
+from smckpt.translate.families import is_built_in
+from smckpt.translate.meta_model import Fit, compare, main
+from smckpt.translate.model import hub_side
+from smckpt.translate.names import find_ties
+from smckpt.translate.targets import Target, is_quantized
+
+__all__ = ["Comparison"]
+
+_LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens
+_ABSENT = "transformers is not installed"
+_HEADED = ("ForCausalLM", "LMHeadModel")  # classes of the models that tables are of
+
+
+class Comparison:
+    """Names and shapes against the model of `config`, under way as soon as it is made.
+
+    `names` waits for the released names. `tell` says what will be written, `check` raises if it is
+    known not to fit, and `finish` waits until that is known. With `strict` False nothing is raised.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None, *, strict: bool = True) -> None:
+        self._config = config
+        self._strict = strict
+        self._found: Fit | str | None = None
+        self._child: _Child | None = None
+        self._where = ""
+        self._told = False
+        self._table: Mapping[str, Shape] | None = None
+        if config is None:
+            self._found = "no config was given"
+        elif importlib.util.find_spec("transformers") is None:
+            self._found = _ABSENT
+        else:  # of what is not quantized: `_tell` looks
+            config = {k: v for k, v in config.items() if k != "quantization_config"}
+            self._config = config
+        if config is not None:
+            self._table = _released(config)
+            if self._table is None and self._found is None:
+                self._begin(config)
+
+    def names(self, targets: Sequence[Target], where: str) -> Fit | str | None:
+        """How the tensors of a state dict fit the released model, and which of its they make.
+
+        Returns:
+            None where they are those of a family's table; a text that says why it is not known.
+
+        Raises:
+            KeysMismatchError: they are not those of the config's model.
+        """
+        if self._is_table({target.name: target.shape for target in targets}):
+            self._told = True
+            return None
+        self._tell(targets, where)
+        self._wait()
+        return self._found
+
+    def tell(self, targets: Sequence[Target], where: str) -> None:
+        """Nothing, where they were told by `names`."""
+        if not self._strict or self._told:
+            return
+        if {target.name: target.shape for target in targets} != self._table:
+            self._tell(targets, where)
+
+    def check(self) -> None:
+        """
+        Raises:
+            KeysMismatchError: they do not fit; lists what differs.
+        """
+        if self._child is not None and self._found is None:
+            self._found = self._child.answer
+        if not self._strict or not isinstance(self._found, Fit) or not self._found.lines:
+            return
+        lines = self._found.lines
+        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise KeysMismatchError(
+            f"this is not the {self._found.kind} that the config describes: "
+            f"{'; '.join(lines[:8])}{more}",
+            remedy="pass the model's own config; against_model=False leaves this check out",
+            path=self._where,
+        )
+
+    def finish(self) -> str | None:
+        """
+        Returns:
+            Why they could not be compared; None when they fit.
+
+        Raises:
+            KeysMismatchError: as `check`.
+        """
+        if not self._told:
+            return None
+        self._wait()
+        if not self._strict or not isinstance(self._found, str) or self._found == _ABSENT:
+            return None
+        return f"names and shapes were not compared: {self._found}"
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def _tell(self, targets: Sequence[Target], where: str) -> None:
+        self._where, self._told = where, True
+        if self._found is None and any(map(is_quantized, targets)):
+            self._found = "the weights are quantized"
+        if self._found is not None or self._config is None:
+            return
+        shapes = {target.name: tuple(target.shape) for target in targets}
+        self._begin(self._config)
+        if self._child is not None:
+            self._child.tell(shapes)
+        else:
+            self._found = compare(self._config, shapes)
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        if self._child is None and not {"torch", "transformers"} <= sys.modules.keys():
+            self._child = _Child(config)
+
+    def _wait(self) -> None:
+        if self._child is not None and self._told:
+            self._child.wait()
+        self.check()
+
+    def _is_table(self, shapes: Mapping[str, Shape]) -> bool:
+        if self._table is None:
+            return False
+        tied = {tie.left_out for tie in find_ties(shapes)} - self._table.keys()
+        return {name: s for name, s in shapes.items() if name not in tied} == self._table
+
+
+def _released(config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """What the released models of a family of ours have; None of another family or class."""
+    kinds = config.get("architectures") or ()
+    if not is_built_in(str(config["model_type"])) or not all(k.endswith(_HEADED) for k in kinds):
+        return None
+    try:
+        return {key.name: shape for key, shape in hub_side(read_dims(config)).shapes.items()}
+    except CheckpointError:  # what transformers makes of such a config is the judge
+        return None
+
+
+class _Child:
+    """A process that imports torch and transformers, builds the model, and then compares."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.answer: Fit | str | None = None
+        self._process: subprocess.Popen[str] | None = None
+        # It finds modules where this process does, and not first in the directory that this one
+        # happens to be in, as `python -c` would.
+        path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {main.__module__} import main; main()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                env={**os.environ, **path}, cwd=os.sep,
+            )  # fmt: skip
+        except OSError as error:
+            self.answer = f"no child process: {error}"
+            return
+        self._send(json.dumps(config))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def tell(self, shapes: Mapping[str, Shape]) -> None:
+        self._send(json.dumps(shapes))
+
+    def wait(self) -> None:
+        if self._process is None:
+            return
+        self._reader.join(_LIMIT)
+        if self.answer is None:
+            self.answer = f"transformers took more than {_LIMIT} s"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # nothing, if it has ended
+            self._process.wait()
+            self._reader.join()
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+        self._errors.close()
+
+    def _send(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has died: its answer says why
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        lines = self._process.stdout.read().splitlines()
+        if self._process.wait() == 0 and lines:
+            said = json.loads(lines[-1])
+            self.answer = said if isinstance(said, str) else Fit.from_json(said)
+            return
+        self._errors.seek(0)
+        errors = self._errors.read().strip().splitlines() or ["no reason"]
+        self.answer = f"transformers failed: {errors[-1]}"

@@ -1,0 +1,269 @@
+"""What a checkpoint's model is in Hugging Face's names: what an export writes, and what a directory
+that was exported is compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.storage import Access
+from smckpt.translate.checkpoint_tensors import CheckpointTensors, degrees_of
+from smckpt.translate.comparison import Comparison
+from smckpt.translate.compile import Block, prove_copies
+from smckpt.translate.config import CONFIG, ModelConfig
+from smckpt.translate.degrees import Degrees
+from smckpt.translate.detect import choose_layout, looks_packed, looks_transformed
+from smckpt.translate.families import find_family
+from smckpt.translate.logical_tensors import LogicalTensors
+from smckpt.translate.lora import LoraConfig
+from smckpt.translate.meta_model import Fit
+from smckpt.translate.model import model_dims, to_hub
+from smckpt.translate.names import HubTensor, model_tensors
+from smckpt.translate.pieces import TensorKey
+from smckpt.translate.rank_files import TensorReader, open_files
+from smckpt.translate.rank_sources import RankFilesFound, files_of
+from smckpt.translate.stream import ChunkSource, tied_names
+from smckpt.translate.table import TensorLayout
+from smckpt.translate.targets import Target
+from smckpt.translate.translated import Translated, TranslatedSource, whole
+
+__all__ = [
+    "HUB",
+    "MODULE",
+    "ExportContents",
+    "GivenLayout",
+    "find_contents",
+    "head_notes",
+    "whole_tensors",
+]
+
+Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
+LOW = ("bfloat16", "float16")
+HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
+
+
+@dataclass(frozen=True)
+class ExportContents:
+    """What is read, the targets made of it, names left out, notes, which names they are, the layout
+    if translated, the adapter's config if it is one, the commit that is read; of a translation, how
+    many rows of the vocabulary are written, and how many are stored; which targets keep their dtype
+    in a model of another."""
+
+    source: ChunkSource
+    targets: Sequence[Target]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    naming: str = HUB
+    layout: str | None = None
+    adapter: LoraConfig | None = None
+    identity: str = ""
+    vocabulary: tuple[int, int] = (0, 0)
+    kept: Kept = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GivenLayout:
+    """What the caller says of a tensor-parallel layout, as `export_hf` takes it."""
+
+    layout: str | TensorLayout | None = None
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    padded_vocab_size: int | None = None
+
+    @property
+    def degrees(self) -> Degrees:
+        tp, ep = (1 if degree is None else degree for degree in (self.tp, self.ep))
+        return Degrees.of(tp, ep, self.etp)
+
+    def refuse_degrees(self, where: str) -> None:
+        """Raises UsageError: there are some, but the names are Hugging Face's own."""
+        given = (self.tp, self.ep, self.etp, self.padded_vocab_size)
+        if any(value is not None for value in given):
+            raise UsageError(
+                "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's "
+                "own",
+                remedy="leave them out, or pass layout=",
+                path=where,
+            )
+
+
+def find_contents(
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
+    said: GivenLayout, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """The model of a checkpoint, or of the files of ranks, in its own dtypes.
+
+    Args:
+        naming: HUB or MODULE. HUB gives module names where it is not known what the hub's are, and
+            a note that says why.
+        comparison: with the model of `settings`; it tells the hub's names.
+
+    Raises:
+        as `export_hf`.
+    """
+    family = settings.values["model_type"] if settings is not None else None
+    files = files_of(checkpoint)
+    if files is not None:
+        _refuse_prefix(prefix)
+        return _of_files(files, settings, said, naming, comparison)
+    catalogue = open_catalogue(access.open(checkpoint))
+    tensors = model_tensors(catalogue, prefix)
+    packed = naming == HUB and looks_packed(tensors, family)
+    if said.layout is not None or packed or looks_transformed(tensors):
+        degrees = degrees_of(catalogue, said.tp, said.ep, said.etp)
+        reader = CheckpointTensors(catalogue, tensors, degrees)
+        reader.refuse_unlike_replicas()
+        made = _translated(reader, settings, said, degrees, naming)
+    else:
+        said.refuse_degrees(catalogue.url)
+        made = _named(LogicalTensors(catalogue, tensors), settings, naming, comparison)
+    return replace(made, identity=catalogue.identity)
+
+
+def _of_files(
+    files: RankFilesFound, settings: ModelConfig | None, said: GivenLayout, naming: str,
+    comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """The files of ranks, or one file with a whole model by Hugging Face's names."""
+    told = replace(said, tp=said.tp or files.tp, ep=said.ep or files.ep)
+    reader = open_files(files.paths, told.degrees)
+    if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
+        family = settings.values["model_type"] if settings is not None else None
+        if settings is None or find_family(family or "") is None or not _fits(reader, settings):
+            return _named(reader, settings, naming, comparison)
+    return _translated(reader, settings, told, told.degrees, naming)
+
+
+def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
+    """Whether the names are those of a tensor-parallel layout, of one rank."""
+    try:
+        choose_layout(reader.held, model_dims(settings, reader.url), None, 1, reader.url)
+    except UsageError:
+        return False
+    return True
+
+
+def _kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
+    """By the table of a family of ours."""
+    family = find_family(settings.values["model_type"]) if settings is not None else None
+    patterns = () if family is None else family.fp32
+    names = frozenset(t.name for t in targets if any(re.search(p, t.name) for p in patterns))
+    return dict.fromkeys(LOW, names)
+
+
+def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
+    """As transformers says it, of names in memory."""
+    return {
+        dtype: frozenset(
+            target.name
+            for target in targets
+            if any(fit.keeps(block.source.name, dtype) for block in target.blocks)
+        )
+        for dtype in LOW
+    }
+
+
+def whole_tensors(reader: TensorReader) -> list[Translated]:
+    """The tensors that a reader holds once, each as it is."""
+    return [
+        whole(TensorKey(name), held.whole, held.dtype)
+        if held.whole is not None
+        else whole(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
+        for name, held in reader.held.items()
+    ]
+
+
+def _translated(
+    reader: TensorReader,
+    settings: ModelConfig | None,
+    said: GivenLayout,
+    degrees: Degrees,
+    naming: str,
+) -> ExportContents:
+    if naming == MODULE:
+        raise UsageError(
+            "naming='module' keeps the names of the state dict, and a tensor-parallel layout has "
+            "no whole tensors under them",
+            remedy="leave naming= out",
+            path=reader.url,
+        )
+    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size)
+    return ExportContents(
+        made.source, made.targets, made.left_out, layout=made.layout, vocabulary=made.vocabulary,
+        kept=_kept_of_family(settings, made.targets),
+    )  # fmt: skip
+
+
+def _named(
+    reader: TensorReader, settings: ModelConfig | None, naming: str, comparison: Comparison
+) -> ExportContents:
+    """Whole tensors, by the names of released checkpoints if they are asked for and known."""
+    source = TranslatedSource(reader)
+    targets = whole_tensors(reader)
+    notes = list(head_notes([t.name for t in targets], settings))
+    kept = _kept_of_family(settings, targets)
+    if naming == HUB:
+        found = comparison.names(targets, reader.url)
+        if isinstance(found, str):
+            naming = MODULE
+            if settings is not None:
+                notes.append(f"the names are those of the state dict: {found}")
+        elif found is not None:
+            targets = targets if found.hub is None else _renamed(found.hub, targets)
+            kept = _kept_of_model(found, targets)
+    left_out: tuple[str, ...] = ()
+    if settings is not None and settings.ties_embeddings:
+        left_out = tied_names(source, targets, reader.url)
+        targets = [target for target in targets if target.name not in left_out]
+    return ExportContents(source, targets, left_out, tuple(notes), naming, kept=kept)
+
+
+def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
+    """The hub's tensors, made of those of a state dict; proven before anything is read. What the
+    model does not have keeps its name."""
+    stored = {target.name: target for target in targets}
+    shapes = {tensor.name: tensor.shape for tensor in hub}
+    parts = {tensor.name: tensor.parts for tensor in hub}
+    used = {name for tensor in hub for name, _ in tensor.parts}
+    prove_copies({name: stored[name].shape for name in used}, shapes, parts)
+    out = []
+    for tensor in hub:
+        dtypes = {stored[name].dtype for name, _ in tensor.parts}
+        if len(dtypes) != 1:
+            raise TensorMismatchError(
+                f"{tensor.name} would be made of parts of different dtypes: {sorted(dtypes)}",
+                remedy="save all parts in one dtype, or pass naming='module'",
+            )
+        (dtype,) = dtypes
+        keys = {name: stored[name].blocks[0].source for name, _ in tensor.parts}
+        blocks = tuple(Block(keys[name], copy) for name, copy in tensor.parts)
+        out.append(Translated(tensor.name, dtype, tensor.shape, dtype, blocks))
+    return out + [target for target in targets if target.name not in used]
+
+
+def _refuse_prefix(prefix: str | None) -> None:
+    if prefix is not None:
+        raise UsageError(
+            "prefix= is for checkpoints, not for files of ranks",
+            remedy="save the model's state dict alone, or under the key model",
+        )
+
+
+def head_notes(tensors: Sequence[str], settings: ModelConfig | None) -> tuple[str, ...]:
+    """What is to be said of a model without a config, or without the head that it needs."""
+    if settings is None:
+        return (f"no config was given: put the model's {CONFIG} there before loading",)
+    architectures = settings.values.get("architectures") or [""]
+    heads = any("head" in name or name.startswith("embed_out") for name in tensors)
+    if settings.ties_embeddings is False and architectures[0].endswith("ForCausalLM") and not heads:
+        return (
+            f"{architectures[0]} with untied embeddings, but no output head is in the checkpoint: "
+            "from_pretrained would make a random one",
+        )
+    return ()

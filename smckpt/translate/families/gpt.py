@@ -1,0 +1,119 @@
+"""GPT-NeoX, Falcon and GPT-2: norms with biases, an MLP without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smckpt.translate.families.llama import NO_WEIGHTS
+from smckpt.translate.family import Family
+from smckpt.translate.table import LayoutRow as Row
+from smckpt.translate.table import rows
+
+__all__ = ["FAMILIES"]
+
+_OLDER_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+_NEOX_TOP = (
+    Row("gpt_neox.embed_in.weight", ("embed",)),
+    Row("gpt_neox.final_layer_norm.weight", ("final_norm",)),
+    Row("gpt_neox.final_layer_norm.bias", ("final_norm_b",)),
+    Row("embed_out.weight", ("head",)),
+)
+_NEOX = (
+    Row("input_layernorm.weight", ("norm1",)),
+    Row("input_layernorm.bias", ("norm1_b",)),
+    Row("post_attention_layernorm.weight", ("norm2",)),
+    Row("post_attention_layernorm.bias", ("norm2_b",)),
+    Row("attention.query_key_value.weight", ("q", "k", "v"), "interleaved"),
+    Row("attention.query_key_value.bias", ("q_b", "k_b", "v_b"), "interleaved",
+        when="attention_bias"),
+    Row("attention.dense.weight", ("o",)),
+    Row("attention.dense.bias", ("o_b",), when="attention_bias"),
+    Row("mlp.dense_h_to_4h.weight", ("fc1",)),
+    Row("mlp.dense_h_to_4h.bias", ("fc1_b",)),
+    Row("mlp.dense_4h_to_h.weight", ("fc2",)),
+    Row("mlp.dense_4h_to_h.bias", ("fc2_b",)),
+)  # fmt: skip
+_FALCON_TOP = (
+    Row("transformer.word_embeddings.weight", ("embed",)),
+    Row("transformer.ln_f.weight", ("final_norm",)),
+    Row("transformer.ln_f.bias", ("final_norm_b",)),
+    Row("lm_head.weight", ("head",)),
+)
+_FALCON = tuple(
+    row
+    for kind, tail, linear in (("weight", "", None), ("bias", "_b", "bias"))
+    for row in (
+        Row(f"input_layernorm.{kind}", ("norm1" + tail,), when="not ln_attn"),
+        Row(f"post_attention_layernorm.{kind}", ("norm2" + tail,), when="two_norms"),
+        Row(f"ln_attn.{kind}", ("norm1" + tail,), when="ln_attn"),
+        Row(f"ln_mlp.{kind}", ("norm2" + tail,), when="ln_attn"),
+        Row(f"self_attention.query_key_value.{kind}",
+            ("q" + tail, "k" + tail, "v" + tail), "interleaved", when=linear),
+        Row(f"self_attention.dense.{kind}", ("o" + tail,), when=linear),
+        Row(f"mlp.dense_h_to_4h.{kind}", ("fc1" + tail,), when=linear),
+        Row(f"mlp.dense_4h_to_h.{kind}", ("fc2" + tail,), when=linear),
+    )
+)  # fmt: skip
+_GPT2_TOP = (
+    Row("transformer.wte.weight", ("embed",)),
+    Row("transformer.wpe.weight", ("pos",)),
+    Row("transformer.ln_f.weight", ("final_norm",)),
+    Row("transformer.ln_f.bias", ("final_norm_b",)),
+    Row("lm_head.weight", ("head",)),
+)
+_GPT2 = tuple(
+    row
+    for kind, tail, flip in (("weight", "", True), ("bias", "_b", False))
+    for row in (
+        Row(f"ln_1.{kind}", ("norm1" + tail,)),
+        Row(f"ln_2.{kind}", ("norm2" + tail,)),
+        Row(f"attn.c_attn.{kind}", ("q" + tail, "k" + tail, "v" + tail), transposed=flip),
+        Row(f"attn.c_proj.{kind}", ("o" + tail,), transposed=flip),
+        Row(f"mlp.c_fc.{kind}", ("fc1" + tail,), transposed=flip),
+        Row(f"mlp.c_proj.{kind}", ("fc2" + tail,), transposed=flip),
+    )
+)
+
+
+def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": config.get("n_inner") or 4 * config["hidden_size"]}
+
+
+def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Falcon's three shapes: parallel attention and MLP with a norm each (40B), parallel with a
+    shared norm (7B), or one after the other with a norm before each (RW)."""
+    heads, new = config["num_attention_heads"], config.get("new_decoder_architecture")
+    if new:
+        groups = config.get("num_kv_heads") or heads
+        norms = "one" if config.get("num_ln_in_parallel_attn") == 1 else "ln_attn"
+    else:
+        groups = 1 if config.get("multi_query", True) else heads
+        norms = "one" if config.get("parallel_attn", True) else "two"
+    return {
+        "num_key_value_heads": groups,
+        "intermediate_size": config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+        "ln_attn": norms == "ln_attn",
+        "two_norms": norms == "two",
+    }
+
+
+FAMILIES = (
+    Family(
+        "gpt_neox", _NEOX_TOP + rows("gpt_neox.layers.{i}.", _NEOX), NO_WEIGHTS,
+        defaults={"attention_bias": True},
+    ),
+    Family(
+        "falcon", _FALCON_TOP + rows("transformer.h.{i}.", _FALCON), (),
+        keys=_OLDER_KEYS, defaults={"tie_word_embeddings": True}, derive=_falcon, hf_tp=None,
+    ),
+    Family(
+        "gpt2", _GPT2_TOP + rows("transformer.h.{i}.", _GPT2), NO_WEIGHTS,
+        keys=_OLDER_KEYS, defaults={"tie_word_embeddings": True}, derive=_gpt2, hf_tp=None,
+    ),
+)  # fmt: skip

@@ -1,0 +1,78 @@
+"""Llama and families with its modules: a norm before attention, and one before a gated MLP."""
+
+from __future__ import annotations
+
+from smckpt.translate.family import Family
+from smckpt.translate.table import LayoutRow as Row
+from smckpt.translate.table import rows
+
+__all__ = ["ATTENTION", "DENSE_MLP", "FAMILIES", "NORMS", "NO_WEIGHTS", "TOP"]
+
+NO_WEIGHTS = (r".*rotary_emb\.inv_freq", r".*\.att(entio)?n\.(bias|masked_bias)")
+
+TOP = (
+    Row("model.embed_tokens.weight", ("embed",)),
+    Row("model.norm.weight", ("final_norm",)),
+    Row("lm_head.weight", ("head",)),
+)
+NORMS = (
+    Row("input_layernorm.weight", ("norm1",)),
+    Row("post_attention_layernorm.weight", ("norm2",)),
+)
+ATTENTION = (
+    *(Row(f"self_attn.{part}_proj.weight", (part,)) for part in "qkvo"),
+    *(Row(f"self_attn.{part}_proj.bias", (f"{part}_b",), when="attention_bias") for part in "qkvo"),
+)
+DENSE_MLP = tuple(
+    Row(f"mlp.{part}_proj.{kind}", (part + tail,), when=when)
+    for part in ("gate", "up", "down")
+    for kind, tail, when in (("weight", "", "dense"), ("bias", "_b", "dense, mlp_bias"))
+)
+_HEAD_NORMS = (
+    Row("self_attn.q_norm.weight", ("q_norm",)),
+    Row("self_attn.k_norm.weight", ("k_norm",)),
+)
+_QKV_BIASES = (
+    *ATTENTION[:4],
+    *(Row(f"self_attn.{part}_proj.bias", (f"{part}_b",)) for part in "qkv"),
+    Row("self_attn.o_proj.bias", ("o_b",), when="attention_bias"),
+)
+_FUSED = (
+    Row("self_attn.qkv_proj.weight", ("q", "k", "v")),
+    Row("self_attn.o_proj.weight", ("o",)),
+    Row("mlp.gate_up_proj.weight", ("gate", "up")),
+    Row("mlp.down_proj.weight", ("down",)),
+)
+# Gemma: a norm before and one after. All norms are stored minus one.
+_GEMMA_TOP = (TOP[0], Row("model.norm.weight", ("final_norm",), shift=-1.0), TOP[2])
+_SANDWICH = (
+    Row("input_layernorm.weight", ("norm1",), shift=-1.0),
+    Row("post_attention_layernorm.weight", ("post1",), shift=-1.0),
+    Row("pre_feedforward_layernorm.weight", ("norm2",), shift=-1.0),
+    Row("post_feedforward_layernorm.weight", ("post2",), shift=-1.0),
+)
+_GEMMA_HEAD_NORMS = (
+    Row("self_attn.q_norm.weight", ("q_norm",), shift=-1.0),
+    Row("self_attn.k_norm.weight", ("k_norm",), shift=-1.0),
+)
+_TIED = {"tie_word_embeddings": True}
+
+
+def _llama(name: str, *layer: Row) -> Family:
+    return Family(name, TOP + rows("model.layers.{i}.", layer), NO_WEIGHTS)
+
+
+def _gemma(name: str, *layer: Row) -> Family:
+    table = _GEMMA_TOP + rows("model.layers.{i}.", (*_SANDWICH, *ATTENTION, *DENSE_MLP, *layer))
+    return Family(name, table, NO_WEIGHTS, defaults=_TIED)
+
+
+FAMILIES = (
+    _llama("llama", *NORMS, *ATTENTION, *DENSE_MLP),
+    _llama("mistral", *NORMS, *ATTENTION, *DENSE_MLP),
+    _llama("qwen2", *NORMS, *_QKV_BIASES, *DENSE_MLP),
+    _llama("qwen3", *NORMS, *ATTENTION, *_HEAD_NORMS, *DENSE_MLP),
+    _llama("phi3", *NORMS, *_FUSED),
+    _gemma("gemma2"),
+    _gemma("gemma3_text", *_GEMMA_HEAD_NORMS),
+)

@@ -1,0 +1,101 @@
+"""A family of models: one table from which all translations follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from smckpt.translate.table import LayoutRow, TensorLayout
+
+__all__ = ["HF_TP", "Family"]
+
+# The dimension of a role that transformers' own tensor parallelism cuts.
+HF_TP: Mapping[str, int] = {
+    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
+    **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
+}
+_PACKED = (  # as transformers 5 holds experts in memory
+    LayoutRow("{layers}.{i}.mlp.gate.weight", ("router",)),
+    LayoutRow(
+        "{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True
+    ),
+    LayoutRow("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a `model_type`.
+
+    name: the config's `model_type`.
+    rows: the tensors of the released checkpoints, which transformers 4 and 5 both load. A model has
+        the roles of the rows whose `when` holds for its config, so the table is also the list of
+        its parts.
+    drop: regular expressions of names that hold no weights.
+    keys: where this family's config uses another key than Llama's: Llama's key → its own.
+    defaults: values for keys that the config leaves out.
+    derive: computes further values from the config (with Llama's keys). They override it.
+    fp32: regular expressions of names that `from_pretrained` keeps in float32.
+    hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
+        this family.
+    """
+
+    name: str
+    rows: tuple[LayoutRow, ...]
+    drop: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    fp32: tuple[str, ...] = ()
+    hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
+
+    @cached_property
+    def hub(self) -> TensorLayout:
+        """The table of the released checkpoints, as a layout of one rank."""
+        return TensorLayout(self.name, self.rows, self.drop)
+
+    @property
+    def live(self) -> TensorLayout | None:
+        """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
+        if self.hf_tp is None:
+            return None
+        dense = tuple(
+            replace(row, tp=self.hf_tp.get(row.roles[0]))
+            for row in self.rows
+            if not row.of_experts and row.roles != ("router",)
+        )
+        return TensorLayout("hf_tp", dense + _PACKED, self.drop, joined=False)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The names for `{embed}`, `{head}` and so on in the tables of layouts that keep Hugging
+        Face's outer modules. `layers`: the text before a layer's number."""
+        names = {row.roles[0]: row.name for row in self.rows if "{i}" not in row.name}
+        layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
+        return {**names, "layers": layer.split(".{i}")[0]}
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether experts are one tensor in memory and several on disk."""
+        return self.hf_tp is not None and any("{e}" in row.name for row in self.rows)
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether its norms are stored minus one, in Hugging Face's files and in training."""
+        return any(row.shift and "final_norm" in row.roles for row in self.rows)
+
+    @property
+    def latent(self) -> bool:
+        """Whether queries, keys and values come from narrow layers: latent attention."""
+        return any("kv_down" in row.roles for row in self.rows)
+
+    def config(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with Llama's keys and the defaults."""
+        values = {**self.defaults, **{k: v for k, v in said.items() if v is not None}}
+        for key, own in self.keys.items():
+            if values.get(key) is None and values.get(own) is not None:
+                values[key] = values[own]
+        return values

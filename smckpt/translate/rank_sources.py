@@ -1,0 +1,99 @@
+"""The directories and single files that other trainers write, as the files of ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smckpt.errors import TopologyError, UsageError
+from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.torch_files import load_inert
+
+__all__ = ["RankFilesFound", "files_of"]
+
+_LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")  # tensor, pipeline, expert
+_MODEL = "model_optim_rng.pt"
+
+
+@dataclass(frozen=True)
+class RankFilesFound:
+    """Files of ranks, tensor-parallel ones innermost, and the degrees that their names tell."""
+
+    paths: Sequence[str | os.PathLike[str]]
+    tp: int | None = None
+    ep: int | None = None
+
+
+def files_of(checkpoint: Any) -> RankFilesFound | None:
+    """The files, where it is they that are given: a list, one file, or a directory of Megatron-LM
+    (with `mp_rank_XX`, or above such directories). None for a checkpoint of ours.
+
+    Raises:
+        UsageError: a rank's file is missing.
+        TopologyError: the model is in pipeline stages.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        return RankFilesFound(list(checkpoint))
+    if not is_local(os.fspath(checkpoint)):
+        return None
+    path = Path(local_path(os.fspath(checkpoint)))
+    if path.is_file():
+        return RankFilesFound([path])
+    return _megatron(path)
+
+
+def _megatron(path: Path) -> RankFilesFound | None:
+    latest = path / _LATEST
+    if latest.is_file():
+        said = latest.read_text().strip()
+        path = path / (said if said == "release" else f"iter_{int(said):07d}")
+    ranks = _ranks(path)
+    if not ranks:
+        return None
+    stages = 1 + max(pp for _, pp, _ in ranks)
+    if stages > 1:
+        raise TopologyError(
+            f"the model is in {stages} pipeline stages, which number their layers each for itself",
+            remedy="save it without pipeline parallelism (Megatron's tools/checkpoint/convert.py)",
+            path=str(path),
+        )
+    tp, ep = (1 + max(rank[number] for rank in ranks) for number in (0, 2))
+    paths = []
+    for e in range(ep):
+        for t in range(tp):
+            file = ranks.get((t, 0, e), path / f"mp_rank_{t:02d}") / _MODEL
+            if not file.is_file():
+                raise UsageError(
+                    f"the file of tensor-parallel rank {t}, expert-parallel rank {e} is missing",
+                    remedy=f"fetch {file.relative_to(path)} too",
+                    path=str(path),
+                )
+            paths.append(file)
+    return RankFilesFound(paths, tp, ep)
+
+
+def _ranks(path: Path) -> dict[tuple[int, int, int], Path]:
+    """(tensor, pipeline, expert) → directory. Megatron writes the pipeline's number where there are
+    stages, and the experts' where there are expert-parallel ranks; of a single one the arguments of
+    the run, which are in the files, tell whose it is."""
+    found = {}
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        match = _RANK.match(entry.name)
+        if match and entry.is_dir():
+            tp, second, third = match.groups()
+            if third is None and second is not None and not _has_stages(entry / _MODEL):
+                second, third = None, second
+            found[int(tp), int(second or 0), int(third or 0)] = entry
+    return found
+
+
+def _has_stages(file: Path) -> bool:
+    if not file.is_file():
+        return True
+    arguments = vars(load_inert(file).get("args", object)).get("pipeline_model_parallel_size", 2)
+    return bool(arguments > 1)

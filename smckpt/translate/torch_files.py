@@ -1,0 +1,125 @@
+"""Files of `torch.save`, mapped into memory, without running anything that they name."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from smckpt.errors import UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.strided import elements
+
+__all__ = ["TorchFile", "load_inert", "open_torch"]
+
+_STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
+_MODELS = ("model", "state_dict", "module")  # as trainers call the model's part: "module" DeepSpeed
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class _Inert:
+    """In place of an object of a foreign class: it holds the state, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class TorchFile:
+    """The tensors of a file, the step that it records, and what lets its memory go."""
+
+    def __init__(self, tensors: dict[str, tuple[str, Array]], step: Any, path: Path) -> None:
+        self.tensors = tensors
+        self.step = step
+        self._ranges = _mapped(path)
+        self._madvise: Callable[..., int] = ctypes.CDLL(None, use_errno=True).madvise
+
+    def let_go(self) -> None:
+        """Unmap pages: they would count as this process's memory to the last. They are the file's,
+        and come back when they are read."""
+        for start, length in self._ranges:
+            self._madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
+            )
+
+
+def load_inert(path: Path) -> Any:
+    """What `torch.save` wrote, tensors mapped. torch's restricted unpickler reads it; classes that
+    it does not know (argparse.Namespace, a trainer's own) are stood in for, and none is imported.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+    try:
+        foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
+        with safe_globals(foreign):  # type: ignore[arg-type]
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # of whatever kind, from the depths of torch, zip and pickle
+        raise UsageError(
+            f"the file is neither safetensors nor a torch.save file of tensors: {error}",
+            remedy="pass files that hold a state dict of tensors and plain values only",
+            path=str(path),
+        ) from error
+
+
+def open_torch(path: Path) -> TorchFile:
+    """
+    Raises:
+        UsageError: it holds no state dict of dense tensors.
+    """
+    import torch
+
+    loaded = load_inert(path)
+    out: dict[str, tuple[str, Array]] = {}
+    for name, tensor in _model_of(loaded, path).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UsageError(
+                f"{name} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device.type}",
+                remedy="save dense tensors with their values",
+                path=str(path),
+            )
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        out[str(name)] = (
+            dtype, elements(flat, DTYPES[dtype].itemsize).reshape(tuple(tensor.shape))
+        )  # fmt: skip
+    steps = [loaded[key] for key in _STEPS if isinstance(loaded.get(key), int)]
+    return TorchFile(out, steps[0] if steps else None, path)
+
+
+def _model_of(loaded: Any, path: Path) -> Mapping[str, Any]:
+    """The model's part of what was saved, or all of it."""
+    if not isinstance(loaded, Mapping):
+        raise UsageError(
+            f"the file holds a {type(loaded).__name__}",
+            remedy="pass files of state dicts",
+            path=str(path),
+        )
+    for key in _MODELS:
+        if isinstance(loaded.get(key), Mapping):
+            return _model_of(loaded[key], path)
+    return loaded
+
+
+def _mapped(path: Path) -> list[tuple[int, int]]:
+    """Where the file is mapped: (address, bytes)."""
+    inode = os.stat(path).st_ino
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, number, *_ = line.split()
+        if int(number) == inode and inode:
+            start, stop = (int(part, 16) for part in addresses.split("-"))
+            found.append((start, stop - start))
+    return found

@@ -1,0 +1,199 @@
+"""Links, pipes and devices under names of a checkpoint: nothing follows, waits or deletes there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.contents import contents_of
+from smckpt.checkpoint.discover import find_checkpoints
+from smckpt.checkpoint.prefixes import PrefixSharding
+from smckpt.checkpoint.remove import remove_checkpoint
+from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.storage import Access
+from tests.support.copies import contents
+from tests.support.limits import seconds
+from tests.support.saves import Group, hybrid, state_of
+from tests.support.synthetic import Step
+
+GROUPS = {"deep/part0": (0, 2), "part1": (1, 3)}
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    Step(tmp_path / "run", GROUPS, state_of(hybrid((0, 1, 2, 3), 2))).save()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("link", ["part1", "deep"])
+def test_a_removal_follows_no_link_to_somebody_else_s_checkpoint(step: Path, link: str) -> None:
+    theirs = step.parent / "theirs"
+    (step / link).rename(theirs)
+    (step / link).symlink_to(theirs)
+    before = contents(step.parent)
+    with pytest.raises(UsageError, match="symbolic link"):
+        remove_checkpoint(contents_of(Access().open(str(step))))
+    assert contents(step.parent) == before
+
+
+def test_the_directory_that_is_named_may_be_a_link(step: Path) -> None:
+    link = step.parent / "latest"
+    link.symlink_to(step)
+    remove_checkpoint(contents_of(Access().open(str(link))))
+    assert not list(step.rglob("*-*"))
+
+
+def test_a_removal_follows_no_link_under_the_name_of_a_prefix(tmp_path: Path) -> None:
+    prefix_sharding = PrefixSharding(1, 2)
+    Group(tmp_path / "here" / "run", (0, 1), prefix_sharding=prefix_sharding).save()
+    (tmp_path / "here" / "00-smckpt").rename(tmp_path / "theirs")
+    (tmp_path / "here" / "00-smckpt").symlink_to(tmp_path / "theirs")
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match="symbolic link"):
+        remove_checkpoint(contents_of(Access().open(str(tmp_path / "here" / "run"))))
+    assert contents(tmp_path) == before
+
+
+def test_a_copy_writes_through_no_link(step: Path, tmp_path: Path) -> None:
+    theirs, target = tmp_path / "theirs", tmp_path / "copy"
+    theirs.mkdir()
+    target.mkdir()
+    (target / "part1").symlink_to(theirs)
+    with pytest.raises(UsageError, match="symbolic link"):
+        copy_checkpoint(str(step), str(target))
+    assert not list(theirs.iterdir())
+
+
+def test_every_verb_that_writes_or_deletes_holds_it(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_bytes(b"theirs")
+    (tmp_path / "theirs" / f".file.{'0' * 16}.tmp").write_bytes(b"theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sub").symlink_to(tmp_path / "theirs")
+    there = Access().open(str(tmp_path / "run")).join("sub")
+    verbs: list[Callable[[], object]] = [
+        lambda: there.delete("file"),
+        lambda: there.discard_unfinished(["file"]),
+        lambda: there.put("new", b""),
+        lambda: there.put_exclusive("new", b""),
+        lambda: there.create_file("file", 1, replace=True),
+        lambda: there.remove_directory(),
+        lambda: there.join("deeper").put("new", b""),
+    ]
+    before = contents(tmp_path)
+    for verb in verbs:
+        with pytest.raises(UsageError, match="symbolic link"):
+            verb()
+    assert contents(tmp_path) == before and there.read("file") == b"theirs"
+
+
+# -- what is no file -----------------------------------------------------------------------------
+
+
+def a_socket(path: Path) -> None:
+    where = os.getcwd()
+    os.chdir(path.parent)  # its path may be longer than sockets take
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(where)
+
+
+INSTEAD: dict[str, Callable[[Path], object]] = {
+    "pipe": lambda path: os.mkfifo(path),
+    "socket": a_socket,
+    "directory": lambda path: path.mkdir(),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "terminal": lambda path: path.symlink_to("/dev/ptmx"),
+}
+
+
+@contextmanager
+def within(limit: float) -> Iterator[None]:
+    import signal
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not refused within {limit} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+@pytest.mark.parametrize("name", ["part-*", "*.crc", "*.safetensors", "manifest-*"])
+def test_what_is_no_file_is_refused_at_once(step: Path, what: str, name: str) -> None:
+    whole = shutil.copytree(step, step.parent / "whole")
+    path = next((step / "part1").glob(name))
+    path.unlink()
+    INSTEAD[what](path)
+    with within(seconds(30)):
+        report = verify_checkpoint(str(step))
+        assert not report.ok
+        assert any(path.name in problem.path for problem in report.problems), report.problems
+        with pytest.raises(CheckpointError) as caught:
+            copy_checkpoint(str(step), str(step.parent / "copy"))
+        assert caught.value.path and caught.value.remedy
+        if name == "manifest-*":
+            with pytest.raises(CheckpointError):
+                choose_commit(Access().open(str(step)))
+    target = step.parent / "target"  # nor is it taken for what a copy left, where it shall go
+    shutil.copytree(whole, target)
+    there = target / "part1" / path.name
+    there.unlink()
+    INSTEAD[what](there)
+    with within(seconds(30)):
+        try:
+            copy_checkpoint(str(whole), str(target))
+        except CheckpointError as error:
+            assert error.path and error.remedy
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_a_read_that_asks_no_size_refuses_it_too(tmp_path: Path, what: str) -> None:
+    INSTEAD[what](tmp_path / "file")
+    with within(seconds(30)), pytest.raises(CheckpointError) as caught:
+        Access().open(str(tmp_path)).read("file", 0, 8)
+    assert caught.value.path == str(tmp_path / "file")
+
+
+NO_COMMIT: dict[str, Callable[[Path], object]] = {
+    **INSTEAD,
+    "link that leads nowhere": lambda path: path.symlink_to("nowhere"),
+    "link in a circle": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("what", NO_COMMIT)
+@pytest.mark.parametrize("kind", ["record", "manifest"])
+def test_no_older_commit_is_taken_where_something_else_has_the_newest_name(
+    tmp_path: Path, kind: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    made = state_of(hybrid((0, 1, 2, 3), 2))
+    saves = Step(run, GROUPS, made) if kind == "record" else Group(run, (0, 1, 2, 3), state=made)
+    saves.save()
+    saves.save()
+    *_, newest = sorted(run.glob(f"{kind}-*"))
+    newest.unlink()
+    NO_COMMIT[what](newest)
+    here = Access().open(str(run))
+    with within(seconds(30)):
+        for choose in (lambda: choose_commit(here), lambda: contents_of(here)):
+            with pytest.raises(CheckpointError) as caught:
+                choose()
+            assert caught.value.path == str(newest) and caught.value.remedy
+        assert find_checkpoints(str(tmp_path)) == [] and newest.name in caplog.text

@@ -1,0 +1,109 @@
+"""`smckpt doctor`, `status` and `prune`, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smckpt import find_checkpoints
+from smckpt.manager.pins import pinned, remove_unless_pinned
+from smckpt.storage import open_storage
+from tests.support.copies import killed_at
+from tests.support.limits import seconds
+from tests.support.main_job import ROOT
+from tests.support.saves import Group
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.modules['torch'] = None; from smckpt.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 10 to 30 are whole."""
+    for step in (10, 20, 30):
+        group = Group(tmp_path / str(step), (0, 1), session=f"{step:012x}")
+        group.save(step=step, metadata={"metrics": {"loss": float(step)}})
+    return tmp_path
+
+
+def told(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_sound_root_is_restorable_at_its_newest(root: Path) -> None:
+    done = command("doctor", root)
+    assert (done.returncode, done.stdout) == (0, "restorable: 30, step 30\n"), done.stderr
+
+
+def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:
+    data = next((root / "20").glob("data-*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])
+    next((root / "30").glob("manifest-*")).write_text("{}")
+    cut = Group(root / "40", (0, 1), session="d" * 12)
+    cut.lease()
+    cut.write_rank(1, 0, step=40)  # rank 0 was killed
+    done = command("doctor", root, "--json")
+    assert done.returncode == 1
+    answer = told(done)
+    assert answer["restorable"] == "10"
+    states = {one["place"]: one["state"] for one in answer["steps"]}
+    assert states == {"40": "unfinished", "30": "damaged", "20": "cut", "10": "whole"}
+    said = command("doctor", root).stdout
+    assert data.name in said and "manifest" in said and "1 ranks have written" in said
+    assert said.splitlines()[-1] == "restorable: 10, step 10"
+    left = told(command("status", root, "--json"))
+    assert [one["place"] for one in left["under_way"]] == ["40"]
+    assert left["newest"]["step"] == 10
+
+
+def test_where_nothing_is_whole_it_says_so(tmp_path: Path) -> None:
+    done = command("doctor", tmp_path)
+    assert done.returncode == 1 and "nothing below" in done.stdout
+    assert command("status", tmp_path).returncode == 0
+
+
+def test_prune_deletes_what_the_rules_do_not_keep(root: Path) -> None:
+    looked = told(command("prune", root, "--keep-last", "1", "--dry-run", "--json"))
+    assert [one["step"] for one in looked["doomed"]] == [10, 20]
+    assert command("prune", root, "--keep-last", "1").returncode != 0  # nobody said yes
+    assert len(find_checkpoints(root)) == 3
+    best = ("--keep-best", "loss:min:1")
+    done = told(command("prune", root, "--keep-last", "1", *best, "--yes", "--json"))
+    assert done["deleted"] == [str(root / "20")]
+    assert sorted(os.listdir(root)) == ["10", "30"]
+
+
+def test_prune_spares_what_is_pinned_and_finishes_what_was_cut_short(root: Path) -> None:
+    top = open_storage(str(root))
+    (ten, *_) = find_checkpoints(root)
+    assert killed_at(3, lambda: remove_unless_pinned(top, "10", ten))
+    states = {
+        one["place"]: one["state"] for one in told(command("doctor", root, "--json"))["steps"]
+    }
+    assert states["10"] == "removing"
+    with pinned(root / "20"):
+        command("prune", root, "--keep-last", "1", "--yes")
+        assert sorted(os.listdir(root)) == ["20", "30"]
+
+
+def test_prune_deletes_nothing_where_the_newest_is_not_whole(root: Path) -> None:
+    next((root / "30").glob("part-*")).unlink()
+    done = command("prune", root, "--keep-last", "1", "--yes")
+    assert "not whole" in done.stderr + done.stdout
+    assert sorted(os.listdir(root)) == ["10", "20", "30"]

@@ -1,0 +1,124 @@
+"""What ./dev removes, and what it says that it tested."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import smckpt
+from tests.support.limits import seconds
+from tests.support.main_job import ROOT, run_main_job
+
+OURS = ("0123abcd", "ffffffff")
+OTHERS = ("named", "0123abcde", "0123ABCD")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A clone with runs: two that ./dev train named, others, a link to somebody's folder."""
+    (tmp_path / "clone").mkdir()
+    shutil.copy2(ROOT / "dev", tmp_path / "clone")
+    shutil.copytree(ROOT / "examples", tmp_path / "clone" / "examples")
+    for name in (*OURS, *OTHERS):
+        folder = tmp_path / "clone" / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(bytes(2_000_000))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_bytes(b"theirs")
+    (tmp_path / "clone" / "runs" / "aaaaaaaa").symlink_to(tmp_path / "theirs")
+    return tmp_path / "clone"
+
+
+def clean(tree: Path, answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(tree / "dev"), "clean", *arguments],
+        input=answer,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+    )
+
+
+def left(tree: Path) -> set[str]:
+    return {path.name for path in (tree / "runs").iterdir()}
+
+
+@pytest.mark.parametrize("answer", ["", "\n", "n\n", "maybe\n"])
+def test_clean_removes_nothing_without_a_yes(tree: Path, answer: str) -> None:
+    done = clean(tree, answer)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "runs/0123abcd  2 MB" in done.stdout and "Remove these 2 runs?" in done.stdout
+    assert left(tree) == {*OURS, *OTHERS, "aaaaaaaa"}
+
+
+@pytest.mark.parametrize(("answer", "arguments"), [("y\n", ()), ("", ("--yes",))])
+def test_clean_removes_the_runs_that_got_no_name_and_follows_no_link(
+    tree: Path, answer: str, arguments: tuple[str, ...]
+) -> None:
+    done = clean(tree, answer, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert left(tree) == {*OTHERS, "aaaaaaaa"}
+    assert (tree.parent / "theirs" / "file").read_bytes() == b"theirs"
+    assert "no runs to remove" in clean(tree, "").stdout
+
+
+def test_clean_refuses_arguments_that_it_does_not_know(tree: Path) -> None:
+    done = clean(tree, "", "--all")
+    assert done.returncode != 0 and "--all" in done.stderr
+    assert left(tree) == {*OURS, *OTHERS, "aaaaaaaa"}
+
+
+def test_what_cannot_begin_is_said_in_one_line_and_tried_once(tmp_path: Path) -> None:
+    theirs = smckpt.save({"a": torch.ones(1), "step": 3}, checkpoint_id=tmp_path / "run" / "theirs")
+    assert theirs is not None
+    outcome = run_main_job(tmp_path / "mine", "--checkpoint-dir", str(tmp_path / "run"))
+    (line,) = outcome.output.strip().splitlines()
+    assert outcome.status == 1 and "is of another run" in line
+    assert not (tmp_path / "mine" / "log.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def dev() -> ModuleType:
+    return SourceFileLoader("dev", str(ROOT / "dev")).load_module()
+
+
+def test_the_environment_holds_this_clone_and_no_copy_of_it(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(dev.venv, "create", lambda *_, **__: None)
+    monkeypatch.setattr(dev, "run", lambda command, **_: ran.append([*map(str, command)]) or 0)
+    dev.make_environment()
+    assert ran[-1][-2:] == ["--editable", str(ROOT)]
+    before = len(ran)
+    dev.make_environment()  # the pins are the same
+    assert len(ran) == before
+
+
+def test_the_versions_that_are_told_are_those_of_the_interpreter_that_tests(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dev, "PYTHON", Path(sys.executable))
+    dev.say_versions()
+    python = ".".join(map(str, sys.version_info[:3]))
+    said = f"==> tested with Python {python} and torch {torch.__version__}\n"
+    assert capsys.readouterr().out == said
+
+
+def test_the_versions_stand_at_the_top_and_at_the_end_of_what_is_tested(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(dev, "references", dict)
+    monkeypatch.setattr(dev, "say_versions", lambda: told.append("versions"))
+    monkeypatch.setattr(dev, "run", lambda command, **_: told.append(str(command[0])) or 0)
+    assert dev.test([]) == 0
+    assert told[0] == told[-1] == "versions" and len(told) == 2 + len(dev.CHECKS) + 1

@@ -1,0 +1,204 @@
+"""Readers of what others wrote: any input is read, or refused by a typed error, in bounds.
+
+By structure, with hypothesis: one value of a whole checkpoint is another one, and the checksums are
+right. SMCKPT_FUZZ_EXAMPLES says how many. By coverage: `python -m tests.fuzz.run`; its corpus is
+read here.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import resource
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.sealed import open_json, seal_json
+from smckpt.errors import CheckpointError
+from tests.fuzz.memory import Tree, tree_of
+from tests.fuzz.targets import MARK, TARGETS, finish, mark_of, quiet, read_everything
+from tests.support.limits import seconds
+
+CORPUS = Path(__file__).parent / "corpus"
+FIXTURES = sorted(p for p in (Path(__file__).parent.parent / "fixtures").glob("format-*"))
+EXAMPLES = int(os.environ.get("SMCKPT_FUZZ_EXAMPLES", "25"))
+MEMORY = 1 << 30
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.sampled_from([0, 1, 1 << 20, 1 << 24, 10**13]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=12),
+    st.sampled_from(["R", "S0", "S99", "SS0/2", "SS0/1000000000", "..", "../x", "/etc", "", "~"]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["~", "v", "a", "mesh", "kept", "boxes"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def bounded(target: Any, given_input: Any) -> None:
+    """Run it within time and memory; a typed error is fine."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.monotonic()
+    try:
+        target(given_input)
+    except CheckpointError as error:
+        assert error.message
+    assert time.monotonic() - began < seconds(20)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+    assert grown < MEMORY
+
+
+def spots(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to all values within a value."""
+    out = [way] if way else []
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            out += spots(item, (*way, key))
+    return out
+
+
+def changed(body: Any, way: tuple[Any, ...], value: Any, how: str) -> Any:
+    """A copy in which the value at `way` is another one, is gone, or stands twice."""
+    body = copy.deepcopy(body)
+    at = body
+    for key in way[:-1]:
+        at = at[key]
+    if how == "gone" and isinstance(at, dict):
+        del at[way[-1]]
+    elif how == "twice" and isinstance(at, list):
+        at.append(at[way[-1]])
+    else:
+        at[way[-1]] = value
+    return body
+
+
+def reseal(tree: Tree, directory: str, name: str, body: Any) -> Tree:
+    """The tree with another body in a file, and with the checksums of those that name it right."""
+    tree = {at: dict(files) for at, files in tree.items()}
+    before = hex64(crc64(tree[directory][name]))
+    tree[directory][name] = seal_json(body)
+    after = hex64(crc64(tree[directory][name]))
+    for at, files in tree.items():
+        for other, data in files.items():
+            if (
+                before.encode() in data
+                and other.endswith(".json")
+                and (at, other) != (directory, name)
+            ):
+                text = json.dumps(open_json(data, other)).replace(before, after)
+                return reseal(tree, at, other, json.loads(text))
+    return tree
+
+
+TREES = {path.name: tree_of(path / "checkpoint") for path in FIXTURES}
+ROOTS = {
+    fixture: min(at for at, files in tree.items() if any("record" in n for n in files))
+    for fixture, tree in TREES.items()
+}
+BODIES = [
+    (fixture, at, name, open_json(data, name))
+    for fixture, tree in TREES.items()
+    for at, files in sorted(tree.items())
+    for name, data in sorted(files.items())
+    if name.endswith(".json")
+]
+
+
+def test_the_fixtures_are_read_whole() -> None:
+    for fixture, tree in TREES.items():
+        read_everything(tree, ROOTS[fixture])
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_checkpoint_with_any_value_changed_is_read_or_refused(data: st.DataObject) -> None:
+    fixture, at, name, body = data.draw(st.sampled_from(BODIES))
+    for _ in range(data.draw(st.integers(1, 3))):
+        way = data.draw(st.sampled_from(spots(body)))
+        how = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        body = changed(body, way, data.draw(VALUES), how)
+    tree = reseal(TREES[fixture], at, name, body)
+    bounded(lambda _: read_everything(tree, ROOTS[fixture]), None)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_mark_of_a_deletion_takes_nothing_but_files_of_ours_below_it(
+    data: st.DataObject,
+) -> None:
+    fixture = data.draw(st.sampled_from(sorted(TREES)))
+    tree, root = TREES[fixture], ROOTS[fixture]
+    body = mark_of(tree, root)
+    for _ in range(data.draw(st.integers(0, 2))):
+        way = data.draw(st.sampled_from(spots(body)))
+        how = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        value = data.draw(VALUES | st.sampled_from(["../private", "/private", "../", "a/../.."]))
+        body = changed(body, way, value, how)
+    marked = {**tree, root: {**tree[root], MARK: seal_json(body)}}
+    bounded(lambda _: finish(marked, root), None)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
+def test_an_archive_of_torch_with_a_byte_changed_or_cut_short_is_read_or_refused(
+    at: float, byte: int, cut: bool
+) -> None:
+    data = bytearray(archive())
+    place = int(at * len(data))
+    data[place] = byte
+    bounded(TARGETS["archive"], bytes(data[:place] if cut else data))
+
+
+@cache
+def archive() -> bytes:
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"model": {"weight": torch.ones(2, 3)}, "step": 7}, file)
+    return file.getvalue()
+
+
+def test_a_deletion_that_a_mark_names_is_finished_unless_a_pin_holds() -> None:
+    for fixture, tree in TREES.items():
+        root = ROOTS[fixture]
+        files = {**tree[root], MARK: seal_json(mark_of(tree, root))}
+        left = finish({**tree, root: files}, root)
+        assert not [at for at in left if at.startswith(root) and left[at].keys() - {"notes"}]
+        for pin in (b"", b"[" * 9999, seal_json({"format": [9, 0], "until": 0})):
+            pins = {**files, "pin-0123456789abcdef.json": pin}
+            left = finish({**tree, root: pins}, root)
+            assert left[root].keys() == {*tree[root], "pin-0123456789abcdef.json", "notes"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(value=VALUES, raw=st.binary(max_size=200))
+def test_any_json_and_any_bytes_are_read_or_refused(target: str, value: Any, raw: bytes) -> None:
+    bounded(TARGETS[target], json.dumps(value).encode())
+    bounded(TARGETS[target], raw)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CORPUS.glob("*/*")), ids=lambda p: f"{p.parent.name}/{p.name[:12]}"
+)
+def test_what_was_found_once_stays_refused(path: Path) -> None:
+    bounded(quiet(TARGETS[path.parent.name]), path.read_bytes())

@@ -1,0 +1,125 @@
+"""accelerate's save_state and load_state through smckpt: killed, and resumed to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+
+import smckpt
+from smckpt.errors import UsageError
+from smckpt.integrations.accelerate import SmckptAccelerator
+from tests.support.limits import seconds
+
+SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_run.py"
+
+
+def run(out: Path, *what: str, ranks: int = 1, by: tuple[str, ...] = ()) -> Any:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    root = str(SCRIPT.parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*launcher, *by, str(SCRIPT), str(out), *what],
+        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
+    )  # fmt: skip
+
+
+def names(out: Path) -> list[str]:
+    return sorted(one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(out))
+
+
+def killed_and_resumed(folder: Path, how: str, ranks: int = 1) -> list[dict[str, Any]]:
+    out = folder / "run"
+    died = run(out, how, "die", ranks=ranks)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = run(out, how, "resume", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert names(out) == ["checkpoint_1", "checkpoint_2"]  # total_limit
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    told = [json.loads(line.removeprefix("told ")) for line in lines]
+    assert len(told) == ranks
+    for rank in told:
+        losses = rank["straight"]["losses"]
+        assert rank["resumed"].pop("losses") == losses[-len(losses) + 2 :]
+        assert {**rank["resumed"], "losses": losses} == rank["straight"]
+    return told
+
+
+def test_one_process_goes_on_bit_for_bit_after_a_kill_and_from_accelerates_own(
+    tmp_path: Path,
+) -> None:
+    (told,) = killed_and_resumed(tmp_path, "plain")
+    assert told["stock"].pop("losses") == told["straight"]["losses"][4:]
+    assert {**told["stock"], "losses": told["straight"]["losses"]} == told["straight"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["fsdp2", "plain"])
+def test_ranks_go_on_bit_for_bit_after_a_kill(tmp_path: Path, how: str) -> None:
+    told = killed_and_resumed(tmp_path, how, ranks=2)
+    kind = "DTensor" if how == "fsdp2" else "Parameter"
+    assert {rank["resumed"]["sharded"] for rank in told} == {kind}
+
+
+def test_a_script_of_accelerate_is_run_as_it_is(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "plain", "stock", by=("-m", "smckpt.run", "--for", "accelerate"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert names(tmp_path / "run") == ["checkpoint_0", "checkpoint_1"]
+    assert "replaced accelerate.accelerator.Accelerator.save_state" in done.stderr
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path) -> Iterator[SmckptAccelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    named = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    made = SmckptAccelerator(cpu=True, project_config=named)
+    made.prepare(torch.nn.Linear(2, 2))
+    yield made
+    made.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_what_is_not_honoured_is_refused_by_name(accelerator: SmckptAccelerator) -> None:
+    with pytest.raises(UsageError, match="save_state does not honour 'exclude_frozen'"):
+        accelerator.save_state(exclude_frozen=True)
+    hook = accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="register_save_state_pre_hook"):
+        accelerator.save_state()
+    hook.remove()
+    accelerator.save_state()
+    with pytest.raises(UsageError, match="load_state does not honour 'strict'"):
+        accelerator.load_state(strict=True)
+
+
+def test_an_iteration_is_saved_once(accelerator: SmckptAccelerator) -> None:
+    accelerator.save_state()
+    smckpt.maybe_finalize_async_calls()
+    accelerator.project_configuration.iteration = 0
+    with pytest.raises(ValueError, match="already exists"):
+        accelerator.save_state()
+
+
+def test_what_was_never_committed_is_passed_over(
+    accelerator: SmckptAccelerator, tmp_path: Path
+) -> None:
+    accelerator.save_state()
+    smckpt.maybe_finalize_async_calls()
+    (weight,) = (p for p in accelerator._models[0].parameters() if p.dim() == 2)
+    saved = weight.detach().clone()
+    (tmp_path / "checkpoints" / "checkpoint_9").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_9" / "part").touch()
+    torch.nn.init.zeros_(weight)
+    accelerator.load_state()
+    assert torch.equal(weight, saved)

@@ -1,0 +1,74 @@
+"""transformers' Trainer through smckpt: killed, and resumed to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.interpreters import transformers4
+from tests.support.limits import seconds
+
+SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
+
+
+def run(
+    out: Path, how: str, *what: str, ranks: int = 1, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    launcher = [python]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    root = str(SCRIPT.parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*launcher, str(SCRIPT), str(out), how, *what],
+        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
+    )  # fmt: skip
+
+
+def killed_and_resumed(folder: Path, how: str, **where: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """Killed after step 5, when the save of step 4 has just begun or been committed."""
+    out = folder / "run"
+    died = run(out, how, "die", "5", **where)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = run(out, how, "resume", **where)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    return out, [json.loads(line.removeprefix("told ")) for line in lines]
+
+
+def held(out: Path, told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        assert rank["resumed"] == rank["straight"]
+        assert rank["kept"] == ["checkpoint-6", "checkpoint-7"]
+    assert told
+
+
+def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    held(*killed_and_resumed(tmp_path, "plain"))
+
+
+@pytest.mark.long
+def test_fsdp2_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    out, told = killed_and_resumed(tmp_path, "fsdp", ranks=2)
+    held(out, told)
+    assert {rank["resumed"]["sharded"] for rank in told} == {"DTensor"}
+
+
+@pytest.mark.long
+def test_ddp_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    held(*killed_and_resumed(tmp_path, "plain", ranks=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "ranks"), [("plain", 1), ("plain", 2), ("fsdp", 2)])
+def test_transformers_4_goes_on_bit_for_bit_after_a_kill(
+    tmp_path: Path, how: str, ranks: int
+) -> None:
+    held(*killed_and_resumed(tmp_path, how, ranks=ranks, python=transformers4()))

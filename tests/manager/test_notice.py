@@ -1,0 +1,250 @@
+"""A signal to one rank ends all after one step; a rank that is dead holds nobody up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt import CheckpointManager, find_checkpoints
+from smckpt.errors import UsageError
+from smckpt.manager import notice
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+from tests.support.main_job import environment
+
+
+def test_one_process_saves_once_more_and_exits(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    before = signal.getsignal(signal.SIGUSR1)
+    step = 0
+    with (
+        pytest.raises(SystemExit) as ended,
+        CheckpointManager(tmp_path, interval=1000, exit_status=99) as manager,
+    ):
+        while step < 500:
+            step += 1
+            if manager.should_save(step):
+                manager.save(step, state)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if step > 3:
+                time.sleep(0.05)
+    assert ended.value.code == 99
+    assert [one.step for one in find_checkpoints(tmp_path)] == [step]
+    assert 3 < step < 500
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with CheckpointManager(tmp_path, grace=60) as manager:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            deadline = time.monotonic() + seconds(20)
+            while not manager.should_save(len(heard)) and time.monotonic() < deadline:
+                heard.append(0)
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signal.SIGUSR1 in heard
+
+
+def test_outside_the_main_thread_no_signal_is_taken(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def make() -> None:
+        with CheckpointManager(tmp_path):
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit statuses with which the watch would have ended this process."""
+    statuses: list[int] = []
+    monkeypatch.setattr(notice.os, "_exit", statuses.append)
+    return statuses
+
+
+def test_a_manager_that_is_closed_ends_no_process(tmp_path: Path, ends: list[int]) -> None:
+    with CheckpointManager(tmp_path, grace=1.5, signals=("SIGUSR1",)) as manager:
+        manager.should_save(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(2)
+        (timer,) = (one for one in threading.enumerate() if isinstance(one, threading.Timer))
+    timer.join(seconds(10))
+    assert not timer.is_alive()
+    assert ends == []
+
+
+def test_an_open_manager_ends_the_process_when_the_time_is_over(
+    tmp_path: Path, ends: list[int]
+) -> None:
+    with CheckpointManager(tmp_path, grace=0.3, exit_status=7, signals=("SIGUSR1",)) as manager:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + seconds(10)
+        while not ends and time.monotonic() < deadline:
+            manager.should_save(1)
+            time.sleep(0.01)
+    assert ends == [7]
+
+
+def test_a_thread_that_fails_leaves_no_loop_waiting(
+    tmp_path: Path, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("not one of ours")
+
+    with CheckpointManager(tmp_path, exit_status=7, signals=("SIGUSR1",)) as manager:
+        assert not manager.should_save(1)
+        monkeypatch.setattr(notice, "_told", broken)
+        signal.raise_signal(signal.SIGUSR1)
+        waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)
+        waits.start()
+        waits.join(seconds(10))
+        assert not waits.is_alive()
+    assert ends == [7]
+
+
+def test_a_manager_that_is_closed_leaves_no_loop_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(notice, "_told", lambda *_: go_on.wait(seconds(20)) and None)
+    manager = CheckpointManager(tmp_path, signals=("SIGUSR1",))
+    signal.raise_signal(signal.SIGUSR1)
+    waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)
+    waits.start()
+    threading.Timer(0.2, go_on.set).start()
+    manager.close()
+    waits.join(seconds(10))
+    assert not waits.is_alive()
+
+
+def test_managers_leave_no_descriptors_and_no_threads(tmp_path: Path) -> None:
+    def left() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    CheckpointManager(tmp_path).close()
+    before = left()
+    for _ in range(5):
+        CheckpointManager(tmp_path).close()
+    assert left() == before
+
+
+def test_a_handler_that_saves_within_a_save_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    with CheckpointManager(tmp_path) as manager:
+
+        def handler(*_: object) -> Any:
+            with pytest.raises(UsageError, match="save was called while this thread was in"):
+                manager.save(2, state)
+            return {}
+
+        monkeypatch.setattr(manager, "_recorded", handler)
+        manager.save(1, state).wait()
+    assert [one.step for one in find_checkpoints(tmp_path)] == [1]
+
+
+def run_until_told(root: str) -> tuple[Any, int]:
+    import torch.distributed as dist
+
+    rank, step, code = dist.get_rank(), 0, None
+    state = {"model": torch.nn.Linear(2, 2)}
+    manager = CheckpointManager(root, grace=120)
+    try:
+        while step < 3000:
+            dist.all_reduce(torch.ones(1))
+            step += 1
+            if rank == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if manager.should_save(step):
+                manager.save(step, state)
+            time.sleep(0.01 * rank)  # ranks come to a step at different times
+    except SystemExit as ended:
+        code = ended.code
+    manager.close()
+    os.environ["SMCKPT_EXIT_TIMEOUT"] = "20"
+    return code, step
+
+
+def test_a_signal_on_one_rank_is_enough(tmp_path: Path) -> None:
+    told = run_ranks(run_until_told, 3, str(tmp_path))
+    assert len(set(told)) == 1
+    code, step = told[0]
+    assert code == 143 and 20 <= step < 3000
+    assert [one.step for one in find_checkpoints(tmp_path)] == [step]
+
+
+DEAD = """
+import datetime, os, signal, sys, torch
+import torch.distributed as dist
+from smckpt import CheckpointManager
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+rank, step = dist.get_rank(), 0
+state = {"model": torch.nn.Linear(2, 2)}
+with CheckpointManager(sys.argv[1], grace=float(sys.argv[2])) as manager:
+    while True:
+        if step == 3 and rank == 2:
+            print("stopped", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.all_reduce(torch.ones(1))
+        step += 1
+        if step == 2:
+            manager.save(step, state).wait()
+        manager.should_save(step)
+"""
+
+
+def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun, which outlives its ranks
+        "WORLD_SIZE": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DEAD, str(tmp_path), str(seconds(12))],
+            env={**environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        stopped = ranks[2].stdout
+        assert stopped is not None
+        assert any("stopped" in line for line in iter(stopped.readline, ""))
+        began = time.monotonic()
+        said = [rank.communicate(timeout=seconds(60))[0] for rank in ranks[:2]]
+        took = time.monotonic() - began
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks[:2]] == [143, 143], said
+    assert took < seconds(30)
+    assert "rank 2 did not answer" in said[0]
+    assert [one.step for one in find_checkpoints(tmp_path)] == [2]

@@ -1,0 +1,355 @@
+"""What is deleted, when, and what never is: on the files of real saves, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smckpt import find_checkpoints, verify_checkpoint
+from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.manager.book import Book
+from smckpt.manager.pins import finish_removals, pinned, remove_unless_pinned
+from smckpt.manager.retention import Best, Keep, Keeper
+from smckpt.manager.template import Template
+from smckpt.storage import open_storage
+from smckpt.storage.posix import PosixStorage
+from tests.support import synthetic
+from tests.support.copies import contents, killed_at
+from tests.support.saves import Group, hybrid
+from tests.support.synthetic import Step, kept, on_mesh
+
+RUN = "a" * 12
+
+
+def recorded(run: str | None = RUN, **metrics: float) -> dict[str, Any]:
+    return {"metrics": metrics, **({"manager": {"run": run}} if run else {})}
+
+
+def saved(root: Path, *steps: int, run: str | None = RUN, **metrics: float) -> None:
+    """A checkpoint of one group and two ranks for each step."""
+    for step in steps:
+        group = Group(root / str(step), (0, 1), session=f"{step:012x}")
+        group.save(step=step, metadata=recorded(run, **metrics))
+
+
+def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Keeper:
+    return Keeper(Book(open_storage(str(root)), Template("{step}")), Keep(last, **rules), RUN)
+
+
+def steps(root: Path | str) -> list[int | None]:
+    return [one.step for one in find_checkpoints(root)]
+
+
+# -- the rule ------------------------------------------------------------------------------------
+
+
+def found(step: int, at: int | None = None, **metrics: float) -> FoundCheckpoint:
+    return FoundCheckpoint(
+        f"/r/{step}", step, 1, 0, step if at is None else at, "LOCAL", 1, ("",), "x",
+        {"metrics": metrics},
+    )  # fmt: skip
+
+
+def kept_of(keep: Keep, all_of: list[FoundCheckpoint], bad: tuple[int, ...] = ()) -> list[int]:
+    stay = keep.kept(all_of, lambda one: one.step not in bad)
+    return [one.step or 0 for one in all_of if one.path in stay]
+
+
+def test_the_newest_n_stay_and_those_that_are_not_whole_do_not_count() -> None:
+    line = [found(step) for step in (10, 20, 30, 40, 50)]
+    assert kept_of(Keep(None), line) == [10, 20, 30, 40, 50]
+    assert kept_of(Keep(2), line) == [40, 50]
+    assert kept_of(Keep(2), line, bad=(50,)) == [30, 40, 50]
+    assert kept_of(Keep(2), line, bad=(40, 30)) == [20, 30, 40, 50]
+    assert kept_of(Keep(1), line, bad=(10, 20, 30, 40, 50)) == [10, 20, 30, 40, 50]
+    assert kept_of(Keep(9), line) == [10, 20, 30, 40, 50]
+
+
+def test_zero_keeps_none_but_the_newest() -> None:
+    assert kept_of(Keep(0), [found(step) for step in (10, 20, 30)]) == [30]
+
+
+def test_every_kth_stays_and_so_do_the_best() -> None:
+    line = [found(step, loss=loss) for step, loss in ((10, 3.0), (15, 1.0), (20, 2.0), (25, 9.0))]
+    assert kept_of(Keep(1, every=10), line) == [10, 20, 25]
+    assert kept_of(Keep(1, best=Best("loss", "min", 1)), line) == [15, 25]
+    assert kept_of(Keep(1, best=Best("loss", "min", 1)), line, bad=(15,)) == [15, 20, 25]
+    assert kept_of(Keep(1, best=Best("loss", "max", 2)), line) == [10, 25]
+    assert kept_of(Keep(1, best=Best("nothing", "max", 2)), line) == [25]
+
+
+def test_a_metric_that_is_no_number_is_never_the_best() -> None:
+    line = [found(1, loss=float("nan")), found(2, loss=5.0), found(3, loss=float("-inf")), found(4)]
+    assert Best("loss", "min").ranked(line) == [line[1]]
+    equal = [found(1, loss=1.0), found(2, loss=1.0)]
+    assert Best("loss", "max").ranked(equal)[0] == "/r/2"
+
+
+def test_after_a_step_back_what_is_saved_since_stays() -> None:
+    """Steps 40 and 50 are of a line that was left at 20; the run saved 30 just now."""
+    line = [found(10, 1), found(20, 2), found(40, 3), found(50, 4), found(30, 5)]
+    assert kept_of(Keep(1), line) == [50, 30]
+    assert kept_of(Keep(2), line) == [40, 50, 30]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"last": -1}, {"last": 1.0}, {"last": True}, {"last": 1, "every": 0}, {"every": 5}],
+)
+def test_a_rule_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Keep(**rule)
+    with pytest.raises(UsageError):
+        Best("loss", "least")
+
+
+# -- on disk -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_kept_goes_and_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    gone = keeper(tmp_path).tidy("30")
+    assert [one.step for one in gone] == [10, 20]
+    assert os.listdir(tmp_path) == ["30"]
+    assert verify_checkpoint(tmp_path / "30").ok
+
+
+def test_nothing_goes_before_something_newer_is_whole(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    data = next((tmp_path / "30").glob("data-*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])
+    assert keeper(tmp_path).tidy("30") == []
+    data.unlink()
+    assert keeper(tmp_path).tidy("30") == []
+    next((tmp_path / "30").glob("manifest-*")).unlink()
+    assert keeper(tmp_path).tidy("30") == []
+    assert steps(tmp_path) == [10, 20]
+
+
+def test_one_that_is_not_whole_does_not_count_towards_n(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, 40)
+    next((tmp_path / "30").glob("part-*")).unlink()
+    assert [one.step for one in keeper(tmp_path, 2).tidy("40")] == [10]
+    assert sorted(os.listdir(tmp_path)) == ["20", "30", "40"]
+
+
+def test_what_others_wrote_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 10, run="b" * 12)  # another run
+    saved(tmp_path, 20, run=None)  # a save by hand
+    saved(tmp_path, 30, 40)
+    Group(tmp_path / "best", (0,)).save(step=1, metadata=recorded())  # no name of the template's
+    (tmp_path / "35").mkdir()
+    (tmp_path / "35" / "notes.txt").write_text("mine")
+    (tmp_path / "30" / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert [one.step for one in keeper(tmp_path).tidy("40")] == [30]
+    left = contents(tmp_path)
+    assert left.items() <= before.items()
+    assert before.keys() - left.keys() == {
+        way for way in before if way.startswith("30/") and not way.endswith(".txt")
+    }
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    saved(tmp_path / "elsewhere", 10)
+    root = tmp_path / "root"
+    saved(root, 20, 30)
+    (root / "10").symlink_to(tmp_path / "elsewhere" / "10")
+    before = contents(tmp_path / "elsewhere")
+    assert [one.step for one in keeper(root).tidy("30")] == [20]
+    assert contents(tmp_path / "elsewhere") == before
+
+
+def test_a_step_whose_group_is_a_link_is_not_deleted_at_all(tmp_path: Path) -> None:
+    mesh = hybrid((0, 1, 2, 3), 2)
+    made = synthetic.state(
+        [on_mesh("w", (10, 6), mesh, "R S0"), kept("step")],
+        synthetic.whole({"w": (10, 6), "step": ()}),
+    )
+    root = tmp_path / "root"
+    Step(root / "10", {"part0": (0, 2), "part1": (1, 3)}, made).save(step=10, metadata=recorded())
+    shutil.move(root / "10" / "part1", tmp_path / "elsewhere")
+    (root / "10" / "part1").symlink_to(tmp_path / "elsewhere")
+    saved(root, 20)
+    before = contents(root), contents(tmp_path / "elsewhere")
+    keeper(root).tidy("20")
+    assert (contents(root), contents(tmp_path / "elsewhere")) == before
+
+
+def test_in_s3_too(tmp_path: Path, s3_root: str) -> None:
+    for step in (10, 20):
+        Group(f"{s3_root}/{step}", (0, 1), session=f"{step:012x}").save(  # type: ignore[arg-type]
+            step=step, metadata=recorded()
+        )
+    assert [one.step for one in keeper(s3_root).tidy("20")] == [10]
+    assert {way.split("/")[0] for way in contents(s3_root)} == {"20"}
+    assert open_storage(f"{s3_root}/10").list() == []
+
+
+# -- killed --------------------------------------------------------------------------------------
+
+
+def test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished(tmp_path: Path) -> None:
+    mesh = hybrid((0, 1, 2, 3), 2)
+    made = synthetic.state(
+        [on_mesh("w", (10, 6), mesh, "R S0"), kept("step")],
+        synthetic.whole({"w": (10, 6), "step": ()}),
+    )
+    root = tmp_path / "root"
+    for step in (10, 20):
+        Step(root / str(step), {"part0": (0, 2), "part1": (1, 3)}, made).save(
+            step=step, metadata=recorded()
+        )
+    kept_files = {way: data for way, data in contents(root).items() if way.startswith("20/")}
+    for moment in itertools.count():
+        place = shutil.copytree(root, tmp_path / f"killed-{moment}")
+        killed = killed_at(moment, lambda at=place: keeper(at).tidy("20"))
+        left = contents(place)
+        assert kept_files.items() <= left.items()
+        for one in find_checkpoints(place):  # whole, or none
+            assert verify_checkpoint(one).ok
+        keeper(place).tidy("20")  # the next run
+        assert sorted(os.listdir(place)) == ["20"], moment
+        assert contents(place) == kept_files
+        if not killed:
+            break
+    assert moment > 12
+
+
+def test_a_store_that_fails_is_asked_again_after_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    delete, left = PosixStorage.delete, [3]
+
+    def failing(self: PosixStorage, name: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StorageError("the store is away", path=self.url)
+        delete(self, name)
+
+    monkeypatch.setattr(PosixStorage, "delete", failing)
+    one = keeper(tmp_path)
+    assert one.tidy("20") == []
+    monkeypatch.setattr(PosixStorage, "delete", delete)
+    saved(tmp_path, 30)
+    one.tidy("30")
+    assert os.listdir(tmp_path) == ["30"]
+
+
+# -- readers -------------------------------------------------------------------------------------
+
+
+def test_a_pinned_checkpoint_stays_until_its_reader_has_ended(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    with pinned(tmp_path / "10"):
+        assert keeper(tmp_path).tidy("20") == []
+        assert verify_checkpoint(tmp_path / "10").ok
+    assert [one.step for one in keeper(tmp_path).tidy("20")] == [10]
+    assert os.listdir(tmp_path) == ["20"]
+
+
+def test_the_pin_of_a_reader_that_was_killed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    pin = pinned(tmp_path / "10", seconds=100)
+    pin.__enter__()
+    assert keeper(tmp_path).tidy("20") == []
+    later = time.time_ns() + 200 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: later)
+    assert [one.step for one in keeper(tmp_path).tidy("20")] == [10]
+    assert os.listdir(tmp_path) == ["20"]
+
+
+def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], None]) -> None:
+    """`act`, once, just before a file of this name is created exclusively."""
+    put, done = PosixStorage.put_exclusive, []
+
+    def put_exclusive(self: PosixStorage, file: str, data: bytes) -> bool:
+        if file.startswith(name) and not done:
+            done.append(file)
+            act()
+        return put(self, file, data)
+
+    monkeypatch.setattr(PosixStorage, "put_exclusive", put_exclusive)
+
+
+def test_who_pins_between_a_look_and_the_mark_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    pin = pinned(tmp_path / "10")
+    between(monkeypatch, "removing-", lambda: pin.__enter__())
+    assert keeper(tmp_path).tidy("20") == []
+    assert verify_checkpoint(tmp_path / "10").ok
+    assert not list(tmp_path.rglob("removing-*"))
+    pin.__exit__(None, None, None)
+
+
+def test_who_pins_what_is_being_deleted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    top = open_storage(str(tmp_path))
+    (ten, _) = find_checkpoints(tmp_path)
+    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))  # marked, nothing deleted
+    with pytest.raises(CheckpointNotFoundError, match="being deleted"), pinned(tmp_path / "10"):
+        raise AssertionError
+    assert finish_removals(top, "10")
+    with pytest.raises(CheckpointNotFoundError), pinned(tmp_path / "10"):
+        raise AssertionError
+
+
+def test_a_pin_or_a_mark_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    pin = tmp_path / "10" / f"pin-{'0' * 16}.json"
+    pin.touch()
+    os.truncate(pin, 1 << 42)
+    assert keeper(tmp_path).tidy("20") == []
+    pin.unlink()
+    mark = tmp_path / "10" / f"removing-{1:08d}-{'0' * 12}.json"
+    mark.touch()
+    os.truncate(mark, 1 << 42)
+    with pytest.raises(CorruptCheckpointError, match="bytes"):
+        finish_removals(open_storage(str(tmp_path)), "10")
+    assert verify_checkpoint(tmp_path / "10").ok
+
+
+def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
+    from smckpt.checkpoint.sealed import open_json, seal_json
+
+    saved(tmp_path, 10, 20)
+    victim = tmp_path / "victim"
+    shutil.copytree(tmp_path / "20", victim)
+    (ten, twenty) = find_checkpoints(tmp_path)[:2]
+    top = open_storage(str(tmp_path))
+    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))
+    (mark,) = (tmp_path / "10").glob("removing-*")
+    honest = open_json(mark.read_bytes(), str(mark))
+    before = contents(victim), contents(tmp_path / "20")
+    for change in (
+        {"directory": "../victim"},
+        {"directory": "../20"},
+        {"manifest": "../victim/" + twenty.identity},
+        {"manifest": "notes.txt"},
+        {"parts": [[0, ["../victim/x"]]]},
+        {"parts": 7},
+    ):
+        mark.write_bytes(seal_json({**honest, "groups": [{**honest["groups"][0], **change}]}))
+        with pytest.raises(Exception, match="cannot be decoded|leads out|no relative"):
+            finish_removals(top, "10")
+        assert (contents(victim), contents(tmp_path / "20")) == before

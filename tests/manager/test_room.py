@@ -1,0 +1,135 @@
+"""Before the first save: what a step takes, and whether there is room."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt import CheckpointManager, find_checkpoints
+from smckpt.errors import StorageError
+from smckpt.manager import room
+from smckpt.manager.retention import Best, Keep
+from smckpt.manager.room import Room, room_at
+from tests.support.launch import run_ranks
+
+STATE = {"model": torch.nn.Linear(1000, 1000)}  # 4 MB
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(nbytes: int | None) -> None:
+        told = None if nbytes is None else Room(nbytes, "the file system")
+        monkeypatch.setattr(room, "room_at", lambda _: told)
+
+    return of
+
+
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, left: Any
+) -> None:
+    left(4_000_000)
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(StorageError, match=r"a step takes 4\.0 MB, and there are 4\.0 MB left"):
+            manager.save(1, STATE)
+        assert not (tmp_path / "run").exists()
+        left(5_000_000)
+        manager.save(2, STATE)
+    assert [one.step for one in find_checkpoints(tmp_path / "run")] == [2]
+
+
+def test_what_the_rules_keep_must_fit_too(tmp_path: Path, left: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, logger="smckpt")
+    left(13_000_000)
+    for keep, fits in ((1, True), (2, True), (3, False)):
+        caplog.clear()
+        with CheckpointManager(tmp_path / str(keep), keep_last_n=keep) as manager:
+            manager.save(1, STATE)
+        assert any("room for 3 steps" in one.message for one in caplog.records)
+        warned = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+        assert len(warned) == (not fits), warned
+    assert "keep up to 3 steps" in warned[0] and "16.1 MB" in warned[0]
+
+
+def test_the_best_are_kept_too_and_what_this_run_has_saved_may_go(caplog: Any, left: Any) -> None:
+    left(100)
+    keep = Keep(2, None, Best("loss", "min", 3))
+    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 80)
+    assert not caplog.records
+    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 79)
+    assert "keep up to 5 steps, and one more while it is written: 180 B" in caplog.text
+
+
+def test_where_nobody_tells_nothing_is_refused(tmp_path: Path, left: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, logger="smckpt")
+    assert room_at("s3://bucket/run") is None
+    left(None)
+    with CheckpointManager(tmp_path, keep_last_n=5) as manager:
+        manager.save(1, STATE)
+    assert "is not known" in caplog.text
+
+
+def test_the_file_system_tells_of_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+    told = room_at(str(tmp_path / "a" / "b"))
+    free = os.statvfs(tmp_path)
+    assert told is not None and told.nbytes <= free.f_blocks * free.f_frsize
+
+
+def test_a_file_system_without_a_size_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: told)
+    assert room_at(str(tmp_path)) is None
+
+
+def test_the_smaller_of_quota_and_file_system_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def quotactl(command: int, device: bytes, user: int, answer: Any) -> int:
+        asked.append((command, device, user))
+        address = ctypes.cast(answer, ctypes.POINTER(ctypes.c_uint64))
+        address[0], address[1], address[2] = 100, 50, 1024 * 99 + 24
+        return 0
+
+    monkeypatch.setattr(room, "_device_of", lambda _: "/dev/a")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(quotactl=quotactl))
+    assert room_at(str(tmp_path)) == Room(1000, "this user's quota")
+    assert asked == [(0x80000700, b"/dev/a", os.getuid())]
+
+
+def four_ranks(root: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("smckpt").addHandler(Kept())
+    logging.getLogger("smckpt").setLevel(logging.INFO)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = torch.nn.Linear(1000, 1000)
+    fully_shard(model, mesh=mesh)
+    with CheckpointManager(root) as manager:
+        manager.save(1, {"model": model})
+    return "\n".join(line for line in lines if "saves to" in line or "is committed after" in line)
+
+
+def test_one_line_tells_degrees_groups_and_bytes(tmp_path: Path) -> None:
+    told = run_ranks(four_ranks, 4, str(tmp_path))
+    (found,) = find_checkpoints(tmp_path)
+    assert f"saves to {tmp_path}: 4 ranks, 2 groups of 2; 4.1 MB a step, up to 1.0 MB a" in told[0]
+    assert "a step is committed after" in told[0]
+    assert abs(found.nbytes - 4_004_000) < 100_000
+    assert told[1:] == ["", "", ""]

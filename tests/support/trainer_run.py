@@ -1,0 +1,113 @@
+"""A script that trains a tiny model with transformers' Trainer through smckpt.
+
+Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp. WHAT: "die" (SIGKILL to itself once STEP is
+done), "resume" (go on in OUT, then train in OUT-straight without a stop; print both as JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from accelerate import DistributedType, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from smckpt.integrations.transformers import SmckptTrainerMixin
+
+STEPS = 7
+
+
+class SavedTrainer(SmckptTrainerMixin, Trainer):
+    """The one line that a script changes."""
+
+
+class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 64, (8,), generator=made)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Dies(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer(out: str, how: str, callbacks: list[Any]) -> SavedTrainer:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, attention_dropout=0.2,
+        )
+    )  # fmt: skip
+    sharding: dict[str, Any] = {}
+    if how == "fsdp":
+        sharding = {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "version": 2,
+                "fsdp_version": 2,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+        }
+    arguments = TrainingArguments(
+        output_dir=out, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2,
+        save_strategy="steps", save_steps=2, save_total_limit=2, logging_steps=1, report_to=[],
+        lr_scheduler_type="cosine", use_cpu=True, disable_tqdm=True, dataloader_num_workers=0,
+        **sharding,
+    )  # fmt: skip
+    if how == "fsdp":  # accelerate shards on accelerators only, unless it takes the CPUs for such
+        assert arguments.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return SavedTrainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks)
+
+
+def ended(trained: SavedTrainer) -> dict[str, Any]:
+    """What a run came to: this rank's weights and moments in a digest, the losses, the rate."""
+    digest = hashlib.sha256()
+    for parameter in trained.model.parameters():
+        slots = trained.optimizer.state.get(parameter, {})
+        for tensor in (parameter, *(slots[name] for name in sorted(slots))):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            digest.update(local.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    losses = [(row["step"], row["loss"]) for row in trained.state.log_history if "loss" in row]
+    return {
+        "sharded": type(next(trained.model.parameters())).__name__,
+        "digest": digest.hexdigest(),
+        "losses": losses,
+        "lr": trained.lr_scheduler.get_last_lr(),
+        "rng": torch.rand(2).tolist(),
+        "best": trained.state.best_model_checkpoint,
+    }
+
+
+def main() -> None:
+    out, how, what, *rest = sys.argv[1:]
+    if what == "die":
+        trainer(out, how, [Dies(int(rest[0]))]).train()
+        raise AssertionError("it lives")
+    again = trainer(out, how, [])
+    again.train(resume_from_checkpoint=True if not rest else rest[0])
+    resumed = ended(again)
+    straight = trainer(f"{out}-straight", how, [])
+    straight.train()
+    told = {"resumed": resumed, "straight": ended(straight), "kept": sorted(os.listdir(out))}
+    print("told", json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

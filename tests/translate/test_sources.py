@@ -1,0 +1,206 @@
+"""What other trainers write is exported: directories of Megatron-LM, and single files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import smckpt
+from smckpt import errors, export_hf
+from smckpt.translate import import_hf, rank_files
+from smckpt.translate.degrees import Degrees
+from smckpt.translate.rank_files import open_files
+from tests.support import families, hub_families, references
+from tests.support.references import each_rank, on_disk
+
+State = dict[str, torch.Tensor]
+
+
+def assert_same(directory: Path, wanted: State) -> None:
+    found = load_file(directory / "model.safetensors")
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+# -- Megatron-LM's own directories. Megatron's training package is on no index: `torch.save` of what
+# -- its `save_checkpoint` puts together stands in for it.
+
+
+class Trainer:
+    """A class of a trainer that is not installed where the export runs."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("code that a file names was run")
+
+
+def megatron_directory(folder: Path, cuts: list[State], ep: int, **arguments: int) -> Path:
+    """tensor-parallel ranks innermost."""
+    tp = len(cuts) // ep
+    step = folder / "iter_0000010"
+    home = types.ModuleType("a_trainer")
+    home.Trainer = Trainer  # type: ignore[attr-defined]
+    sys.modules["a_trainer"] = home
+    Trainer.__module__ = "a_trainer"
+    try:
+        for number, cut in enumerate(cuts):
+            expert = f"_{number // tp:03d}" if ep > 1 else ""
+            place = step / f"mp_rank_{number % tp:02d}{expert}"
+            place.mkdir(parents=True)
+            given = {"pipeline_model_parallel_size": 1, **arguments}
+            state = {
+                "args": argparse.Namespace(tensor_model_parallel_size=tp, **given),
+                "checkpoint_version": 3.0, "iteration": 10,
+                "model": {**cut, "decoder.layers.0.mlp.linear_fc1._extra_state": io.BytesIO(b"x")},
+                "rng_state": [{"np_rng_state": np.random.get_state(), "trainer": Trainer()}],
+            }  # fmt: skip
+            torch.save(state, place / "model_optim_rng.pt")
+    finally:
+        del sys.modules["a_trainer"]
+    (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> tuple[Any, State]:
+    model = references.model("llama")
+    return model, on_disk(model, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_a_directory_of_megatron_is_exported_and_runs_nothing(tmp_path, llama, above):
+    model, state = llama
+    cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    root = megatron_directory(tmp_path / "megatron", cuts, 1)
+    where = root if above else root / "iter_0000010"
+    report = export_hf(where, tmp_path / "hf", config=model.config)
+    assert report.layout == "mcore_te"
+    assert_same(tmp_path / "hf", state)
+
+
+def test_a_missing_rank_and_stages_are_refused(tmp_path, llama):
+    model, state = llama
+    cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    root = megatron_directory(tmp_path / "megatron", cuts, 1)
+    os.remove(root / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(errors.UsageError, match=r"tensor-parallel rank 0.*missing.*mp_rank_00"):
+        export_hf(root, tmp_path / "hf", config=model.config)
+    stages = megatron_directory(tmp_path / "stages", cuts, 2, pipeline_model_parallel_size=2)
+    with pytest.raises(errors.TopologyError, match="2 pipeline stages"):
+        export_hf(stages, tmp_path / "hf", config=model.config)
+
+
+def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):
+    from smckpt.translate.rank_sources import files_of
+
+    _, state = llama
+    cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    found = files_of(megatron_directory(tmp_path / "megatron", cuts, 2))
+    assert found is not None and (found.tp, found.ep) == (1, 2)
+    names = [Path(path).parent.name for path in found.paths]
+    assert names == ["mp_rank_00_000", "mp_rank_00_001"]
+
+
+# -- single files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["pt", "bin", "safetensors"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model."])
+def test_a_single_file_comes_out_with_released_names(tmp_path, suffix, prefix):
+    model = hub_families.model("qwen2_moe")
+    model.save_pretrained(tmp_path / "released")
+    state = {prefix + name: t.detach().clone() for name, t in model.state_dict().items()}
+    path = tmp_path / f"model.{suffix}"
+    if suffix == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"state_dict": state, "epoch": 3} if prefix == "model." else state, path)
+    report = export_hf(path, tmp_path / "hf", config=model.config)
+    assert report.naming == "hub" and report.layout is None
+    assert_same(tmp_path / "hf", load_file(tmp_path / "released" / "model.safetensors"))
+
+
+def test_pages_of_a_torch_file_are_let_go(tmp_path, monkeypatch):
+    """They count as this process's memory: 2.2 GB were resident where a few chunks are needed."""
+    path = tmp_path / "model.pt"
+    torch.save({f"w{i}": torch.full((4 << 20,), float(i)) for i in range(6)}, path)
+    monkeypatch.setattr(rank_files, "_RESIDENT", 16 << 20)
+    reader = open_files([path], Degrees.of(1, 1))
+    export_hf(path, tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all((found[f"w{i}"] == i).all() for i in range(6))
+    for array in reader._arrays.values():  # brings all of it in
+        assert array.sum() >= 0
+    assert _resident(path) > 64 << 20
+    reader._let_go(32 << 20)
+    assert _resident(path) < 8 << 20
+    assert [a.view("f4")[7] for a in reader._arrays.values()] == [0, 1, 2, 3, 4, 5]
+
+
+def _resident(path: Path) -> int:
+    """Bytes of the file that are in this process's memory."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+# -- released checkpoints as they are --------------------------------------------------------------
+
+
+def test_buffers_of_older_releases_hold_no_weights(tmp_path):
+    """Pythia's files have `attention.bias` and `masked_bias`."""
+    model = references.model("gpt_neox")
+    state = on_disk(model, tmp_path / "hf")
+    old = dict(state)
+    for i in range(2):
+        at = f"gpt_neox.layers.{i}.attention"
+        old |= {f"{at}.bias": torch.ones(1, 1, 8, 8), f"{at}.masked_bias": torch.tensor(-1e9)}
+    save_file(old, tmp_path / "hf" / "model.safetensors")
+    import_hf(tmp_path / "hf", tmp_path / "ranks", "mcore_te", tp=2)
+    checkpoint = smckpt.latest_checkpoint(tmp_path / "ranks")
+    export_hf(checkpoint, tmp_path / "again", config=model.config)
+    assert_same(tmp_path / "again", state)
+
+
+def test_a_release_without_the_outer_name_is_imported(tmp_path):
+    """gpt2's files have `h.0…`, not `transformer.h.0…`."""
+    model = families.model("gpt2")
+    state = on_disk(model, tmp_path / "hf")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    save_file(bare, tmp_path / "hf" / "model.safetensors")
+    import_hf(tmp_path / "hf", tmp_path / "ranks", "mcore_te", tp=2)
+    checkpoint = smckpt.latest_checkpoint(tmp_path / "ranks")
+    export_hf(checkpoint, tmp_path / "again", config=model.config)
+    assert_same(tmp_path / "again", state)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])  # by a table, by transformers
+def test_what_transformers_keeps_in_float32_stays_and_the_config_is_not_quantized(tmp_path, family):
+    model = hub_families.model(family)
+    state = {"model": model.state_dict()}
+    smckpt.save(state, checkpoint_id=str(tmp_path / "checkpoint"), step=1)
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "fp8"}}
+    checkpoint = smckpt.latest_checkpoint(tmp_path / "checkpoint")
+    report = export_hf(checkpoint, tmp_path / "hf", config=config, dtype="bfloat16")
+    assert report.naming == "hub"
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())

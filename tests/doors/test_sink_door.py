@@ -34,14 +34,14 @@ def wait_for(count: int, events: list[Any]) -> None:
 def test_a_record_of_each_save_and_load(tmp_path: Path, events: list[Any]) -> None:
     state = {"w": torch.ones(1 << 20)}
     for step in (1, 2):
-        handle = smckpt.async_save(state, checkpoint_id=tmp_path / "c", step=step, queue="q")
+        handle = smckpt.async_save(state, checkpoint_id=tmp_path / "c", step=step, queue="sink")
     smckpt.maybe_finalize_async_calls()
     wait_for(2, events)
     smckpt.load(state, checkpoint_id=tmp_path / "c")
     first, second, load = events
     for number, event in enumerate((first, second)):
         assert isinstance(event, smckpt.SaveEvent)
-        assert (event.step, event.number, event.queue) == (number + 1, number, "q")
+        assert (event.step, event.number, event.queue) == (number + 1, number, "sink")
         assert (event.directory, event.outcome, event.error) == (
             str(tmp_path / "c"), "committed", None,
         )  # fmt: skip

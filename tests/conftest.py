@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,8 @@ from tests.support.s3 import BUCKET, Server, serve, server_program
 # Test processes are many and cores are few; children inherit this too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+DIED = pytest.StashKey[bool]()
 
 settings.register_profile("smckpt", deadline=None, print_blob=True)
 settings.load_profile("smckpt")
@@ -35,6 +38,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         last = report.longreprtext.strip().splitlines()[-15:]
         print(f"\nFAILED {report.nodeid} ({report.when})", *last, sep="\n  ", flush=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A test process that died took tests with it that never ran."""
+    if error:
+        node.config.stash[DIED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tests that never ran are not "some failed" (1): ./dev would run those alone, and pass."""
+    if session.config.stash.get(DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What ./dev removes, and what it says that it tested."""
+"""What ./dev removes, what it says that it tested, and which tests it runs a second time."""
 
 from __future__ import annotations
 
@@ -122,3 +122,64 @@ def test_the_versions_stand_at_the_top_and_at_the_end_of_what_is_tested(
     monkeypatch.setattr(dev, "run", lambda command, **_: told.append(str(command[0])) or 0)
     assert dev.test([]) == 0
     assert told[0] == told[-1] == "versions" and len(told) == 2 + len(dev.CHECKS) + 1
+
+
+def once(name: str, what: str = "assert not first") -> str:
+    """A test that fails the first time that it runs."""
+    return f"""
+import os, pathlib
+
+def test_{name}():
+    seen = pathlib.Path(__file__).with_name("{name}")
+    first = not seen.exists()
+    seen.touch()
+    {what}
+"""
+
+
+@pytest.fixture
+def suite(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A repository with one test file, the conftest of this one, and no checks."""
+    files = ("__init__.py", "conftest.py", "support/__init__.py", "support/limits.py")
+    for name in (*files, "support/s3.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        source = ROOT / "tests" / name
+        (tmp_path / "tests" / name).write_text(source.read_text() if source.exists() else "")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers = long\n")
+    for name, value in {"ROOT": tmp_path, "CHECKS": (), "PYTHON": Path(sys.executable)}.items():
+        monkeypatch.setattr(dev, name, value)
+    monkeypatch.setattr(dev, "references", dict)
+    monkeypatch.setenv("SMCKPT_TEST_AGAIN", "1")
+    return tmp_path / "tests" / "test_it.py"
+
+
+def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(
+    dev: ModuleType, suite: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite.write_text(once("passes_the_second_time"))
+    assert dev.test([]) == 0
+    said = capfd.readouterr().out
+    assert "UNSTEADY" in said and "test_it.py::test_passes_the_second_time" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def test_broken():\n    assert False\n", "it fails again"),
+        (once("one") + once("two"), "more failed than may run again"),
+        (once("dies", "first and os._exit(1)"), "its process died, and others of it never ran"),
+    ],
+)
+def test_a_run_fails_where_a_second_try_shows_nothing(
+    dev: ModuleType, suite: Path, code: str, why: str
+) -> None:
+    suite.write_text(code)
+    assert dev.test([]) != 0, why
+
+
+def test_nothing_runs_again_where_nobody_asked(
+    dev: ModuleType, suite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SMCKPT_TEST_AGAIN")
+    suite.write_text(once("passes_the_second_time"))
+    assert dev.test([]) == 1

@@ -1,6 +1,6 @@
 """The commands. Each imports what it needs when it runs, so that the others start at once.
 
-Exit status: 0 success, 1 the checkpoint is bad, 2 the command failed.
+Exit status: 0 success, 1 the checkpoint is bad or the two differ, 2 the command failed.
 
 It uses click, not typer: typer imports pydantic, which takes longer than all of `smckpt ls`.
 """
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from smckpt._version import __version__
+from smckpt.cli.compare import diff
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -441,5 +442,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (doctor, prune, run, status):
+for command in (diff, doctor, prune, run, status):
     app.add_command(command)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from smckpt.checkpoint.numbers import CODES, numbers
 from smckpt.layout.entries import DTYPES
 
 if TYPE_CHECKING:
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["statistics"]
 
 _AT_ONCE = 8 << 20  # bytes read and counted at a time
-_CODES = {
-    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "bool": "u1",
-    "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "i1",
-    "uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "u1",
-}  # fmt: skip
 
 
 @dataclass
@@ -73,17 +69,12 @@ def statistics(catalogue: Catalogue, name: str) -> dict[str, Any] | None:
     Raises:
         CorruptCheckpointError: a block does not fit its checksum.
     """
-    import numpy as np
-
     dtype = catalogue.logical[name].dtype
-    if dtype not in _CODES or any(len(row.fqns) > 1 for row, _ in catalogue.pieces.by_name[name]):
+    if dtype not in CODES or any(len(row.fqns) > 1 for row, _ in catalogue.pieces.by_name[name]):
         return None
     sums = _Sums()
     for data in _stretches(catalogue, name):
-        values = np.frombuffer(data, _CODES[dtype])
-        if dtype == "bfloat16":
-            values = (values.astype("<u4") << 16).view("<f4")
-        sums.add(values)
+        sums.add(numbers(data, dtype))
     return sums.to_json()
 
 

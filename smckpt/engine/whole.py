@@ -10,6 +10,7 @@ import torch
 
 from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
+from smckpt.checkpoint.parameter_names import under_names
 from smckpt.checkpoint.plan import whole_tensors
 from smckpt.errors import KeysMismatchError
 from smckpt.layout.containers import FACTORIES
@@ -57,7 +58,7 @@ def whole_state(
     for rank in dict.fromkeys((saved, min(catalogue.object_ranks))):
         for path, value in catalogue.objects(rank).values():
             if only is None or str(path[0]) in only:
-                for place, renamed in _named(catalogue.optimizers, path, value):
+                for place, renamed in under_names(catalogue.optimizers, path, value):
                     leaves.setdefault(place, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
@@ -72,28 +73,6 @@ def whole_state(
 
 def _kind(catalogue: Catalogue, path: Path) -> str | None:
     return (catalogue.containers or {}).get(path)
-
-
-def _named(optimizers: Mapping[str, Any], path: Path, value: Any) -> list[tuple[Path, Any]]:
-    """A value of an optimizer that numbers its parameters, under their names; else as it is."""
-    for at, part in enumerate(path):
-        ids = (optimizers.get(dotted(path[:at])) or {}).get("ids", [])
-        if not any(names != [str(index)] for index, names in enumerate(ids)):
-            continue
-        if part == "state" and len(path) > at + 1 and isinstance(owner := path[at + 1], int):
-            names = ids[owner] if owner < len(ids) else [owner]
-            return [((*path[: at + 1], name, *path[at + 2 :]), value) for name in names]
-        if part == "param_groups" and path[-1] == "params" and len(path) == at + 3:
-            return [(path, _members(value, ids))]
-        if part == "param_groups" and len(path) == at + 1:
-            return [(path, [{**g, "params": _members(g["params"], ids)} for g in value])]
-    return [(path, value)]
-
-
-def _members(params: Sequence[Any], ids: Sequence[Sequence[str]]) -> list[Any]:
-    return [
-        name for p in params for name in (ids[p] if isinstance(p, int) and p < len(ids) else (p,))
-    ]
 
 
 def _built(catalogue: Catalogue, leaves: Mapping[Path, Any]) -> dict[str, Any]:

@@ -1,0 +1,397 @@
+"""Compare two checkpoints by logical name, bit for bit, with bounded memory: `compare_checkpoints`.
+
+Both may be of any kind, format version and sharding. What a rank keeps for itself is compared rank
+by rank. If several groups have saved copies of one tensor, every copy is compared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from smckpt.calls import alone
+from smckpt.checkpoint.catalogue import Catalogue, StoredSlot, open_catalogue
+from smckpt.checkpoint.difference import Difference, leaves_of, value_difference
+from smckpt.checkpoint.numbers import CODES, numbers
+from smckpt.checkpoint.read import ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.sources import SavedPiece
+from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
+from smckpt.storage import access_to
+
+__all__ = ["Comparison", "compare_checkpoints"]
+
+_AT_ONCE = 8 << 20  # bytes of each side that a thread holds
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, and what differs: values first, then what ranks keep for themselves, then
+    the rest, since causes stand there rather than effects.
+
+    tensors, values: how many names there are. nbytes: of A's tensors.
+    """
+
+    a: str
+    b: str
+    tensors: int
+    values: int
+    nbytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "a": self.a, "b": self.b, "equal": self.equal, "tensors": self.tensors,
+            "values": self.values, "bytes": self.nbytes,
+            "differences": [one.to_json() for one in self.differences],
+        }  # fmt: skip
+
+
+@alone()
+def compare_checkpoints(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare the newest commits at `a` and `b`. Every block that is read is compared with its
+    checksum.
+
+    Args:
+        threads: how many threads read and compare.
+        progress: called with (bytes of A compared, bytes of A), from any thread, one call at a
+            time.
+
+    Raises:
+        CheckpointNotFoundError, FormatVersionError: one of them is no checkpoint.
+        CorruptCheckpointError: one of them is damaged.
+        UsageError: one of them is one group of a step.
+    """
+    sides = _Side.at(a), _Side.at(b)
+    values, told = _compare_values(*(side.catalogue for side in sides))
+    names = sorted({name for side in sides for name in side.catalogue.pieces.by_name})
+    total = sum(sides[0].nbytes(name) for name in names)
+    meter = _Meter(progress, total)
+
+    def compare(name: str) -> list[Difference]:
+        found = list(_compare_named(name, *sides))
+        meter.add(sides[0].nbytes(name))
+        return found
+
+    try:
+        with ThreadPoolExecutor(threads, "smckpt-diff") as pool:
+            found = [one for each in pool.map(compare, names) for one in each]
+    finally:
+        for side in sides:
+            side.catalogue.readers.close()
+    own = [one for one in found if one.holder]
+    shared = [one for one in found if not one.holder]
+    return Comparison(
+        os.fspath(a), os.fspath(b), len(names), values, total, (*told, *own, *shared)
+    )  # fmt: skip
+
+
+class _Meter:
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _compare_values(a: Catalogue, b: Catalogue) -> tuple[int, list[Difference]]:
+    """How many names of values there are, and the differences."""
+    found: list[Difference] = []
+    if a.step != b.step:
+        found.append(Difference("(recorded step)", "value", "", f"{a.step} and {b.step}"))
+    names: set[str] = set()
+    ranks = [one.object_ranks for one in (a, b)]
+    common = [rank for rank in ranks[0] if rank in set(ranks[1])] or [ranks[0][0]]
+    for rank in common:
+        other = rank if rank in ranks[1] else ranks[1][0]
+        found += _values_apart(f"rank {rank}", leaves_of(a, rank), leaves_of(b, other), names)
+    for side, catalogue in (("A", a), ("B", b)):
+        base = common[0] if common[0] in catalogue.object_ranks else catalogue.object_ranks[0]
+        rest = [rank for rank in catalogue.object_ranks if rank not in {*common, base}]
+        first = leaves_of(catalogue, base) if rest else {}
+        for rank in rest:
+            apart = _values_apart(f"rank {rank}", first, leaves_of(catalogue, rank), names)
+            found += [_of_one(one.name, f"rank {rank}", side, f"rank {base}") for one in apart]
+    return len(names), found
+
+
+def _values_apart(
+    holder: str, a: Mapping[str, Any], b: Mapping[str, Any], names: set[str]
+) -> list[Difference]:
+    both = sorted({*a, *b})
+    names.update(both)
+    return [one for name in both if (one := value_difference(name, holder, a, b)) is not None]
+
+
+def _of_one(name: str, holder: str, side: str, other: str) -> Difference:
+    detail = f"only {side} has {holder}, and it differs from {other} there"
+    return Difference(name, "ranks", holder, detail)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of one side: what all ranks share (`holder` is ""), or what some keep.
+
+    unused: a rank keeps it beside shards without elements (a step that it never made).
+    """
+
+    name: str
+    holder: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[SavedPiece, ...]
+    unused: bool = False
+
+
+class _Side:
+    """A checkpoint, and how elements of its tensors are read."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+
+    @classmethod
+    def at(cls, url: str | os.PathLike[str]) -> _Side:
+        catalogue = open_catalogue(access_to(url).open(url))
+        if not catalogue.whole:
+            raise UsageError(
+                "this is one group of a step; it is no checkpoint without the other groups",
+                remedy=f"pass the directory of the step, {catalogue.above}",
+                path=catalogue.url,
+            )
+        return cls(catalogue)
+
+    def nbytes(self, name: str) -> int:
+        tensor = self.catalogue.logical.get(name)
+        return 0 if tensor is None else math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+
+    def tensors(self, name: str) -> dict[str, _Tensor]:
+        """By holder."""
+        pieces = self.catalogue.pieces
+        found: list[_Tensor] = []
+        for rows in self._grouped(pieces.by_name.get(name, [])):
+            row, fqn = rows[0]
+            shape = row.geometry.shape_of(fqn)
+            whole = Box.whole(shape)
+            all_of = tuple(p for r, f in rows if whole.numel for p in pieces.meeting(r, f, whole))
+            if row.geometry.per_rank:
+                used = pieces.filled(row, fqn) or set(row.ranks)
+                for rank in row.ranks:
+                    own = tuple(p for p in all_of if p.holders == (rank,))
+                    found.append(
+                        _Tensor(name, f"rank {rank}", row.dtype, shape, own, rank not in used)
+                    )
+                continue
+            ranks = sorted({rank for r, _ in rows for rank in r.geometry.ranks})
+            holder = "ranks " + ",".join(map(str, ranks))
+            found.append(_Tensor(name, holder, row.dtype, shape, all_of))
+        if len(found) == 1 and found[0].holder.startswith("ranks"):
+            one = found[0]
+            return {"": _Tensor(name, "", one.dtype, one.shape, one.pieces)}
+        return {one.holder: one for one in found}
+
+    def _grouped(self, rows: Sequence[tuple[Entry, str]]) -> list[list[tuple[Entry, str]]]:
+        """Rows of one tensor together; a per-rank row alone."""
+        known, groups = self.catalogue.pieces, list[list[tuple[Entry, str]]]()
+        for row, fqn in rows:
+            for group in groups:
+                other, its = group[0]
+                if (
+                    not (row.geometry.per_rank or other.geometry.per_rank)
+                    and (row.dtype, row.geometry.shape_of(fqn))
+                    == (other.dtype, other.geometry.shape_of(its))
+                    and known.one_tensor(row, other)
+                ):
+                    group.append((row, fqn))
+                    break
+            else:
+                groups.append([(row, fqn)])
+        return groups
+
+    def read(self, tensor: _Tensor, box: Box, pieces: Sequence[SavedPiece]) -> bytearray:
+        """The elements of a box, row-major, out of the first of the pieces that have them.
+
+        Raises:
+            CorruptCheckpointError: some are in none of them.
+        """
+        itemsize = DTYPES[tensor.dtype].itemsize
+        target = Piece(tensor.name, tensor.shape, box, 0, row_major_strides(box.sizes))
+        plan, left = ReadPlan(), box.numel
+        for number, part in box.shared(source.piece.box for source in pieces):
+            source = pieces[number]
+            copy = Copy(source.piece.part(part), target.part(part))
+            plan.copies.append(StoredCopy(self._slots(source), copy, 0, itemsize))
+            left -= part.numel
+        if left:
+            raise CorruptCheckpointError(
+                f"{left} elements of {tensor.name} are in no shard",
+                remedy="use another checkpoint",
+                path=self.catalogue.url,
+            )
+        data = bytearray(box.numel * itemsize)
+        execute(plan, [memoryview(data)], self.catalogue.readers, threads=1)
+        return data
+
+    def _slots(self, source: SavedPiece) -> list[StoredSlot]:
+        return self.catalogue.slots(source.row, source.holders)
+
+
+def _compare_named(name: str, a: _Side, b: _Side) -> Iterator[Difference]:
+    ours, theirs = a.tensors(name), b.tensors(name)
+    if not theirs or not ours:
+        there = ours or theirs
+        one = next(iter(there.values()))
+        side = "A" if ours else "B"
+        holder = one.holder if len(there) == 1 else ""
+        yield Difference(name, f"only {side}", holder, f"only {side} has it: {_kind(one)}")
+        return
+    common = [holder for holder in ours if holder in theirs]
+    first, other = next(iter(ours.values())), next(iter(theirs.values()))
+    if common:
+        pairs = [(ours[holder], theirs[holder]) for holder in common]
+    elif "" in theirs:
+        pairs = [(one, theirs[""]) for one in ours.values() if not one.unused]
+    elif "" in ours:
+        pairs = [(ours[""], one) for one in theirs.values() if not one.unused]
+    else:
+        pairs = [(first, other)]
+    for one, its in pairs:
+        yield from _compare(a, one, b, its)
+    if not common and ("" in ours or "" in theirs):
+        return
+    for number, held in enumerate((ours, theirs)):
+        at, base = (a, b)[number], pairs[0][number]
+        for one in held.values():
+            if one.unused or any(one is pair[number] for pair in pairs):
+                continue
+            if any(True for _ in _compare(at, base, at, one)):
+                yield _of_one(name, one.holder, "AB"[number], base.holder)
+
+
+def _kind(tensor: _Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _compare(a: _Side, ours: _Tensor, b: _Side, theirs: _Tensor) -> Iterator[Difference]:
+    """The difference of two tensors, if there is one."""
+    holder = ours.holder or theirs.holder
+    for what, mine, its in (
+        ("dtype", ours.dtype, theirs.dtype),
+        ("shape", list(ours.shape), list(theirs.shape)),
+    ):
+        if mine != its:
+            yield Difference(ours.name, what, holder, f"{mine} and {its}")
+            return
+    apart = _Apart(ours)
+    for box, from_a, from_b in _jobs(ours, theirs):
+        for chunk in _chunks(box, _AT_ONCE // DTYPES[ours.dtype].itemsize):
+            apart.add(chunk, a.read(ours, chunk, from_a), b.read(theirs, chunk, from_b))
+    if apart.count:
+        yield apart.difference(holder)
+
+
+def _jobs(
+    a: _Tensor, b: _Tensor
+) -> Iterator[tuple[Box, Sequence[SavedPiece], Sequence[SavedPiece]]]:
+    """Boxes to compare, and the pieces of each side that have their elements. Each saved piece is
+    compared once at least; where the same ranks hold the same box, piece with piece."""
+    alike = {(source.piece.box, source.holders): source for source in b.pieces}
+    for source in a.pieces:
+        same = alike.pop((source.piece.box, source.holders), None)
+        yield source.piece.box, [source], b.pieces if same is None else [same]
+    if sum(source.piece.box.numel for source in b.pieces) > math.prod(b.shape):
+        for source in alike.values():  # copies, of which the above took the first
+            yield source.piece.box, a.pieces, [source]
+
+
+def _chunks(box: Box, most: int) -> Iterator[Box]:
+    """A box in parts of at most `most` elements, in row-major order."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(d for d, size in enumerate(box.sizes) if size > 1)
+    step = max(1, most // math.prod(box.sizes[dim + 1 :]))
+    low, size = box.offsets[dim], box.sizes[dim]
+    for at in range(low, low + size, step):
+        offsets = (*box.offsets[:dim], at, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], min(step, low + size - at), *box.sizes[dim + 1 :])
+        yield from _chunks(Box(offsets, sizes), most)
+
+
+class _Apart:
+    """How two tensors differ, as far as they were compared."""
+
+    def __init__(self, tensor: _Tensor) -> None:
+        self.count = 0
+        self._tensor = tensor
+        self._of = 0
+        self._first: Shape | None = None
+        self._largest: float | None = None
+        self._nonfinite = 0
+
+    def add(self, box: Box, a: bytearray, b: bytearray) -> None:
+        self._of += box.numel
+        if a == b:
+            return
+        import numpy as np
+
+        size = DTYPES[self._tensor.dtype].itemsize
+        x, y = (elements(data, 1).reshape(-1, size) for data in (a, b))
+        apart = np.flatnonzero((x != y).any(axis=1))
+        self.count += len(apart)
+        index = np.unravel_index(int(apart[0]), box.sizes) if box.sizes else ()
+        first = tuple(int(i) + offset for i, offset in zip(index, box.offsets, strict=True))
+        self._first = first if self._first is None else min(self._first, first)
+        if self._tensor.dtype in CODES:
+            ours, theirs = (numbers(data, self._tensor.dtype)[apart] for data in (a, b))
+            self._measure(ours, theirs)
+
+    def _measure(self, a: Any, b: Any) -> None:
+        import numpy as np
+
+        if a.dtype.kind in "iu":  # exact: the difference of two numbers fits the unsigned type
+            gap = np.maximum(a, b) - np.minimum(a, b)
+            self._widen(float(gap.view(f"u{a.dtype.itemsize}").max()))
+            return
+        finite = np.isfinite(a) & np.isfinite(b)
+        self._nonfinite += len(a) - int(finite.sum())
+        if finite.any():
+            with np.errstate(over="ignore"):
+                gap = np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64))
+            self._widen(float(gap.max()))
+
+    def _widen(self, gap: float) -> None:
+        self._largest = max(self._largest or 0.0, gap)
+
+    def difference(self, holder: str) -> Difference:
+        return Difference(
+            self._tensor.name, "bits", holder, "", self.count, self._of, self._first,
+            self._largest, self._nonfinite,
+        )  # fmt: skip

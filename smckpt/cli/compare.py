@@ -1,0 +1,86 @@
+"""Commands that compare: `diff`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from smckpt.cli.output import (
+    bytes_text,
+    count_text,
+    print_json,
+    print_line,
+    print_table,
+    progress_bar,
+)
+from smckpt.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.compare import Comparison
+
+__all__ = ["diff", "print_comparison"]
+
+SHOWN = 20  # rows of the table
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--at", "step", type=click.IntRange(0), metavar="STEP",
+              help="A and B are directories of runs: compare this step of both.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
+              help="Threads that read and compare.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def diff(a: str, b: str, step: int | None, threads: int, as_json: bool) -> None:
+    """Compare checkpoints A and B by logical name, bit for bit: tensors, random states, values.
+
+    They may have another kind of state, another sharding or number of ranks. Exit status: 0 equal,
+    1 they differ, 2 they could not be compared.
+    """
+    from smckpt.checkpoint.compare import compare_checkpoints
+
+    if step is not None:
+        a, b = _at(a, step), _at(b, step)
+    with progress_bar("comparing", quiet=as_json) as progress:
+        found = compare_checkpoints(a, b, threads=threads, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_comparison(found)
+    sys.exit(0 if found.equal else 1)
+
+
+def _at(root: str, step: int) -> str:
+    """The checkpoint of a step below a directory."""
+    from smckpt.checkpoint.discover import find_checkpoints
+
+    found = find_checkpoints(root)
+    for one in reversed(found):
+        if one.step == step:
+            return one.path
+    there = ", ".join(str(one.step) for one in found) or "none"
+    raise CheckpointNotFoundError(
+        f"step {step} is not committed here; there is {there}",
+        remedy="pass one of those to --at",
+        path=root,
+    )
+
+
+def print_comparison(found: Comparison) -> None:
+    """One line; where something differs, below a table of it."""
+    size = (
+        f"{count_text(found.tensors, 'tensor')}, {count_text(found.values, 'value')}, "
+        f"{bytes_text(found.nbytes)}"
+    )
+    if found.equal:
+        print_line(f"equal: {size}")
+        return
+    shown = found.differences[:SHOWN]
+    rows = [(one.name, one.holder or None, one.what, one.text) for one in shown]
+    print_table("", ("name", "of", "what", "A and B"), rows)
+    if len(shown) < len(found.differences):
+        print_line(f"  … and {len(found.differences) - len(shown)} more: --json lists all")
+    names: dict[str, Any] = dict.fromkeys(one.name for one in found.differences)
+    print_line(f"differ: {count_text(len(names), 'name')} of {size}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,20 +28,33 @@ def strict_json(text: str | bytes) -> Any:
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, given: bool = False) -> Any:
     """The value of a JSON file that others wrote for other readers, as those take it: NaN and a key
     that occurs twice are accepted.
 
+    Args:
+        given: the caller named this very file, which may then be a pipe. A name that was found in
+            a directory must be a regular file: to open a pipe there may never end.
+
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, is nested too deeply, or is too long.
+        ValueError: it is no file, is not JSON, is nested too deeply, or is too long.
     """
-    if path.stat().st_size > _MAX_BYTES:
+    with open(path, "rb", opener=None if given else _at_once) as file:
+        if not given and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("a pipe or device has the name of a file")
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
         raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open what may be a pipe without waiting for somebody who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

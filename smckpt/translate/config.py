@@ -92,7 +92,7 @@ def read_config(source: Any) -> ModelConfig | None:
         if path.is_dir():
             directory, path = path, path / CONFIG
         where = str(path)
-        values = _read_json(path)
+        values = _read_json(path, given=directory is None)
     elif isinstance(source, dict):
         values = copy.deepcopy(source)
     elif hasattr(source, "to_dict"):
@@ -126,9 +126,9 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, given: bool) -> Any:
     try:
-        return read_json(path)
+        return read_json(path, given=given)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read the config: {error}",

@@ -230,10 +230,11 @@ def read_lora_config(source: Any) -> LoraConfig:
     where: str | None = None
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
-        path = path / ADAPTER_CONFIG if path.is_dir() else path
+        inside = path.is_dir()
+        path = path / ADAPTER_CONFIG if inside else path
         where = str(path)
         try:
-            source = read_json(path)
+            source = read_json(path, given=not inside)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"cannot read the adapter's config: {error}",

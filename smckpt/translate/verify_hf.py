@@ -246,6 +246,8 @@ def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
         ) from error
     import torch
 
+    if strange := [path.name for path in sorted(folder.iterdir()) if _is_no_file(path)]:
+        return None, [f"{name} is a pipe or device, no file" for name in strange]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = getattr(transformers, (config.architectures or [nearest])[0], None)
@@ -262,6 +264,11 @@ def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
     problems = [f"from_pretrained: {what}: {sorted(map(str, names))[:8]}"
                 for what, names in info.items() if names]  # fmt: skip
     return model.eval(), problems
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether it is something that transformers would open and perhaps wait for without end."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager

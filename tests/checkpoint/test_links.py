@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.storage import Access
 from tests.support.copies import contents
-from tests.support.limits import seconds
+from tests.support.limits import seconds, within
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step
 
@@ -115,22 +114,6 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
     "device": lambda path: path.symlink_to("/dev/zero"),
     "terminal": lambda path: path.symlink_to("/dev/ptmx"),
 }
-
-
-@contextmanager
-def within(limit: float) -> Iterator[None]:
-    import signal
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"not refused within {limit} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("what", INSTEAD)

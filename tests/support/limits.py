@@ -7,8 +7,11 @@ needs. SMCKPT_TEST_PATIENCE scales them all, for a machine that is slower or has
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["seconds"]
+__all__ = ["seconds", "within"]
 
 PATIENCE = float(os.environ.get("SMCKPT_TEST_PATIENCE", "1"))
 
@@ -16,3 +19,19 @@ PATIENCE = float(os.environ.get("SMCKPT_TEST_PATIENCE", "1"))
 def seconds(limit: float) -> float:
     """`limit`, scaled."""
     return limit * PATIENCE
+
+
+@contextmanager
+def within(limit: float) -> Iterator[None]:
+    """Fail a block that waits longer than `limit` seconds, and end its wait."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not refused within {limit} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

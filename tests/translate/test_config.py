@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig
 
 from smckpt.errors import UsageError
 from smckpt.translate.config import read_config, tokenizer_files
+from smckpt.translate.lora import read_lora_config
+from smckpt.translate.vocabulary import check_tokenizer
+from tests.support.limits import seconds, within
 
 
 def _complete(values: dict, dtype: str | None = None) -> dict:
@@ -114,3 +118,32 @@ def test_only_tokenizer_files_are_listed(tmp_path: Path):
     for name in ("tokenizer.json", "merges.txt", "config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     assert [p.name for p in tokenizer_files(tmp_path)] == ["merges.txt", "tokenizer.json"]
+
+
+# -- what is no file -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_pipe_found_in_a_directory_is_refused_at_once(tmp_path: Path, name: str):
+    os.mkfifo(tmp_path / name)
+    read = read_config if name == "config.json" else read_lora_config
+    with within(seconds(30)), pytest.raises(UsageError, match="pipe or device") as caught:
+        read(tmp_path)
+    assert str(caught.value.path) == str(tmp_path / name)
+
+
+def test_a_pipe_that_the_user_names_is_read(tmp_path: Path):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as end:
+        end.write('{"model_type": "llama"}')
+    try:
+        found = read_config(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+    assert found is not None and found.values == {"model_type": "llama"}
+
+
+def test_a_pipe_beside_a_tokenizer_is_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with within(seconds(30)):
+        check_tokenizer(tmp_path, 8, 16)

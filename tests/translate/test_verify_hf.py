@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from smckpt import ParallelState, errors, export_hf, verify_hf
 from tests.support import references, shards
-from tests.support.limits import seconds
+from tests.support.limits import seconds, within
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,14 @@ def test_a_lost_tensor_is_missing_in_the_index_and_in_transformers(exported):
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match=r"neither model.safetensors nor"):
         verify_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_in_the_directory_is_told_and_not_read(exported, name):
+    (exported / name).unlink(missing_ok=True)
+    os.mkfifo(exported / name)
+    with within(seconds(60)):
+        assert verify_hf(exported).problems == (f"{name} is a pipe or device, no file",)
 
 
 def test_the_command_exits_with_1_when_the_model_is_bad(exported, checkpoint):

@@ -94,7 +94,8 @@ def ambiguous(name: str, one: Entry, other: Entry, url: str, rank: int) -> Topol
         f"{name} was saved by ranks {ranks(one)} and separately by ranks {ranks(other)}: the "
         "checkpoint does not say whether these are copies of one tensor or different tensors",
         remedy="load each group from its own directory, on the ranks and meshes that saved it; "
-        "to be able to reshard, save DTensors, or include the replicas in the mesh",
+        "to be able to reshard, save with parallel_state=, save DTensors, or include the replicas "
+        "in the mesh",
         path=url,
         rank=rank,
     )

@@ -7,6 +7,7 @@ read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from smckpt.checkpoint.catalogue import Catalogue, StoredSlot
@@ -18,9 +19,10 @@ from smckpt.checkpoint.mismatch import (
     uncovered,
 )
 from smckpt.checkpoint.plan_local import plan_local
-from smckpt.checkpoint.read import ReadPlan, StoredCopy
+from smckpt.checkpoint.read import ReadPlan, StoredCopy, same_elements
 from smckpt.checkpoint.sources import SavedPiece
-from smckpt.layout.entries import Entry, Path
+from smckpt.errors import TopologyError
+from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
 
@@ -121,6 +123,7 @@ class _Finder:
         self._rank = rank
         self._group_ranks = group_ranks
         self._pieces = catalogue.pieces
+        self._same_ranks = catalogue.parts.keys() <= set(group_ranks)
         self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
     def copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
@@ -217,15 +220,61 @@ class _Finder:
         return mine or rows
 
     def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[SavedPiece]) -> None:
+        """
+        Raises:
+            TopologyError: sources overlap, and it is not known whether they are copies.
+        """
         rows = {id(source.row): source.row for source in sources}
         first = next(iter(rows.values()), None)
-        if first is None or all(self._pieces.one_tensor(first, row) for row in rows.values()):
+        if first is None or all(self._one_tensor(first, row) for row in rows.values()):
             return
-        for index, one in enumerate(sources):
-            for other in sources[:index]:
-                if self._pieces.one_tensor(one.row, other.row):
-                    continue
-                common = one.piece.box.intersect(other.piece.box)
-                if common is not None and common.intersect(piece.box) is not None:
-                    name = entry.logical_name(piece.name)
-                    raise ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
+        if any(self._is_own(entry, piece, source) for source in sources):
+            return
+        boxes: dict[Box, SavedPiece] = {}
+        for source in sources:
+            like = boxes.setdefault(source.piece.box, source)
+            if not self._one_tensor(like.row, source.row) and not self._copies(like, source):
+                raise self._ambiguous(entry, piece, like, source)
+        common = {box: box.intersect(piece.box) for box in boxes}
+        if sum(part.numel for part in common.values() if part is not None) == piece.box.numel:
+            return  # they do not overlap, or they leave a hole, which is found later
+        for one, other in itertools.combinations(boxes.values(), 2):
+            part = common[one.piece.box]
+            overlap = part is not None and part.intersect(other.piece.box) is not None
+            if overlap and not self._one_tensor(one.row, other.row):
+                raise self._ambiguous(entry, piece, one, other)
+
+    def _ambiguous(
+        self, entry: Entry, piece: Piece, one: SavedPiece, other: SavedPiece
+    ) -> TopologyError:
+        name = entry.logical_name(piece.name)
+        return ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
+
+    def _one_tensor(self, one: Entry, other: Entry) -> bool:
+        """Whether two rows certainly belong to one tensor. Boxes that name no mesh do not say it:
+        a group may hold replicas, or the shards of several tensor-parallel ranks. Without their
+        coordinates only the values can tell."""
+        boxes = one.geometry.explicit and other.geometry.explicit
+        if boxes and self._coordinates.alike is None:
+            return one is other
+        return self._pieces.one_tensor(one, other)
+
+    def _is_own(self, entry: Entry, piece: Piece, source: SavedPiece) -> bool:
+        """Whether this rank saved this very box, and the ranks that saved load again."""
+        return (
+            entry.geometry.explicit
+            and self._same_ranks
+            and self._rank in source.holders
+            and source.piece.box == piece.box
+        )
+
+    def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
+        """Whether equal boxes that name no mesh have the same values, so that either serves."""
+        if not (one.row.geometry.explicit and other.row.geometry.explicit):
+            return False
+        mine, theirs = (
+            (self._catalogue.slots(source.row, source.holders), source.piece.start)
+            for source in (one, other)
+        )
+        count, itemsize = one.piece.box.numel, DTYPES[one.row.dtype].itemsize
+        return same_elements(mine, theirs, count, itemsize, self._catalogue.readers)

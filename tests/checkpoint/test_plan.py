@@ -395,7 +395,8 @@ def test_what_a_wider_mesh_joins_is_one_tensor(tmp_path):
     assert got.data["model.a"] == arrays[0]["a"].tobytes()
 
 
-# Explicit boxes, as FSDP1 saves them under SHARDED, name no mesh: what a group saved is one tensor.
+# Explicit boxes, as FSDP1 saves them under SHARDED, name no mesh. Whether two ranks with one box
+# are replicas, or tensor-parallel ranks with a tensor each, only their values tell.
 HALVES = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
 
 
@@ -418,6 +419,61 @@ def test_boxes_of_two_groups_that_overlap_are_not_mixed(tmp_path):
     own = open_catalogue(open_storage(str(tmp_path / "one")))
     got = load(own, entries_of([kept("a", (4, 4))], 0), 0, [0])
     assert got.data["model.a"] == arrays[1]["a"].tobytes()
+
+
+def boxes_of_one_group(tmp_path: Path, arrays, *, shape=(4, 4), split=2):
+    """One group of two pairs of ranks. Each pair saves `a` in halves, of an array of its own."""
+
+    def made(rank: int):
+        low = rank % 2 * split
+        box = Box((low, 0), (split, shape[1]))
+        # What lies before it in the file differs, as an RNG state does.
+        rules = [boxes("a", shape, {rank: [box]}), kept("rng", (3,))]
+        return state(rules, {**arrays[rank // 2], "rng": whole({"r": (3,)}, seed=rank)["r"]})(rank)
+
+    save(tmp_path, range(4), made)
+    return open_catalogue(open_storage(str(tmp_path)))
+
+
+def test_slices_of_one_group_are_not_taken_for_replicas(tmp_path):
+    arrays = [whole({"a": (4, 4)}, seed=seed) for seed in (1, 2)]
+    catalogue = boxes_of_one_group(tmp_path, arrays)
+    whole_array = entries_of([kept("a", (4, 4))], 0)
+    with pytest.raises(TopologyError, match="a was saved by ranks .* separately by ranks"):
+        load(catalogue, whole_array, 0, [0], strict=False)
+    for rank in range(4):  # the ranks that saved load their own boxes again
+        low = rank % 2 * 2
+        own = entries_of([boxes("a", (4, 4), {rank: [Box((low, 0), (2, 4))]})], rank)
+        got = load(catalogue, own, rank, range(4), strict=False)
+        assert got.data["model.a"] == arrays[rank // 2]["a"][low : low + 2].tobytes()
+        if rank > 1:  # on other ranks it is not known whose box is meant
+            with pytest.raises(TopologyError, match="a was saved by ranks"):
+                load(catalogue, own, rank, [rank], strict=False)
+
+
+@pytest.mark.parametrize("rows", [4, 1 << 19])  # a part of a block, and several blocks
+def test_replicas_of_one_group_are_one_tensor(tmp_path, rows):
+    arrays = [whole({"a": (rows, 4)})] * 2
+    catalogue = boxes_of_one_group(tmp_path, arrays, shape=(rows, 4), split=rows // 2)
+    got = load(catalogue, entries_of([kept("a", (rows, 4))], 0), 0, [0], strict=False)
+    assert got.data["model.a"] == arrays[0]["a"].tobytes()
+
+
+def test_one_element_that_differs_in_the_last_block_is_found(tmp_path):
+    rows = 1 << 19
+    arrays = [whole({"a": (rows, 4)}) for _ in range(2)]
+    arrays[1]["a"][-1, -1] += 1
+    catalogue = boxes_of_one_group(tmp_path, arrays, shape=(rows, 4), split=rows // 2)
+    with pytest.raises(TopologyError, match="a was saved by ranks"):
+        load(catalogue, entries_of([kept("a", (rows, 4))], 0), 0, [0], strict=False)
+
+
+def test_boxes_of_groups_that_are_replicas_are_one_tensor(tmp_path):
+    arrays = [whole({"a": (4, 4)})] * 2  # as HSDP saves them, a group for each replica
+    catalogue = boxes_of_groups(tmp_path, dict(enumerate(HALVES * 2)), arrays)
+    for rank in range(4):
+        got = load(catalogue, entries_of([kept("a", (4, 4))], rank), rank, range(4))
+        assert got.data["model.a"] == arrays[0]["a"].tobytes()
 
 
 def test_boxes_of_groups_that_each_have_a_shard_are_one_tensor(tmp_path):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import ending
 import loopback_s3
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from accident import Log
 from corpus import read_text
 
 from smckpt import CheckpointError, find_checkpoints, is_s3_url, parse_s3_url
+from smckpt.run import ending
 
 
 def arguments(description: str | None) -> argparse.Namespace:

@@ -162,7 +162,7 @@ def _free_ports(count: int) -> list[int]:
 
 def main(bucket: str, directory: str, *command: str) -> int:
     """Serve while `command` runs, and reaches the server; without one, until a signal."""
-    import ending  # beside this script; the tests import this module from elsewhere
+    from smckpt.run import ending
 
     ending.watch()
     with serve(bucket, Path(directory)) as server:

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ending  # noqa: F401 (first, so that a signal is heard from now on)
+from smckpt.run import ending  # noqa: F401 (first, so that a signal is heard from now on)
+
+# isort: split
 import numpy as np
 import report
 import torch

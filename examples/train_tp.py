@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ending
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from smckpt import (
     sm_state_dict_type,
     verify_hf,
 )
+from smckpt.run import ending
 
 PADDED_TO = 64  # each rank's rows of the vocabulary are a multiple of it
 CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in another order

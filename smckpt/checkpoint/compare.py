@@ -6,6 +6,7 @@ by rank. If several groups have saved copies of one tensor, every copy is compar
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import threading
@@ -37,7 +38,8 @@ class Comparison:
     """What was compared, and what differs: values first, then what ranks keep for themselves, then
     the rest, since causes stand there rather than effects.
 
-    tensors, values: how many names there are. nbytes: of A's tensors.
+    tensors, values: how many names were compared. nbytes: of A's tensors. ignored: names that were
+        not compared.
     """
 
     a: str
@@ -46,6 +48,7 @@ class Comparison:
     values: int
     nbytes: int
     differences: tuple[Difference, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -54,7 +57,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         return {
             "a": self.a, "b": self.b, "equal": self.equal, "tensors": self.tensors,
-            "values": self.values, "bytes": self.nbytes,
+            "values": self.values, "bytes": self.nbytes, "ignored": list(self.ignored),
             "differences": [one.to_json() for one in self.differences],
         }  # fmt: skip
 
@@ -64,6 +67,7 @@ def compare_checkpoints(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
+    ignore: Sequence[str] = (),
     threads: int = 4,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -71,6 +75,7 @@ def compare_checkpoints(
     checksum.
 
     Args:
+        ignore: globs of names that are not compared.
         threads: how many threads read and compare.
         progress: called with (bytes of A compared, bytes of A), from any thread, one call at a
             time.
@@ -81,8 +86,11 @@ def compare_checkpoints(
         UsageError: one of them is one group of a step.
     """
     sides = _Side.at(a), _Side.at(b)
-    values, told = _compare_values(*(side.catalogue for side in sides))
-    names = sorted({name for side in sides for name in side.catalogue.pieces.by_name})
+    of_values, told = _compare_values(*(side.catalogue for side in sides))
+    every = {name for side in sides for name in side.catalogue.pieces.by_name}
+    ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
+    told = [one for one in told if one.name not in ignored]
+    names = sorted(every - ignored)
     total = sum(sides[0].nbytes(name) for name in names)
     meter = _Meter(progress, total)
 
@@ -100,7 +108,8 @@ def compare_checkpoints(
     own = [one for one in found if one.holder]
     shared = [one for one in found if not one.holder]
     return Comparison(
-        os.fspath(a), os.fspath(b), len(names), values, total, (*told, *own, *shared)
+        os.fspath(a), os.fspath(b), len(names), len(of_values - ignored), total,
+        (*told, *own, *shared), tuple(sorted(ignored)),
     )  # fmt: skip
 
 
@@ -119,8 +128,8 @@ class _Meter:
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _compare_values(a: Catalogue, b: Catalogue) -> tuple[int, list[Difference]]:
-    """How many names of values there are, and the differences."""
+def _compare_values(a: Catalogue, b: Catalogue) -> tuple[set[str], list[Difference]]:
+    """The names of all values, and the differences."""
     found: list[Difference] = []
     if a.step != b.step:
         found.append(Difference("(recorded step)", "value", "", f"{a.step} and {b.step}"))
@@ -137,7 +146,7 @@ def _compare_values(a: Catalogue, b: Catalogue) -> tuple[int, list[Difference]]:
         for rank in rest:
             apart = _values_apart(f"rank {rank}", first, leaves_of(catalogue, rank), names)
             found += [_of_one(one.name, f"rank {rank}", side, f"rank {base}") for one in apart]
-    return len(names), found
+    return names, found
 
 
 def _values_apart(

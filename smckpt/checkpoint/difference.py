@@ -50,7 +50,9 @@ class Difference:
         """In one line, without the name."""
         if self.count is None:
             return self.detail or self.what
-        text = f"{self.count} of {self.of} elements differ, first {list(self.first or ())}"
+        text = f"{self.count} of {self.of} elements differ"
+        if self.first:
+            text += f", first {list(self.first)}"
         if self.largest is not None:
             text += f", by up to {self.largest:.6g}"
         return text + (f", {self.nonfinite} not finite" if self.nonfinite else "")
@@ -123,9 +125,9 @@ def _lists_apart(name: str, holder: str, a: Any, b: Any) -> Difference | None:
         if not numel or len(raw[0]) != len(raw[1]):
             return None
         ours, theirs = (elements(data, 1).reshape(numel, -1) for data in raw)
-        apart = np.flatnonzero((ours != theirs).any(axis=1))
-        first = tuple(map(int, np.unravel_index(int(apart[0]), shape)))
-        return Difference(name, "value", holder, "", len(apart), numel, first)
+        places = np.flatnonzero((ours != theirs).any(axis=1))
+        first = tuple(map(int, np.unravel_index(int(places[0]), shape)))
+        return Difference(name, "value", holder, "", len(places), numel, first)
     return None
 
 

@@ -28,6 +28,7 @@ from smckpt.cli.output import (
     progress_bar,
     time_text,
 )
+from smckpt.cli.prove import prove
 from smckpt.cli.runs import doctor, prune, status
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.run.command import run
@@ -442,5 +443,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (diff, doctor, prune, run, status):
+for command in (diff, doctor, prove, prune, run, status):
     app.add_command(command)

@@ -20,7 +20,10 @@ from smckpt.errors import CheckpointNotFoundError
 if TYPE_CHECKING:
     from smckpt.checkpoint.compare import Comparison
 
-__all__ = ["diff", "print_comparison"]
+__all__ = ["diff", "ignore"]
+
+ignore = click.option("--ignore", multiple=True, metavar="PATTERN",
+                      help="Do not compare these names (a glob); may be repeated.")  # fmt: skip
 
 SHOWN = 20  # rows of the table
 
@@ -30,10 +33,13 @@ SHOWN = 20  # rows of the table
 @click.argument("b")
 @click.option("--at", "step", type=click.IntRange(0), metavar="STEP",
               help="A and B are directories of runs: compare this step of both.")  # fmt: skip
+@ignore
 @click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
               help="Threads that read and compare.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def diff(a: str, b: str, step: int | None, threads: int, as_json: bool) -> None:
+def diff(
+    a: str, b: str, step: int | None, ignore: tuple[str, ...], threads: int, as_json: bool
+) -> None:
     """Compare checkpoints A and B by logical name, bit for bit: tensors, random states, values.
 
     They may have another kind of state, another sharding or number of ranks. Exit status: 0 equal,
@@ -44,11 +50,11 @@ def diff(a: str, b: str, step: int | None, threads: int, as_json: bool) -> None:
     if step is not None:
         a, b = _at(a, step), _at(b, step)
     with progress_bar("comparing", quiet=as_json) as progress:
-        found = compare_checkpoints(a, b, threads=threads, progress=progress)
+        found = compare_checkpoints(a, b, ignore=ignore, threads=threads, progress=progress)
     if as_json:
         print_json(found.to_json())
     else:
-        print_comparison(found)
+        _print(found)
     sys.exit(0 if found.equal else 1)
 
 
@@ -68,12 +74,14 @@ def _at(root: str, step: int) -> str:
     )
 
 
-def print_comparison(found: Comparison) -> None:
+def _print(found: Comparison) -> None:
     """One line; where something differs, below a table of it."""
     size = (
         f"{count_text(found.tensors, 'tensor')}, {count_text(found.values, 'value')}, "
         f"{bytes_text(found.nbytes)}"
     )
+    if found.ignored:
+        size += f"; {count_text(len(found.ignored), 'name')} ignored"
     if found.equal:
         print_line(f"equal: {size}")
         return

@@ -172,8 +172,7 @@ time.sleep(600)
 """
 GIVES_TIME = f"""
 import sys
-sys.path.insert(0, "examples")
-import ending
+from smckpt.run import ending
 ending.watch()
 ending.run([sys.executable, "-c", {TOLD!r}], grace=3.0)
 """
@@ -187,8 +186,7 @@ def test_a_command_that_is_given_time_hears_the_signal(started: Start) -> None:
 
 LEAVES_ONE = """
 import sys, time
-sys.path.insert(0, "examples")
-import ending
+from smckpt.run import ending
 ending.watch()
 ending.run(["sh", "-c", "setsid sleep 600 & echo it has ended"])
 print("all is gone", flush=True)

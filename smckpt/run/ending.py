@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -22,6 +22,7 @@ from typing import NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _KILL_SECONDS = 4.0
+_LOOK_SECONDS = 0.02  # between two calls of `until`
 
 
 class Ended(BaseException):
@@ -59,17 +60,28 @@ def run(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
     grace: float = 0.0,
+    stdout: int | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> int:
     """The exit status of a command; nothing that it started outlives it.
 
     Args:
         grace: seconds that the command has to end by itself after a signal, which is passed on.
+        stdout: a file descriptor instead of our own stdout.
+        until: asked again and again; when it says so, or raises, all is killed.
     """
     others = {pid for pid, _ in _tree().get(os.getpid(), ())}
     try:
         # a session of its own: Ctrl-C reaches us alone, and we pass it on
-        process = subprocess.Popen(command, cwd=directory, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=stdout, start_new_session=True
+        )
         try:
+            while until is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(_LOOK_SECONDS)
+                if until():
+                    return -signal.SIGKILL
             return process.wait()
         except Ended as ended:
             if grace:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.choose import READERS, Commit, choose_commit, read_part
 from smckpt.checkpoint.format import SENSELESS, Manifest, PartRecord
-from smckpt.checkpoint.headers import Header, HeaderEntry, read_header
+from smckpt.checkpoint.headers import Header, StoredSlot, read_header
 from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.prefixes import found_prefix_sharding
 from smckpt.checkpoint.rows import decode_containers, decode_rows
@@ -24,7 +24,9 @@ from smckpt.layout.mesh import Shape
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "StoredSlot", "open_catalogue"]
+__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "Stored", "open_catalogue"]
+
+Stored = tuple[SavedFile, StoredSlot]  # a part of a rank's array, and the file that has it
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,6 @@ class LogicalTensor:
     path: Path
     dtype: str
     shape: Shape
-
-
-class StoredSlot(NamedTuple):
-    """Elements [start, stop) of a stored array, at byte `offset` of `file`."""
-
-    start: int
-    stop: int
-    file: SavedFile
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class _Found:
         self.readers = Readers(access)
         self.files: dict[int, list[SavedFile]] = {}
         self.headers: dict[SavedFile, Header] = {}
-        self.slots: dict[tuple[int, ...], dict[str, list[tuple[SavedFile, HeaderEntry]]]] = {}
+        self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
 
 
 @dataclass(frozen=True)
@@ -261,39 +254,41 @@ class Catalogue:
             self._found.headers[file] = header
         return header
 
-    def slots(self, row: Entry, holders: Sequence[int]) -> list[StoredSlot]:
-        """Where the array of `row` that `holders` share is stored, ordered by elements.
+    def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
+        """Where the array of `row` that `holders` share is stored, in the order of its bytes.
 
         Raises:
             CorruptCheckpointError: some elements are in no file.
         """
         shape = row.geometry.local_shape(holders[0])
-        numel, dtype = math.prod(shape), DTYPES[row.dtype]
+        dtype = DTYPES[row.dtype]
+        numel, itemsize = math.prod(shape), dtype.itemsize
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
-            start, stop = stored.elements or (0, numel)
+            count = stored.shape[0] if stored.part else numel
             if (
                 stored.code != (dtype.code or "U8")
-                or stored.nbytes != (stop - start) * dtype.itemsize
-                or stop > numel
+                or stored.nbytes != count * itemsize
+                or stored.stop > numel * itemsize
             ):
                 raise CorruptCheckpointError(
                     f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
-                    f"element {start}, but the manifest says that it is {row.dtype} {list(shape)}",
+                    f"byte {stored.start}, but the manifest says that it is {row.dtype} "
+                    f"{list(shape)}",
                     remedy="use an older checkpoint",
                     path=file.path,
                 )
-            found.append(StoredSlot(start, stop, file, stored.offset))
+            found.append((file, stored))
         if len(found) > 1:
-            found.sort(key=lambda slot: (slot.start, slot.stop))
+            found.sort(key=lambda stored: stored[1][:2])
         at = 0
-        for slot in found:
+        for _, slot in found:
             if slot.start > at:
                 break
             at = max(at, slot.stop)
-        if at < numel or not found:
+        if at < numel * itemsize or not found:
             raise CorruptCheckpointError(
-                f"{row.key!r}: elements {at} to {numel} of the array of ranks "
+                f"{row.key!r}: elements {at // itemsize} to {numel} of the array of ranks "
                 f"{list(holders)} are missing from their files",
                 remedy="use an older checkpoint",
                 path=self.url,
@@ -306,15 +301,15 @@ class Catalogue:
             self._found.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
         return self._found.files[rank]
 
-    def _stored(self, holders: tuple[int, ...]) -> dict[str, list[tuple[SavedFile, HeaderEntry]]]:
+    def _stored(self, holders: tuple[int, ...]) -> dict[str, list[Stored]]:
         """The arrays that the files of these ranks hold, by key."""
         if holders not in self._found.slots:
             self.read_headers(holders)
-            found: dict[str, list[tuple[SavedFile, HeaderEntry]]] = {}
+            found: dict[str, list[Stored]] = {}
             for rank in holders:
                 for file in self._files_of(rank):
-                    for key, stored in self.header(file).entries.items():
-                        found.setdefault(key, []).append((file, stored))
+                    for key, slot in self.header(file).slots.items():
+                        found.setdefault(key, []).append((file, slot))
             self._found.slots[holders] = found
         return self._found.slots[holders]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from smckpt.calls import alone
-from smckpt.checkpoint.catalogue import Catalogue, StoredSlot, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, Stored, open_catalogue
 from smckpt.checkpoint.difference import Difference, leaves_of, value_difference
 from smckpt.checkpoint.numbers import CODES, numbers
 from smckpt.checkpoint.read import ReadPlan, StoredCopy, execute
@@ -268,7 +268,7 @@ class _Side:
         execute(plan, [memoryview(data)], self.catalogue.readers, threads=1)
         return data
 
-    def _slots(self, source: SavedPiece) -> list[StoredSlot]:
+    def _slots(self, source: SavedPiece) -> list[Stored]:
         return self.catalogue.slots(source.row, source.holders)
 
 

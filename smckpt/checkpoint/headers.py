@@ -12,7 +12,7 @@ from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
 
-__all__ = ["Header", "HeaderEntry", "read_header"]
+__all__ = ["Header", "StoredSlot", "read_header"]
 
 _SIZES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
@@ -20,15 +20,22 @@ _SIZES = {
 }  # fmt: skip
 
 
-class HeaderEntry(NamedTuple):
-    """One array in the file: bytes [offset, offset + nbytes) of the file. `elements`: it holds the
-    elements [start, stop) of the entry; None: all of them."""
+class StoredSlot(NamedTuple):
+    """Bytes [start, stop) of a rank's array, at byte `offset` of the file.
 
+    code, shape: of what is there. part: the header marks it as a part, and else as the whole array.
+    """
+
+    start: int
+    stop: int
+    offset: int
     code: str
     shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    elements: tuple[int, int] | None
+    part: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Header:
     """The arrays of a data file by key. `data_start`: the byte at which the header ends."""
 
     data_start: int
-    entries: dict[str, HeaderEntry]
+    slots: dict[str, StoredSlot]
 
 
 def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: str) -> Header:
@@ -65,30 +72,30 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
     if not isinstance(table, dict):
         _bad(path, "the header is not a JSON object")
     slices = _slices(table.pop("__metadata__", {}), path)
-    entries = _entries(table, start, size, slices, path)
-    if stray := sorted(slices.keys() - entries.keys()):
+    slots = _slots(table, start, size, slices, path)
+    if stray := sorted(slices.keys() - slots.keys()):
         _bad(path, f"it has slices of {stray[0]!r}, which is not in the file")
-    return Header(start, entries)
+    return Header(start, slots)
 
 
-def _entries(
+def _slots(
     table: dict[str, Any], start: int, size: int, slices: dict[str, tuple[int, int]], path: str
-) -> dict[str, HeaderEntry]:
-    entries: dict[str, HeaderEntry] = {}
+) -> dict[str, StoredSlot]:
+    slots: dict[str, StoredSlot] = {}
     at = start
     placed = sorted((*_offsets(data, path), key) for key, data in table.items())
     for low, high, key in placed:
-        entry = _entry(key, table[key], low, high, start, slices.get(key), path)
-        if entry.offset != at:
-            _bad(path, f"{key!r} begins at byte {entry.offset} of the file, expected {at}")
-        at += entry.nbytes
-        entries[key] = entry
+        slot = _slot(key, table[key], low, high, start, slices.get(key), path)
+        if slot.offset != at:
+            _bad(path, f"{key!r} begins at byte {slot.offset} of the file, expected {at}")
+        at += high - low
+        slots[key] = slot
     if at != size:
         _bad(path, f"the arrays end at byte {at}, but the file at byte {size}")
-    return entries
+    return slots
 
 
-def _entry(
+def _slot(
     key: str,
     data: dict[str, Any],
     low: int,
@@ -96,7 +103,7 @@ def _entry(
     start: int,
     slice_: tuple[int, int] | None,
     path: str,
-) -> HeaderEntry:
+) -> StoredSlot:
     code, shape = data.get("dtype"), data.get("shape")
     if not isinstance(code, str) or code not in _SIZES:
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
@@ -106,7 +113,10 @@ def _entry(
         _bad(path, f"{key!r}: {code} {shape} does not take {high - low} bytes")
     if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):
         _bad(path, f"{key!r} claims elements {slice_[0]} to {slice_[1]}, but has the shape {shape}")
-    return HeaderEntry(code, tuple(shape), start + low, high - low, slice_)
+    nbytes = high - low
+    # A part counts elements: shape[0] of them are here.
+    first = 0 if slice_ is None or not nbytes else slice_[0] * (nbytes // shape[0])
+    return StoredSlot(first, first + nbytes, start + low, code, tuple(shape), slice_ is not None)
 
 
 def _offsets(data: Any, path: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from smckpt.checkpoint.catalogue import Catalogue, StoredSlot
+from smckpt.checkpoint.catalogue import Catalogue, Stored
 from smckpt.checkpoint.coordinates import ANYWHERE, ParallelCoordinates
 from smckpt.checkpoint.mismatch import (
     ambiguous,
@@ -19,7 +19,7 @@ from smckpt.checkpoint.mismatch import (
     uncovered,
 )
 from smckpt.checkpoint.plan_local import plan_local
-from smckpt.checkpoint.read import ReadPlan, StoredCopy, same_elements
+from smckpt.checkpoint.read import ReadPlan, StoredCopy, same_bytes
 from smckpt.checkpoint.sources import SavedPiece
 from smckpt.errors import TopologyError
 from smckpt.layout.entries import DTYPES, Entry, Path
@@ -70,7 +70,7 @@ def plan_logical(
         for source, copy in finder.copies(entry)
     ]
     catalogue.read_headers({r for source, *_ in found for r in source.holders})
-    known: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
+    known: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
     for source, copy, number, itemsize in found:
         array = id(source.row), source.holders
         if array not in known:
@@ -272,9 +272,10 @@ class _Finder:
         """Whether equal boxes that name no mesh have the same values, so that either serves."""
         if not (one.row.geometry.explicit and other.row.geometry.explicit):
             return False
+        itemsize = DTYPES[one.row.dtype].itemsize
         mine, theirs = (
-            (self._catalogue.slots(source.row, source.holders), source.piece.start)
+            (self._catalogue.slots(source.row, source.holders), source.piece.start * itemsize)
             for source in (one, other)
         )
-        count, itemsize = one.piece.box.numel, DTYPES[one.row.dtype].itemsize
-        return same_elements(mine, theirs, count, itemsize, self._catalogue.readers)
+        nbytes = one.piece.box.numel * itemsize
+        return same_bytes(mine, theirs, nbytes, self._catalogue.readers)

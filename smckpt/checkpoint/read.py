@@ -24,13 +24,13 @@ from smckpt.checkpoint.blocks import (
     SavedFile,
     requests,
 )
-from smckpt.checkpoint.catalogue import StoredSlot
+from smckpt.checkpoint.catalogue import Stored
 from smckpt.checkpoint.crc import BLOCK
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.strided import Box, Copy, elements
 from smckpt.layout.strided import execute as copy_elements
 
-__all__ = ["ReadPlan", "ReadStats", "Readers", "StoredCopy", "execute", "same_elements"]
+__all__ = ["ReadPlan", "ReadStats", "Readers", "StoredCopy", "execute", "same_bytes"]
 
 Task = Callable[[], None]
 
@@ -52,7 +52,7 @@ class StoredCopy(NamedTuple):
     """A copy out of a stored array to target number `target`. Files hold the array in `slots`; an
     element has `itemsize` bytes."""
 
-    slots: Sequence[StoredSlot]
+    slots: Sequence[Stored]
     copy: Copy
     target: int
     itemsize: int
@@ -146,7 +146,8 @@ class _Reads:
                 self.gathers += _gathers(slots, copy, itemsize, target)
                 continue
             for low, to, count in copy.runs():
-                for at, (file, offset, nbytes) in _ranges(slots, low, low + count, itemsize):
+                begin, end = low * itemsize, (low + count) * itemsize
+                for at, (file, offset, nbytes) in _ranges(slots, begin, end):
                     place = to * itemsize + at
                     segment = Destination(offset, target[place : place + nbytes])
                     self.direct.setdefault(file, []).append(segment)
@@ -214,14 +215,14 @@ class _Reads:
 
 
 def _gathers(
-    slots: Sequence[StoredSlot], copy: Copy, itemsize: int, target: memoryview
+    slots: Sequence[Stored], copy: Copy, itemsize: int, target: memoryview
 ) -> Iterator[_Gather]:
     """Cut a copy into parts whose source fits the scratch, by halving the dimension with the widest
     reach."""
     sizes, low, strides = copy.sizes, copy.source.start, copy.source.strides
     extent = copy.source.extent
     if extent * itemsize <= SCRATCH_BYTES or max(sizes) == 1:
-        reads = list(_ranges(slots, low, low + extent, itemsize))
+        reads = list(_ranges(slots, low * itemsize, (low + extent) * itemsize))
         yield _Gather(reads, copy.from_start(), itemsize, target)
         return
     dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
@@ -230,55 +231,49 @@ def _gathers(
         yield from _gathers(slots, copy.part(box), itemsize, target)
 
 
-def _ranges(
-    slots: Sequence[StoredSlot], low: int, high: int, itemsize: int
-) -> Iterator[tuple[int, _Range]]:
-    """Where elements [low, high) of a stored array are in files: for each range, the bytes before
-    it and the range."""
+def _ranges(slots: Sequence[Stored], low: int, high: int) -> Iterator[tuple[int, _Range]]:
+    """Where bytes [low, high) of a stored array are in files: for each range, the bytes before it
+    and the range."""
     done = low
-    for first, last, file, offset in slots:
-        start = first if first > done else done
-        stop = last if last < high else high
+    for file, slot in slots:
+        start = slot.start if slot.start > done else done
+        stop = slot.stop if slot.stop < high else high
         if stop > start:
-            found = _Range(file, offset + (start - first) * itemsize, (stop - start) * itemsize)
-            yield (start - low) * itemsize, found
+            yield start - low, _Range(file, slot.offset + start - slot.start, stop - start)
             done = stop
 
 
-def same_elements(
-    one: tuple[Sequence[StoredSlot], int],
-    other: tuple[Sequence[StoredSlot], int],
-    count: int,
-    itemsize: int,
+def same_bytes(
+    one: tuple[Sequence[Stored], int],
+    other: tuple[Sequence[Stored], int],
+    nbytes: int,
     readers: Readers,
 ) -> bool:
-    """Whether `count` elements of two stored arrays, each from an element on, have the same bytes.
+    """Whether `nbytes` of two stored arrays, each from a byte on, are the same.
 
     Where both lie alike in their files, equal checksums of a block prove it. Other blocks are read.
     """
-    mine, theirs = (list(_ranges(slots, low, low + count, itemsize)) for slots, low in (one, other))
+    mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
     for at, found in mine:
         for begin, matching in theirs:
             start = max(at, begin)
-            nbytes = min(at + found.nbytes, begin + matching.nbytes) - start
-            if nbytes > 0 and not _same_bytes(
-                found.file, found.offset + start - at,
-                matching.file, matching.offset + start - begin, nbytes, readers,
-            ):  # fmt: skip
+            common = min(at + found.nbytes, begin + matching.nbytes) - start
+            if common > 0 and not _same_range(
+                _Range(found.file, found.offset + start - at, common),
+                _Range(matching.file, matching.offset + start - begin, common),
+                readers,
+            ):
                 return False
     return True
 
 
-def _same_bytes(
-    one: SavedFile, low: int, other: SavedFile, offset: int, nbytes: int, readers: Readers
-) -> bool:
-    mine, theirs = readers.of(one), readers.of(other)
-    at, stop = low, low + nbytes
+def _same_range(one: _Range, other: _Range, readers: Readers) -> bool:
+    mine, theirs = readers.of(one.file), readers.of(other.file)
+    at, stop, shift = one.offset, one.offset + one.nbytes, other.offset - one.offset
     while at < stop:
         block = at // BLOCK
         end = min((block + 1) * BLOCK, stop)
-        known = low == offset and mine.stored_sum(block) == theirs.stored_sum(block)
-        shift = offset - low
+        known = not shift and mine.stored_sum(block) == theirs.stored_sum(block)
         if not known and mine.read(at, end) != theirs.read(at + shift, end + shift):
             return False
         at = end

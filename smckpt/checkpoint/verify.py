@@ -16,6 +16,7 @@ from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, hex64
 from smckpt.checkpoint.replaced import replacement
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Box, covered
 from smckpt.storage import Storage, access_to
 
@@ -208,7 +209,7 @@ class _FileCheck:
         except CheckpointError as error:
             self.problems.append(_problem(error, self.file.path))
             return
-        for key in header.entries:
+        for key in header.slots:
             rows = self._catalogue.rows_by_key.get(key, [])
             if not any(self.file.rank in row.ranks for row in rows):
                 what = f"holds {key!r}, which the manifest does not list"
@@ -237,7 +238,7 @@ def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
                 yield _problem(error, catalogue.url)
                 continue
             numel = math.prod(row.geometry.local_shape(holders[0]))
-            written = sum(slot.stop - slot.start for slot in slots)
+            written = sum(slot.nbytes for _, slot in slots) // DTYPES[row.dtype].itemsize
             if written != numel:
                 yield Problem(
                     catalogue.url,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.numbers import CODES, numbers
-from smckpt.layout.entries import DTYPES
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
@@ -81,14 +80,12 @@ def statistics(catalogue: Catalogue, name: str) -> dict[str, Any] | None:
 def _stretches(catalogue: Catalogue, name: str) -> Iterator[bytearray]:
     """The bytes of the tensor's elements, each once, in any order."""
     for row, _ in catalogue.pieces.by_name[name]:
-        size = DTYPES[row.dtype].itemsize
         for holders in catalogue.holders(row):
             numel = math.prod(row.geometry.local_shape(holders[0]))
             done = 0
-            for slot in catalogue.slots(row, holders) if numel else ():
-                for start in range(max(slot.start, done), slot.stop, _AT_ONCE // size):
-                    stop = min(start + _AT_ONCE // size, slot.stop)
-                    offset = slot.offset + (start - slot.start) * size
-                    reader = catalogue.reader(slot.file)
-                    yield reader.read(offset, offset + (stop - start) * size)
+            for file, slot in catalogue.slots(row, holders) if numel else ():
+                for start in range(max(slot.start, done), slot.stop, _AT_ONCE):
+                    stop = min(start + _AT_ONCE, slot.stop)
+                    offset = slot.offset + start - slot.start
+                    yield catalogue.reader(file).read(offset, offset + stop - start)
                 done = max(done, slot.stop)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, StoredSlot
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, Stored
 from smckpt.checkpoint.read import Readers, ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.sources import SavedPiece
 from smckpt.errors import (
@@ -82,7 +82,7 @@ class CheckpointTensors:
         self._catalogue = catalogue
         self._readers = Readers(catalogue.readers.access)
         self._rows: dict[TensorKey, _Rows] = {}
-        self._slots: dict[tuple[int, tuple[int, ...]], list[StoredSlot]] = {}
+        self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
         self._state: ParallelState | None = None
         if catalogue.topology is not None:
             self._state = ParallelState.from_json(catalogue.topology)
@@ -214,7 +214,7 @@ class CheckpointTensors:
     def close(self) -> None:
         self._readers.close()
 
-    def _slots_of(self, source: SavedPiece) -> list[StoredSlot]:
+    def _slots_of(self, source: SavedPiece) -> list[Stored]:
         key = (id(source.row), source.holders)
         if key not in self._slots:
             self._slots[key] = self._catalogue.slots(source.row, source.holders)

@@ -291,8 +291,8 @@ def _open_safetensors(path: Path, maps: _Unmaps) -> dict[str, tuple[str, Array]]
             maps.append(partial(mapped.madvise, mmap.MADV_DONTNEED))
             memory = np.frombuffer(mapped, np.uint8)
     out = {}
-    for name, entry in header.entries.items():
-        if entry.elements is not None:
+    for name, entry in header.slots.items():
+        if entry.part:
             raise UsageError(
                 f"{name} is a part of a rank's array, so the file belongs to a checkpoint",
                 remedy="export the checkpoint's directory",

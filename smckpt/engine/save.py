@@ -177,7 +177,7 @@ class Saver:
             arena = self._room(layout.arena_size)
             order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
             tensors = [order[id(entry)] for entry in layout.entries]
-            copies = stage(arena, layout, tensors, job.request.options.stager)
+            copies = stage(arena, layout, tensors, job.request.options.stager, pin=True)
         job.staged = job.elapsed()
         return Staged(layout, arena, copies, part)
 
@@ -297,7 +297,7 @@ class Saver:
             self._arena.close()
             self._arena = self._arena_id = None
         check_memory(size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._arena = Arena(size, pin=torch.cuda.is_available())
+        self._arena = Arena(size)
         return self._arena
 
     def _attached(self, arena: Arena) -> int:
@@ -315,7 +315,9 @@ class Saver:
         try:
             staged.copies.result(timeout)
         except concurrent.futures.TimeoutError as error:
-            self._arena = self._arena_id = None  # the stager may still write to this arena
+            arena, self._arena, self._arena_id = staged.arena, None, None
+            assert arena is not None
+            staged.copies.add_done_callback(lambda _: arena.close())  # until then it is written to
             raise StateError(
                 f"the stager's copies did not end within {timeout:.0f} s",
                 remedy="find out what delays the stager, or raise SaveOptions(timeout=)",

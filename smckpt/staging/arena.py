@@ -2,13 +2,16 @@
 
 It is a `memfd`: it has no name, /dev/shm does not bound it, the worker maps it too, and the kernel
 frees it with its last holder. All pages are faulted in before the first save: a copy into new pages
-runs at a twentieth of the speed. Forked children hold none of them.
+runs at a twentieth of the speed. Where the state is on a CUDA device, they are also registered with
+CUDA, once. Forked children hold none of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import sys
@@ -16,36 +19,38 @@ import tempfile
 import threading
 import weakref
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import MemoryBudgetError, UsageError
 from smckpt.layout.image import ALIGNMENT
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Arena"]
+
+log = logging.getLogger("smckpt")
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _FAULT_THREADS = 4  # two threads fault pages in twice as fast as one; more gain little
 _FAULT_CHUNK = 64 << 20
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
 
 
 class Arena:
     """Shared, pre-faulted memory of `size` bytes, rounded up to 4,096.
 
-    Args:
-        size: in bytes.
-        pin: also register the pages with CUDA, so that copies from a device run at the full rate
-            and without blocking.
-
     Raises:
-        MemoryBudgetError: the kernel does not have that much memory, or CUDA refused to pin it.
+        MemoryBudgetError: the kernel does not have that much memory.
     """
 
-    def __init__(self, size: int, *, pin: bool = False) -> None:
+    def __init__(self, size: int) -> None:
         if size <= 0:
             raise UsageError(f"an arena of {size} bytes", remedy="make it only if there is data")
         self.size = -(-size // ALIGNMENT) * ALIGNMENT
         self.plan: object = None  # the last layout's slots as tensors, released with the memory
-        self.pinned = False
+        self.pinned: bool | None = None  # None: nobody has asked for it
+        self._pinned_on: torch.device | None = None
         try:
             self.fd = _anonymous_file()
         except OSError as error:
@@ -56,8 +61,6 @@ class Arena:
             _advise(self._map, "MADV_DONTFORK")
             _advise(self._map, "MADV_HUGEPAGE")  # fewer faults where shmem_enabled=advise
             _fault_in(self._map, self.size)
-            if pin:
-                self._pin()
         except BaseException as error:
             os.close(self.fd)
             self.fd = -1
@@ -74,6 +77,32 @@ class Arena:
             raise UsageError(f"bytes {offset} to {offset + length} of an arena of {self.size}")
         return memoryview(self._map)[offset : offset + length]
 
+    def pin(self, device: torch.device) -> None:
+        """Register the pages with CUDA, the first time; copies from devices then run at their full
+        rate. If CUDA refuses, copies are slower, and the log says why.
+
+        Args:
+            device: one that has something to copy. No other gets a context by this.
+        """
+        if self.pinned is not None:
+            return
+        import torch
+
+        with torch.cuda.device(device):
+            code = int(_cuda_runtime().cudaHostRegister(_address(self._map), self.size, _PORTABLE))
+            self.pinned, self._pinned_on = code == 0, device
+            if self.pinned:
+                return
+            with contextlib.suppress(RuntimeError):
+                # CUDA reports the error again at the next kernel, which would be the caller's.
+                torch.ones(1, device=device)
+        log.warning(
+            "CUDA refused to pin %s bytes of host memory (error %d): saves are staged more slowly. "
+            "Raise the locked-memory limit (ulimit -l), or free host memory",
+            f"{self.size:,}",
+            code,
+        )
+
     def close(self) -> None:
         """Release the memory. The kernel frees it once the worker has released it too and every
         view is gone. A second call does nothing."""
@@ -81,7 +110,10 @@ class Arena:
             return
         self.plan = None
         if self.pinned:
-            _cuda_runtime().cudaHostUnregister(_address(self._map))
+            import torch
+
+            with torch.cuda.device(self._pinned_on):
+                _cuda_runtime().cudaHostUnregister(_address(self._map))
             self.pinned = False
         os.close(self.fd)
         self.fd = -1
@@ -90,15 +122,6 @@ class Arena:
         except BufferError:
             # A view lives on; the mapping ends with it.
             del self._map
-
-    def _pin(self) -> None:
-        code = _cuda_runtime().cudaHostRegister(_address(self._map), self.size, 0)
-        if int(code) != 0:
-            raise MemoryBudgetError(
-                f"CUDA refused to pin {self.size:,} bytes of host memory (error {int(code)})",
-                remedy="raise the locked-memory limit (ulimit -l), or free host memory",
-            )
-        self.pinned = True
 
 
 def _anonymous_file() -> int:
@@ -192,6 +215,7 @@ def _forget_in_child(reference: weakref.ref[Arena]) -> None:
     arena = reference()
     if arena is None or arena.fd < 0:
         return
+    arena.pinned = None  # CUDA belongs to the parent
     mine = os.fstat(arena.fd)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):

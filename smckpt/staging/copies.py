@@ -2,6 +2,9 @@
 
 A rank's saves have one layout, so the arena's slots become tensors once, and a save costs one
 `copy_` a slot. A *stager* carries out the copies. The default, `copy_all`, waits for them.
+
+Nothing tells which stream wrote a tensor last. So before it copies from a device, `copy_all` waits
+for all streams of it. After the copies it waits again: then the caller may change the state.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from smckpt.errors import StateError
+from smckpt.errors import MemoryBudgetError, StateError
 from smckpt.layout.image import Layout, Slot
 from smckpt.layout.strided import Box, Piece, boxes_of_range, meet
 
@@ -25,6 +28,8 @@ __all__ = ["Copies", "Local", "StagePlan", "Stager", "copy_all", "stage"]
 Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
 Local: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # a local array; or what it is made of
 
+_TEMPORARY = 64 << 20  # device memory for the elements of a strided source, in bytes
+
 
 class Stager(Protocol):
     """Carries out copies: each from a source on any device to a target of its shape in the arena.
@@ -38,7 +43,12 @@ class Stager(Protocol):
 
 
 def stage(
-    arena: Arena, layout: Layout, tensors: Sequence[Local], stager: Stager | None = None
+    arena: Arena,
+    layout: Layout,
+    tensors: Sequence[Local],
+    stager: Stager | None = None,
+    *,
+    pin: bool = False,
 ) -> Future[None] | None:
     """Write every header and every slot of `layout`.
 
@@ -47,6 +57,8 @@ def stage(
         tensors: tensors[i] is the local array of layout.entries[i], on any device, with any
             strides; or a list of tensors that lie in it one after the other. They are only read.
         stager: carries out the copies; `copy_all` by default.
+        pin: register the arena with CUDA if a tensor is there. It takes as long as several copies,
+            so it is for an arena that serves several saves.
 
     Returns:
         The stager's result: None when the bytes are there, or a future that ends when they are.
@@ -57,21 +69,49 @@ def stage(
     plan = arena.plan
     if not isinstance(plan, StagePlan) or plan.layout.fingerprint != layout.fingerprint:
         plan = arena.plan = StagePlan(arena, layout)
-    return (stager or copy_all)(plan.copies(tensors))
+    copies = plan.copies(tensors)
+    if pin and (cuda := next((source.device for _, source in copies if source.is_cuda), None)):
+        arena.pin(cuda)
+    return (stager or copy_all)(copies)
 
 
 def copy_all(copies: Copies) -> None:
     """Copy and wait. On the CPU this uses torch's intra-op threads and is as fast as `memcpy` on as
-    many. From an accelerator it uses a stream of its own, after the work queued so far."""
+    many. From an accelerator it copies after all work that is queued on the device."""
     import torch
 
-    with torch.no_grad(), _SideStreams() as streams:
-        for target, source in copies:
-            if source.is_cpu:
-                target.copy_(source)
-            else:
-                with streams.on(source.device):
-                    target.copy_(source, non_blocking=True)  # one wait for all below
+    devices = {source.device for _, source in copies if not source.is_cpu}
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    try:
+        with torch.no_grad():
+            for target, source in copies:
+                if source.is_cpu:
+                    target.copy_(source)
+                else:
+                    _copy_from_device(target, source)
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"the device has no memory to make a strided tensor contiguous: {error}",
+            remedy=f"free {_TEMPORARY >> 20} MiB of it, or keep the tensor contiguous",
+        ) from error
+    finally:  # also after a failure: copies under way still write to the arena
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+
+def _copy_from_device(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy on the current stream. What is not contiguous is made so on the device, piece by
+    piece. torch itself would copy a view that conjugates or negates without doing either."""
+    resolved = not (source.is_conj() or source.is_neg())
+    if source.is_contiguous() and resolved:
+        target.copy_(source, non_blocking=True)
+        return
+    flat, size = target.view(-1), _TEMPORARY // source.itemsize
+    for start in range(0, source.numel(), size):
+        stop = min(start + size, source.numel())
+        for part, into in _parts(source, start, stop, flat[start:stop]):
+            into.copy_(part.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
 
 
 class StagePlan:
@@ -195,28 +235,3 @@ def _parts(
             part = part.narrow(dim, offset, size)
         yield part, target[at : at + box.numel].view(box.sizes)
         at += box.numel
-
-
-class _SideStreams:
-    """A stream for the copies of each accelerator. It starts after the work queued so far, and the
-    end of the block waits for it."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.Stream] = {}
-
-    def __enter__(self) -> _SideStreams:
-        return self
-
-    def on(self, device: torch.device) -> torch.Stream:
-        """The stream of a device; enter it for a copy."""
-        import torch
-
-        if device not in self._streams:
-            stream = torch.Stream(device)
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            self._streams[device] = stream
-        return self._streams[device]
-
-    def __exit__(self, *_: object) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()

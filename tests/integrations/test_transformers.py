@@ -18,10 +18,15 @@ SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
 
 
 def run(
-    out: Path, how: str, *what: str, ranks: int = 1, python: str = sys.executable
+    out: Path,
+    how: str,
+    *what: str,
+    ranks: int = 1,
+    python: str = sys.executable,
+    torchrun: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     launcher = [python]
-    if ranks > 1:
+    if ranks > 1 or torchrun:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     root = str(SCRIPT.parents[2])

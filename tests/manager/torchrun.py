@@ -71,6 +71,7 @@ def train(
     hooks.mkdir(exist_ok=True)
     (hooks / "sitecustomize.py").write_text(HOOK)
     env = {**environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = ""  # the program takes a device for each rank if there is one
     if hit is not None:
         number, rank, step = hit
         env |= {"HIT_SIGNAL": str(int(number)), "HIT_RANK": str(rank), "HIT_STEP": str(step)}

@@ -1,8 +1,9 @@
 """A script that trains a tiny model with accelerate through smckpt.
 
-Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2. WHAT: "die" (SIGKILL to itself in step 5),
-"resume" (go on in OUT, then train in OUT-straight without a stop, then go on in OUT-stock from what
-accelerate's own class saved; print all as JSON), "stock" (accelerate's own class trains to step 4).
+Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cuda". WHAT: "die"
+(SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
+then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
+(accelerate's own class trains to step 4).
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Seen:
 
 def made(out: str, how: str, kind: type[Accelerator]) -> Any:
     plugin = None
+    how, _, device = how.partition("-")
     AcceleratorState._reset_state(reset_partial_state=True)
     if how != "plain":
-        PartialState(cpu=True)
-        # accelerate shards on accelerators only, unless it takes the CPUs for such
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState(cpu=not device)
+        if not device:  # accelerate shards on accelerators only, unless it takes the CPUs for such
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=int(how[-1]),
             auto_wrap_policy="size_based_wrap",
@@ -54,7 +56,7 @@ def made(out: str, how: str, kind: type[Accelerator]) -> Any:
     configuration = ProjectConfiguration(
         project_dir=out, automatic_checkpoint_naming=True, total_limit=2
     )
-    return kind(cpu=True, fsdp_plugin=plugin, project_config=configuration)
+    return kind(cpu=not device, fsdp_plugin=plugin, project_config=configuration)
 
 
 def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> dict[str, Any]:
@@ -71,7 +73,8 @@ def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> d
         accelerator.project_configuration.iteration = len(seen.steps) // 2
     losses = []
     for step in range(len(seen.steps) + 1, last + 1):
-        loss = model(torch.randn(4, 16)).square().mean()  # of the random numbers that come back
+        # of the random numbers that come back
+        loss = model(torch.randn(4, 16, device=accelerator.device)).square().mean()
         accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
@@ -88,12 +91,12 @@ def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> d
         slots = optimizer.optimizer.state.get(parameter, {})
         for tensor in (parameter, *(slots[name] for name in sorted(slots))):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            digest.update(local.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(local.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return {
         "digest": digest.hexdigest(),
         "losses": losses,
         "lr": scheduler.get_last_lr(),
-        "random": torch.rand(2).tolist(),
+        "random": torch.rand(2, device=accelerator.device).tolist(),
         "sharded": type(next(model.parameters())).__name__,
         "seen": seen.steps,
     }
@@ -110,7 +113,7 @@ def main() -> None:
     resumed = train(made(out, how, SmckptAccelerator), resume=True)
     straight = train(made(f"{out}-straight", how, SmckptAccelerator), resume=False)
     told = {"resumed": resumed, "straight": straight}
-    if how == "plain":
+    if how.startswith("plain"):
         train(made(f"{out}-stock", how, Accelerator), resume=False, last=4)
         told["stock"] = train(made(f"{out}-stock", how, SmckptAccelerator), resume=True)
     print("told", json.dumps(told), flush=True)

@@ -1,4 +1,4 @@
-"""Run a function on several real processes that meet over gloo and loopback.
+"""Run a function on several real processes that meet over loopback, by gloo or another backend.
 
 The processes are forked from a server that has imported torch, once for a whole run of the tests:
 importing it takes seconds of processor time, and there are hundreds of ranks to start.
@@ -41,6 +41,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 120,
     killed: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
     """What `function(*args)` gives on each of `world_size` ranks; None for those of `killed`,
     which have to end by SIGKILL.
@@ -60,7 +61,7 @@ def run_ranks(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        job = pickle.dumps((function.__module__, function.__qualname__, args))
+        job = pickle.dumps((function.__module__, function.__qualname__, args, backend))
         children = []
         for rank in range(world_size):
             mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -125,8 +126,8 @@ def _main(job: bytes, folder: str, rank: int, environment: dict[str, str]) -> No
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    module, name, args = pickle.loads(job)
-    dist.init_process_group("gloo")
+    module, name, args, backend = pickle.loads(job)
+    dist.init_process_group(backend)
     try:
         outcome = (True, getattr(importlib.import_module(module), name)(*args))
     except BaseException:

@@ -1,7 +1,8 @@
 """A script that trains a tiny model with transformers' Trainer through smckpt.
 
-Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp. WHAT: "die" (SIGKILL to itself once STEP is
-done), "resume" (go on in OUT, then train in OUT-straight without a stop; print both as JSON).
+Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp; on the CPU, or with "-cuda". WHAT: "die"
+(SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in OUT-straight without a
+stop; print both as JSON).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def trainer(out: str, how: str, callbacks: list[Any]) -> SavedTrainer:
         )
     )  # fmt: skip
     sharding: dict[str, Any] = {}
+    how, _, device = how.partition("-")
     if how == "fsdp":
         sharding = {
             "fsdp": "full_shard auto_wrap",
@@ -67,10 +69,12 @@ def trainer(out: str, how: str, callbacks: list[Any]) -> SavedTrainer:
     arguments = TrainingArguments(
         output_dir=out, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2,
         save_strategy="steps", save_steps=2, save_total_limit=2, logging_steps=1, report_to=[],
-        lr_scheduler_type="cosine", use_cpu=True, disable_tqdm=True, dataloader_num_workers=0,
+        lr_scheduler_type="cosine", use_cpu=not device, disable_tqdm=True, dataloader_num_workers=0,
         **sharding,
     )  # fmt: skip
-    if how == "fsdp":  # accelerate shards on accelerators only, unless it takes the CPUs for such
+    if (
+        how == "fsdp" and not device
+    ):  # accelerate shards on accelerators only, unless it takes the CPUs for such
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return SavedTrainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks)
@@ -83,14 +87,14 @@ def ended(trained: SavedTrainer) -> dict[str, Any]:
         slots = trained.optimizer.state.get(parameter, {})
         for tensor in (parameter, *(slots[name] for name in sorted(slots))):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            digest.update(local.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(local.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     losses = [(row["step"], row["loss"]) for row in trained.state.log_history if "loss" in row]
     return {
         "sharded": type(next(trained.model.parameters())).__name__,
         "digest": digest.hexdigest(),
         "losses": losses,
         "lr": trained.lr_scheduler.get_last_lr(),
-        "rng": torch.rand(2).tolist(),
+        "rng": torch.rand(2, device=trained.args.device).tolist(),
         "best": trained.state.best_model_checkpoint,
     }
 

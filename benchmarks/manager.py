@@ -1,0 +1,98 @@
+"""What the manager adds to a save on the training thread, and what `should_save` costs.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/manager.py --dir DIR
+
+A plain loop (LOCAL state, `async_save`) and `CheckpointManager.save` take turns at one small FSDP2
+model of many tensors, so that the copy of its bytes hides nothing. Rank 0's time counts from the
+first call until training may go on. Medians, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from smckpt import (
+    LOCAL,
+    CheckpointManager,
+    async_save,
+    maybe_finalize_async_calls,
+    sm_state_dict_type,
+)
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds of one call; the ranks begin together, with nothing in flight."""
+    maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def show(what: str, times: list[float], unit: float, name: str) -> None:
+    if dist.get_rank() == 0:
+        middle, least, most = (f(times) / unit for f in (statistics.median, min, max))
+        print(f"{what:42} {middle:8.2f} ({least:.2f} – {most:.2f}) {name}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dir", required=True, type=Path, help="a directory on a disk")
+    parser.add_argument("--layers", type=int, default=48, help="two tensors each (default 48)")
+    parser.add_argument("--repeats", type=int, default=15, help="turns (default 15)")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(args.layers)))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    root = args.dir / "smckpt-benchmark-manager"
+    dist.barrier()
+
+    def plain(step: int) -> None:
+        with sm_state_dict_type(model, LOCAL):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        async_save(state, checkpoint_id=root / f"plain/{step}", step=step)
+
+    calls, saves, managed = [], [], []
+    every = timedelta(hours=1)
+    with CheckpointManager(root / "managed", interval=every, keep_last_n=2) as manager:
+        both = {"model": model, "optimizer": optimizer}
+        for step in range(1, args.repeats + 3):
+            plain_seconds = timed(lambda step=step: plain(step))
+            seconds = timed(lambda step=step: manager.save(step, both))
+            if step > 2:  # the first saves make workers, arenas and meetings
+                saves.append(plain_seconds)
+                managed.append(seconds)
+        for step in range(1000):
+            calls.append(timed_call(manager, args.repeats + 10 + step))
+    show("should_save, a call", calls, 1e-6, "µs")
+    show(f"async_save, {6 * args.layers} tensors", saves, 1e-3, "ms")
+    show("CheckpointManager.save of the same", managed, 1e-3, "ms")
+    pairs = [b - a for a, b in zip(saves, managed, strict=True)]
+    show("the manager adds, pair by pair", pairs, 1e-3, "ms")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root)
+    dist.destroy_process_group()
+
+
+def timed_call(manager: CheckpointManager, step: int) -> float:
+    begin = time.perf_counter()
+    manager.should_save(step)
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()

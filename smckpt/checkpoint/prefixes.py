@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
 __all__ = [
     "PrefixSharding",
     "PrefixStores",
+    "delete_at",
     "found_prefix_sharding",
     "is_prefix",
     "prefix_sharding_for",
@@ -158,3 +159,12 @@ def found_prefix_sharding(
     except CheckpointNotFoundError:
         return prefix_sharding
     return None
+
+
+def delete_at(doomed: Iterable[tuple[Storage, Sequence[str]]]) -> None:
+    """Delete files in any order, those of one store together."""
+    at: dict[str, tuple[Storage, list[str]]] = {}
+    for place, names in doomed:
+        at.setdefault(place.url, (place, []))[1].extend(names)
+    for place, together in at.values():
+        place.delete_many(together)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,13 +11,17 @@ from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import Contents
 from smckpt.checkpoint.format import parse_name
 from smckpt.checkpoint.leases import leases_at
-from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores, found_prefix_sharding
+from smckpt.checkpoint.prefixes import (
+    PrefixSharding,
+    PrefixStores,
+    delete_at,
+    found_prefix_sharding,
+)
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 
 __all__ = ["Doomed", "DoomedGroup", "RemoveReport", "carry_out", "doomed_of", "remove_checkpoint"]
 
-_DELETERS = 16
 _WRITTEN = ("record", "manifest", "part", "data", "crc")
 
 log = logging.getLogger("smckpt")
@@ -159,19 +162,11 @@ def carry_out(top: Storage, doomed: Doomed) -> None:
             place.refuse_links()
     if doomed.record is not None:
         top.delete(doomed.record)
-    with ThreadPoolExecutor(_DELETERS, "smckpt-remove") as pool:
-
-        def all_of(deletions: Iterable[tuple[Callable[[str], None], str]]) -> None:
-            for done in pool.map(lambda each: each[0](each[1]), deletions):
-                assert done is None
-
-        pairs = list(zip(places, sharded, doomed.groups, strict=True))
-        all_of((place.delete, group.manifest) for place, _, group in pairs)
-        ranks = [
-            (at.of(rank).delete, names) for _, at, group in pairs for rank, names in group.parts
-        ]
-        all_of((delete, names[0]) for delete, names in ranks)
-        all_of((delete, name) for delete, names in ranks for name in names[1:])
+    pairs = list(zip(places, sharded, doomed.groups, strict=True))
+    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
+    delete_at((place, names[:1]) for place, names in ranks)
+    delete_at((place, names[1:]) for place, names in ranks)
     _tidy(top, doomed, places, sharded)
 
 

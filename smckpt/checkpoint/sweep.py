@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from smckpt.checkpoint.format import (
     parse_temporary,
 )
 from smckpt.checkpoint.leases import Lease, later_run, leases_at, places_at, raise_fence
-from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores, delete_at
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES
 from smckpt.errors import (
     CheckpointError,
@@ -39,7 +38,6 @@ from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
-_DELETERS = 16
 # What names others goes before what it names; leases, which tell old from new, near the end.
 _ORDER = ("record", "manifest", "part", "data", "crc", "probe", "lease", "fence")
 
@@ -148,7 +146,7 @@ def sweep_records(
         for lease in leases_at(storage)
         if lease.fencing_token < fencing_token and lease.scope & scope
     ]
-    return {"deleted": _delete(storage.delete, doomed)}
+    return {"deleted": _delete(storage.delete_many, doomed)}
 
 
 def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
@@ -188,7 +186,7 @@ def discard_attempt(stores: PrefixStores, attempt: str) -> int:
     for place in stores.all():
         names = [info.name for info in place.list()]
         ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
-        deleted += _delete(place.delete, ours)
+        deleted += _delete(place.delete_many, ours)
     return deleted
 
 
@@ -212,9 +210,9 @@ class _Files:
             except StorageError as error:
                 self.unseen = error
 
-    def delete(self, name: str) -> None:
-        for place in self._at.get(name, self._places[:1]):
-            place.delete(name)
+    def delete(self, names: Sequence[str]) -> None:
+        places = self._places[:1]
+        delete_at((place, [name]) for name in names for place in self._at.get(name, places))
 
     def discard_unfinished(self, names: Sequence[str]) -> None:
         for place in self._places:
@@ -361,12 +359,11 @@ def _urls(storage: Storage, record: Record) -> frozenset[str]:
     return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
 
 
-def _delete(delete: Callable[[str], None], doomed: Iterable[tuple[str, str]]) -> int:
+def _delete(delete: Callable[[Sequence[str]], None], doomed: Iterable[tuple[str, str]]) -> int:
     """Delete (kind, name) in order of `_ORDER`, those of a kind at once; how many."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
     for kind, name in doomed:
         by_kind[kind].append(name)
-    with ThreadPoolExecutor(_DELETERS) as pool:
-        for names in by_kind.values():
-            list(pool.map(delete, names))
+    for names in by_kind.values():
+        delete(names)
     return sum(map(len, by_kind.values()))

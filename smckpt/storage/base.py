@@ -16,6 +16,7 @@ import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ __all__ = [
     "too_short",
 ]
 
+_DELETERS = 16  # threads
 BLOCK = 4096  # bytes; direct writes need memory and offsets that are multiples of it
 
 
@@ -235,6 +237,11 @@ class Storage(ABC):
         """Remove a file. A missing file is no error."""
 
     # -- defaults that a store may do better -------------------------------------------------------
+
+    def delete_many(self, names: Collection[str]) -> None:
+        """Remove files, in any order. A missing one is no error."""
+        with ThreadPoolExecutor(_DELETERS, "smckpt-delete") as pool:
+            list(pool.map(self.delete, names))
 
     def put(self, name: str, data: bytes) -> None:
         """Create a small file. It is durable when this returns. A crash may leave it half written,

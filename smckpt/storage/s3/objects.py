@@ -13,7 +13,7 @@ from smckpt.storage.budget import Share
 from smckpt.storage.s3.bodies import Body, Filling
 from smckpt.storage.s3.checksums import Checksum
 from smckpt.storage.s3.config import S3Config
-from smckpt.storage.s3.faults import BadBody, code_of, length_of, status_of
+from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
 from smckpt.storage.s3.requests import Requests
 
 __all__ = ["Objects", "new_mark"]
@@ -83,6 +83,32 @@ class Objects(Requests):
         """Delete an object. A missing one is no error. Returns the store's answer."""
         # S3 itself answers 204 where there is nothing.
         return self.call("delete", key, "delete_object", "NoSuchKey")
+
+    def delete_many(self, keys: Sequence[str]) -> bool:
+        """Delete at most 1,000 objects by one request. Missing ones are no error.
+
+        Returns:
+            False if the store refused the request or some of the objects: some stores lack it, and
+            `delete` says why an object cannot be deleted.
+        """
+
+        def request(client: Any) -> bool:
+            from botocore.exceptions import ClientError
+
+            doomed = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            try:
+                answer = client.delete_objects(Bucket=self.bucket, Delete=doomed)
+            except Exception as error:
+                if is_transient(error) or status_of(error) not in (*range(400, 500), 501):
+                    raise
+                return False
+            left = [one for one in answer.get("Errors", ()) if one["Code"] not in _MISSING]
+            for one in left:
+                if is_transient(told := ClientError({"Error": one}, "DeleteObjects")):
+                    raise told  # those that are gone already are no error the next time
+            return not left
+
+        return self.run(f"delete {len(keys)} objects, first", self.url(keys[0]), request)
 
     def abort_upload(self, key: str, upload: str) -> None:
         gone = ("NoSuchUpload", "404")

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 _MAX_KEY = 1024  # bytes
 _LONGEST_NAME = "x" * 64  # our names are not longer
 _MAX_PART = 5 << 30  # bytes
+_BATCH = 1000  # objects that S3 deletes by one request
 _READ = 64 << 20  # bytes; the largest ranged GET. Each GET costs milliseconds of the client
 
 
@@ -73,6 +74,13 @@ class S3Storage(Storage):
 
     def delete(self, name: str) -> None:
         self._objects.delete(self._key(name))
+
+    def delete_many(self, names: Collection[str]) -> None:
+        left = list(names)
+        while left:
+            batch, left = left[:_BATCH], left[_BATCH:]
+            if len(batch) == 1 or not self._objects.delete_many([*map(self._key, batch)]):
+                super().delete_many(batch)
 
     def list_unfinished(self) -> list[str]:
         uploads = self._objects.uploads(self._prefix)

@@ -168,6 +168,68 @@ def test_a_store_that_tells_of_a_missing_object_at_its_deletion_is_understood(
         store.delete("nothing")
 
 
+MANY = [f"data-{n:04d}" for n in range(1203)]  # of more than one request
+
+
+def some_of(store: S3Storage) -> None:
+    """The first, the last and one in the second batch are there; the others are no error."""
+    for name in (MANY[0], MANY[1001], MANY[-1], "kept"):
+        store.put(name, b"x")
+
+
+def sent(proxy: FaultyProxy) -> list[str]:
+    return [line for line in proxy.seen if line.startswith("DELETE") or "?delete" in line]
+
+
+def test_objects_are_deleted_a_thousand_at_a_time(proxy: FaultyProxy, s3_root: str) -> None:
+    store = through(proxy, s3_root)
+    some_of(store)
+    store.delete_many(MANY)
+    assert [info.name for info in store.list()] == ["kept"]
+    assert len(sent(proxy)) == 2
+
+
+_REFUSED = "<Error><Key>k</Key><Code>{}</Code><Message>m</Message></Error>"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["503", "after", "says </DeleteResult> => " + _REFUSED.format("SlowDown") + "</DeleteResult>"],
+)
+def test_a_batch_that_fails_in_passing_is_sent_again(
+    proxy: FaultyProxy, s3_root: str, fault: str
+) -> None:
+    store = through(proxy, s3_root)
+    some_of(store)
+    proxy.spoil("POST", fault, path="?delete")
+    store.delete_many(MANY)
+    assert [info.name for info in store.list()] == ["kept"]
+    assert proxy.left == 0 and len(sent(proxy)) == 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "501 NotImplemented",
+        "400 InvalidRequest",
+        "says </DeleteResult> => " + _REFUSED.format("AccessDenied") + "</DeleteResult>",
+    ],
+)
+def test_a_store_that_refuses_a_batch_is_asked_for_one_object_after_the_other(
+    proxy: FaultyProxy, s3_root: str, fault: str
+) -> None:
+    store, few = through(proxy, s3_root), ["a", "b", "c"]
+    for name in few:
+        store.put(name, b"x")
+    proxy.spoil("POST", fault, path="?delete")
+    proxy.spoil("DELETE", "403 AccessDenied")
+    with pytest.raises(StorageError, match="access denied"):
+        store.delete_many(few)
+    proxy.spoil("POST", fault, path="?delete")
+    store.delete_many(few)
+    assert store.list() == [] and proxy.left == 0
+
+
 # -- time -----------------------------------------------------------------------------------------
 
 

@@ -21,8 +21,8 @@ from smckpt.engine.commands import (
     Sweep,
     TakeLease,
 )
+from smckpt.engine.commit_groups import Apart, Steps, refuse_unequal
 from smckpt.engine.job import SaveJob
-from smckpt.engine.steps import Apart, Steps, refuse_unequal
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import CheckpointError, PeerError, StorageError, UsageError
 from smckpt.meeting.membership import Membership

@@ -15,9 +15,9 @@ from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.mismatch import differing_names, refuse_names
 from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
+from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
-from smckpt.engine.memory import Memory, memory_of
-from smckpt.engine.whole import whole_state
+from smckpt.engine.load_whole import whole_state
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.meeting.group import Group

@@ -11,8 +11,8 @@ from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, found_at
 from smckpt.checkpoint.foreign import natural_order
 from smckpt.checkpoint.format import parse_name
 from smckpt.checkpoint.leases import leases_at
+from smckpt.checkpoint.missing import what_is_missing
 from smckpt.checkpoint.prefixes import is_prefix
-from smckpt.checkpoint.whole import what_is_missing
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage
 from smckpt.storage.urls import relative_url

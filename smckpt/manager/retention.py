@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.whole import what_is_missing
+from smckpt.checkpoint.missing import what_is_missing
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.pins import finish_removals, remove_unless_pinned

@@ -25,8 +25,8 @@ from smckpt.checkpoint.remove import doomed_of
 from smckpt.checkpoint.rows import decode_rows
 from smckpt.checkpoint.sealed import open_json, open_sections
 from smckpt.engine.commit import Committed, GroupManifest, Sight, Ticket, Written
+from smckpt.engine.commit_groups import Apart
 from smckpt.engine.load_rounds import Choice, Common
-from smckpt.engine.steps import Apart
 from smckpt.errors import CheckpointError, error_from_json
 from smckpt.manager.pins import finish_removals
 from smckpt.manager.resume import Outcome, Turn

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
@@ -276,3 +277,53 @@ def test_adapters_alone_or_all_are_saved_and_resumed(tmp_path: Path, only: str |
     after, before = snapshot(other, fresh), snapshot(model, optimizer)
     left = [what for what in differences(after, before) if only is None or ".seen" not in what]
     assert left == []
+
+
+# -- boxes of which torch names no mesh ------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+
+
+def saved_as_torch_shards_it(folder: str, slices: bool) -> list[str]:
+    """FSDP1 over four ranks in one group: two replicas of two shards, or two tensor-parallel slices
+    of two shards. Each rank then loads what it saved. Gives the names that differ."""
+    rank = dist.get_rank()
+    rows, columns = ([dist.new_group(ranks) for ranks in pair]
+                     for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3))))  # fmt: skip
+    own, other = rows[rank // 2], columns[rank % 2]
+    torch.manual_seed(rank // 2 if slices else 0)
+    groups = {"process_group": own} if slices else {"process_group": (own, other)}
+    strategy = ShardingStrategy.FULL_SHARD if slices else ShardingStrategy.HYBRID_SHARD
+    cpu = torch.device("cpu")
+    model = FSDP(two_layers(), sharding_strategy=strategy, device_id=cpu, **groups)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+    smckpt.save(state, checkpoint_id=folder)
+    shards = {name: tensor.local_shards() for name, tensor in state["model"].items()}
+    before = {name: [shard.tensor.clone() for shard in held] for name, held in shards.items()}
+    for held in shards.values():
+        for shard in held:
+            shard.tensor.zero_()
+    smckpt.load(state, checkpoint_id=folder)
+    return [
+        name
+        for name, held in shards.items()
+        if not all(map(torch.equal, (shard.tensor for shard in held), before[name]))
+    ]
+
+
+def test_replicas_that_torch_shards_load_in_one_process(tmp_path: Path) -> None:
+    assert run_ranks(saved_as_torch_shards_it, 4, str(tmp_path), False) == [[]] * 4
+    torch.manual_seed(0)
+    expected = two_layers().state_dict()
+    found = smckpt.load(checkpoint_id=tmp_path)["model"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_slices_that_torch_shards_are_refused_in_one_process(tmp_path: Path) -> None:
+    assert run_ranks(saved_as_torch_shards_it, 4, str(tmp_path), True) == [[]] * 4
+    with pytest.raises(smckpt.errors.TopologyError, match="separately by ranks .* parallel_state="):
+        smckpt.load(checkpoint_id=tmp_path)

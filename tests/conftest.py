@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support import process_state
 from tests.support.limits import seconds
 from tests.support.s3 import BUCKET, Server, serve, server_program
 
@@ -58,6 +59,17 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test run started under torchrun must not look like one of its ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_it_was() -> Iterator[None]:
+    """A file of tests finds no save of another file, and leaves the process as it found it."""
+    before, registered = process_state.state(), process_state.registered()
+    yield
+    left = process_state.end_saves()
+    process_state.restore_registered(registered)
+    left += process_state.changed(before, process_state.state())
+    assert left == [], "tests of this file change the process for those after it"
 
 
 @pytest.fixture(scope="session")

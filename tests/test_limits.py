@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.limits import seconds
+
 TESTS = Path(__file__).parent
 # What waits for a process, a thread or a peer, and must not give up where the machine is busy.
 WAITS = ("run", "communicate", "wait", "join", "result", "check_output", "check_call")
+PROGRAMS = ("subprocess.run", "subprocess.check_output", "subprocess.check_call")
 SCALED = ("child.run", "interpreters.run")  # they do it themselves
 
 
@@ -30,6 +33,19 @@ def literal_limits(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(TESTS)}:{node.lineno}: {called}"
 
 
+def without_limit(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in PROGRAMS:
+            continue
+        if not {None, "timeout"} & {word.arg for word in node.keywords}:
+            yield f"{path.relative_to(TESTS)}:{node.lineno}: {ast.unparse(node.func)}"
+
+
+def test_every_program_that_a_test_waits_for_has_a_limit() -> None:
+    found = [each for path in sorted(TESTS.rglob("*.py")) for each in without_limit(path)]
+    assert found == [], "pass timeout=seconds(...)"
+
+
 def test_no_wait_of_a_test_has_a_limit_of_its_own() -> None:
     found = [each for path in sorted(TESTS.rglob("*.py")) for each in literal_limits(path)]
     assert found == [], "wrap the number in tests.support.limits.seconds"
@@ -44,6 +60,7 @@ def test_a_variable_scales_the_limits() -> None:
             "PYTHONPATH": str(TESTS.parent),
         }
         said = subprocess.run(
-            [sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True
-        )
+            [sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True,
+            timeout=seconds(60),
+        )  # fmt: skip
         assert said.stdout.strip() == limit

@@ -116,8 +116,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tracked() -> list[str]:
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [name for name in names if (ROOT / name).is_file()]
+    done = subprocess.run(listed, capture_output=True, text=True, check=True, timeout=seconds(60))
+    return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 def build(source: Path, kind: str, out: Path, **environment: str) -> Path:

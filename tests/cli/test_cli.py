@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -402,19 +401,19 @@ def test_looking_needs_no_torch(root, command):
     assert done.returncode == 0, done.stderr
 
 
-def test_ls_starts_in_less_than_the_time_of_importing_numpy_and_torch(root):
-    """The promise is 0.3 s; on a busy machine only a comparison in one breath is fair."""
-
-    def taken(*command: str) -> float:
-        began = time.perf_counter()
-        subprocess.run(
-            command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=seconds(60)
-        )
-        return time.perf_counter() - began
-
-    ours = min(taken(sys.executable, "-m", "smckpt.cli", "ls", str(root)) for _ in range(3))
-    torch_ = min(taken(sys.executable, "-c", "import torch") for _ in range(2))
-    assert ours < torch_ / 2
+def test_ls_imports_nothing_that_takes_long(root):
+    """The promise is 0.3 s. What is slow to import takes longer by itself."""
+    code = (
+        f"import sys\nsys.argv = ['smckpt', 'ls', {str(root)!r}]\n"
+        "from smckpt.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "slow = {'torch', 'numpy', 'boto3', 'botocore', 'fsspec', 'transformers', 'safetensors'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=seconds(60)
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_version_is_printed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +32,37 @@ def wait_for(count: int, events: list[Any]) -> None:
     assert len(events) == count
 
 
-def test_a_record_of_each_save_and_load(tmp_path: Path, events: list[Any]) -> None:
+class Hears(logging.Handler):
+    """Sets `heard` when the log says `words`."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words, self.heard = words, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.words in record.getMessage():
+            self.heard.set()
+
+
+@pytest.fixture
+def second_waits(caplog: Any) -> Iterator[threading.Event]:
+    """Set when a save has begun to wait for the one before it."""
+    handler = Hears("a save waits for save")
+    with caplog.at_level(logging.INFO, "smckpt"):
+        logging.getLogger("smckpt").addHandler(handler)
+        yield handler.heard
+        logging.getLogger("smckpt").removeHandler(handler)
+
+
+def test_a_record_of_each_save_and_load(
+    tmp_path: Path, events: list[Any], second_waits: threading.Event
+) -> None:
     state = {"w": torch.ones(1 << 20)}
     for step in (1, 2):
-        handle = smckpt.async_save(state, checkpoint_id=tmp_path / "c", step=step, queue="sink")
+        handle = smckpt.async_save(
+            state, checkpoint_id=tmp_path / "c", step=step, queue="sink",
+            on_commit=lambda _: second_waits.wait(seconds(60)),
+        )  # fmt: skip
     smckpt.maybe_finalize_async_calls()
     wait_for(2, events)
     smckpt.load(state, checkpoint_id=tmp_path / "c")

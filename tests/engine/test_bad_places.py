@@ -17,6 +17,7 @@ import smckpt
 from smckpt import errors
 from tests.support import child, refuse
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
@@ -26,9 +27,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
+    command(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)])
     yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    command(["umount", "-l", str(place)])
+
+
+def command(words: list[str]) -> None:
+    subprocess.run(words, check=True, timeout=seconds(30))
 
 
 def value_at(place: Path, numel: int) -> float:
@@ -53,7 +58,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_checkpoint_before(small_disk: 
 @root_only
 def test_a_read_only_file_system_fails_the_save_with_the_path(small_disk: Path) -> None:
     smckpt.save({"a": torch.ones(10)}, checkpoint_id=small_disk / "c")
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    command(["mount", "-o", "remount,ro", str(small_disk)])
     with pytest.raises(errors.SaveFailedError, match="read-only"):
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=small_disk / "c")
     assert value_at(small_disk / "c", 10) == 1
@@ -88,8 +93,8 @@ def one_host_sees_another_directory(folder: str) -> str:
     if dist.get_rank() == 1:  # a host of its own: another file system is mounted there
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-        subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+        command(["mount", "--make-rprivate", "/"])
+        command(["mount", "-t", "tmpfs", "none", folder])
     try:
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
     except errors.SaveFailedError as error:

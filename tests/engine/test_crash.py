@@ -33,7 +33,7 @@ for step in range(1, 1000):
             checkpoint_id=f"{sys.argv[1]}/group{rank}",
             process_group=groups[rank],
             groups=[[r] for r in range(dist.get_world_size())],
-            options=smckpt.SaveOptions(timeout=5),
+            options=smckpt.SaveOptions(timeout=float(sys.argv[2])),
         )
     except smckpt.SaveFailedError:
         sys.exit(3)  # the peer was killed
@@ -60,7 +60,7 @@ def run_and_kill(folder: Path, chance: random.Random) -> int:
     port = str(_free_port())
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(folder)],
+            [sys.executable, "-c", SAVER, str(folder), str(seconds(30))],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -87,7 +87,7 @@ def run_and_kill(folder: Path, chance: random.Random) -> int:
             moment.wait(chance.uniform(0, 0.4))
             child.kill()
         for index, child in enumerate(children):
-            rest, _ = child.communicate(timeout=seconds(60))
+            rest, _ = child.communicate(timeout=seconds(90))
             steps[index] = int((rest.split() or [steps[index]])[-1])
     finally:
         for child in children:

@@ -352,10 +352,10 @@ def a_peer_dies(folder: str) -> str:
         smckpt.save(
             {"a": torch.ones(10)},
             checkpoint_id=f"{folder}/c",
-            options=smckpt.SaveOptions(timeout=2),
+            options=smckpt.SaveOptions(timeout=seconds(3)),
         )
     except errors.SaveFailedError as error:
-        assert time.monotonic() - began < seconds(20)
+        assert time.monotonic() - began < seconds(60)
         return str(error)
     return "committed"
 
@@ -369,7 +369,7 @@ def a_rank_comes_late(folder: str) -> list[str]:
     if rank == 1:
         store.wait(["given up"])
     for number in range(3):
-        options = smckpt.SaveOptions(timeout=60 if rank or number else 1)
+        options = smckpt.SaveOptions(timeout=seconds(60) if rank or number else 1)
         try:
             smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c", options=options)
             said.append("fine")
@@ -382,7 +382,7 @@ def a_rank_comes_late(folder: str) -> list[str]:
 def test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step(
     tmp_path: Path,
 ) -> None:
-    zero, one = run_ranks(a_rank_comes_late, 2, str(tmp_path), timeout=60)
+    zero, one = run_ranks(a_rank_comes_late, 2, str(tmp_path))
     assert "rank 1 did not answer" in zero[0]
     assert "rank 0 gave up save 0" in one[0]
     assert zero[1:] == one[1:] == ["fine", "fine"]
@@ -402,7 +402,7 @@ def a_worker_hangs(folder: str) -> tuple[str, float]:
         os.kill(the_worker_of_this_rank(), signal.SIGSTOP)
     began = time.monotonic()
     try:
-        options = smckpt.SaveOptions(timeout=3)
+        options = smckpt.SaveOptions(timeout=seconds(4))
         smckpt.save({"a": torch.zeros(10)}, checkpoint_id=f"{folder}/c", options=options)
     except errors.SaveFailedError as error:
         said = str(error)
@@ -415,43 +415,52 @@ def a_worker_hangs(folder: str) -> tuple[str, float]:
 def test_a_worker_that_hangs_fails_the_save_on_both_ranks_within_the_limit(tmp_path: Path) -> None:
     for said, took in run_ranks(a_worker_hangs, 2, str(tmp_path)):
         assert "rank 1" in said
-        assert took < seconds(20)
+        assert took < seconds(60)
     assert value_in(tmp_path / "c") == 2
 
 
-def killed_in_mid_save(folder: str) -> tuple[str, float]:
-    """Rank 1 is killed when its worker has begun a file: of 64 MiB, which it does not finish."""
+def killed_in_mid_save(folder: str) -> tuple[str, float, int]:
+    """Rank 1 is killed when its worker has begun a file: of 32 MiB, which it does not finish. If
+    the worker was too quick, the next save is tried. The last number is that of the last commit."""
     os.environ["SMCKPT_EXIT_TIMEOUT"] = "1"  # rank 0 waits no longer for rank 1's good-bye
     rank, where = dist.get_rank(), Path(folder, "c")
-    smckpt.save({"a": torch.ones(10)}, checkpoint_id=where)
-    before = set(where.iterdir())
-    began = time.monotonic()
-    smckpt.async_save(
-        {"a": torch.zeros(16 << 20)}, checkpoint_id=where, options=smckpt.SaveOptions(timeout=5)
-    )
-    if rank == 1:
-        worker = the_worker_of_this_rank()
-        while not set(where.glob("data-*-r00001-*")) - before:
-            pass  # the window is short: a wait might miss it
-        os.kill(worker, signal.SIGSTOP)
-        os.waitid(os.P_PID, worker, os.WSTOPPED | os.WNOWAIT)  # not before a write to a busy disk
-        Path(folder, "stopped").write_text(str(worker))
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        smckpt.maybe_finalize_async_calls()
-    except errors.SaveFailedError as error:
-        return str(error), time.monotonic() - began
-    finally:  # stopped, it cannot end with its trainer
-        os.kill(int(Path(folder, "stopped").read_text()), signal.SIGKILL)
-    return "committed", 0
+    options = smckpt.SaveOptions(timeout=seconds(10))
+    state = {"a": torch.zeros(10), "big": torch.zeros(16 << 20)}
+    smckpt.save(state, checkpoint_id=where, options=options)
+    for turn in range(1, 30):
+        dist.barrier()
+        before = set(where.iterdir())
+        began = time.monotonic()
+        state["a"].fill_(turn)
+        smckpt.async_save(state, checkpoint_id=where, options=options)
+        if rank == 1:
+            worker = the_worker_of_this_rank()
+            while not set(where.glob("data-*-r00001-*")) - before:
+                pass  # the window is short: a wait might miss it
+            os.kill(worker, signal.SIGSTOP)
+            # not before a write to a busy disk has ended
+            os.waitid(os.P_PID, worker, os.WSTOPPED | os.WNOWAIT)
+            if not set(where.glob("part-*-r00001*")) - before:
+                Path(folder, "stopped").write_text(str(worker))
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(worker, signal.SIGCONT)
+        try:
+            smckpt.maybe_finalize_async_calls()
+        except errors.SaveFailedError as error:
+            # stopped, it cannot end with its trainer
+            os.kill(int(Path(folder, "stopped").read_text()), signal.SIGKILL)
+            return str(error), time.monotonic() - began, turn - 1
+    return "committed", 0, 29
 
 
 def test_a_rank_killed_in_mid_save_is_named_and_the_old_checkpoint_loads(tmp_path: Path) -> None:
     zero, _ = run_ranks(killed_in_mid_save, 2, str(tmp_path), killed=(1,))
-    said, took = zero
+    said, took, committed = zero
     assert "rank 1" in said
-    assert took < seconds(20)
-    assert value_in(tmp_path / "c") == 1
+    assert took < seconds(60)
+    target = {"a": torch.zeros(10)}
+    smckpt.load(target, checkpoint_id=tmp_path / "c", check_keys_matched=False)
+    assert target["a"].tolist() == [committed] * 10
 
 
 def value_in(place: Path) -> float:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ ATTEMPT = "0123456789ab-00000007"
 def worker() -> Iterator[Worker]:
     made = Worker(threads=3)
     yield made
-    made.close(timeout=5)
+    made.close(timeout=seconds(5))
 
 
 def filled(size: int) -> Arena:
@@ -160,7 +160,7 @@ def test_a_write_that_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
         from pathlib import Path
         from smckpt.engine.worker_client import Worker
         from smckpt.errors import StorageError
-        from tests.engine.test_worker import BLOCK, filled, request
+        from tests.engine.test_worker import BLOCK, filled, request, seconds
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         arena = filled(12 * BLOCK)
         worker = Worker()
@@ -168,13 +168,13 @@ def test_a_write_that_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
         directory = Path(sys.argv[1]) / "run"
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK, 2 * BLOCK))
         try:
-            worker.call(request(directory, number, BLOCK, 9 * BLOCK), timeout=30)
+            worker.call(request(directory, number, BLOCK, 9 * BLOCK), timeout=seconds(30))
         except StorageError as error:
             assert "ulimit -f" in str(error), error
         else:
             raise SystemExit("no error")
         assert os.listdir(directory) == []
-        worker.close(5)
+        worker.close(seconds(5))
         """,
         str(tmp_path),
     )
@@ -217,18 +217,16 @@ def test_large_messages_pass_both_ways(tmp_path: Path, worker: Worker) -> None:
     assert len(str(caught.value)) > len(big)
 
 
-def test_starting_returns_at_once_and_takes_tenths_of_a_second(worker: Worker) -> None:
-    best_start = best_ready = 9.0
+def test_starting_does_not_wait_until_the_process_answers(worker: Worker) -> None:
     for _ in range(3):
-        began = time.perf_counter()
         worker.start()
-        best_start = min(best_start, time.perf_counter() - began)
+        process = worker._process
+        assert process is not None and not process.ready  # its first word was not waited for
         with pytest.raises(WorkerError, match="does not know"):
             worker.call(question("are you there"), timeout=seconds(30))
-        best_ready = min(best_ready, time.perf_counter() - began)
+        assert process.ready
         kill(worker.pid)
         wait_dead(worker)
-    assert best_start < 0.1 and best_ready < 0.5, (best_start, best_ready)
 
 
 def test_the_worker_has_no_torch_and_little_memory(tmp_path: Path) -> None:
@@ -275,11 +273,11 @@ def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path
         (tmp_path / f"{name}.py").write_text(trap)
     code = f"""
         import os
-        from tests.engine.test_worker import Worker, WorkerError, question
+        from tests.engine.test_worker import Worker, WorkerError, question, seconds
         os.chdir({str(tmp_path)!r})
         os.environ["PYTHONPATH"] = {str(tmp_path) if how == "sitecustomize" else ""!r}
         try:
-            Worker().call(question("?"), timeout=30)
+            Worker().call(question("?"), timeout=seconds(30))
         except WorkerError as error:
             assert "does not know the command" in str(error), error
     """
@@ -289,8 +287,9 @@ def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path
 def test_the_worker_is_a_program_of_its_own_too() -> None:
     """`python -m smckpt.engine.worker` is what it is; without its arguments it ends at once."""
     done = subprocess.run(
-        [sys.executable, "-m", "smckpt.engine.worker"], cwd=child.ROOT, capture_output=True
-    )
+        [sys.executable, "-m", "smckpt.engine.worker"], cwd=child.ROOT, capture_output=True,
+        timeout=seconds(60),
+    )  # fmt: skip
     assert done.returncode == 1
 
 
@@ -348,9 +347,7 @@ def test_a_worker_that_crashes_says_why(tmp_path: Path, worker: Worker) -> None:
     kill(worker.pid, signal.SIGSTOP)  # so it is busy with the next request when it crashes
 
     def crash() -> None:
-        end = time.monotonic() + seconds(30)
-        while not worker._lock.locked() and time.monotonic() < end:  # held while a call waits
-            time.sleep(0.01)
+        wait_until(worker._lock.locked)  # held while a call waits
         kill(worker.pid, signal.SIGSEGV)
         kill(worker.pid, signal.SIGCONT)
 
@@ -382,8 +379,8 @@ def test_requests_of_several_threads_wait_for_each_other(worker: Worker) -> None
 def test_closing_ends_the_process_and_is_harmless_when_repeated(worker: Worker) -> None:
     worker.start()
     pid = worker.pid
-    worker.close(timeout=5)
-    worker.close(timeout=5)
+    worker.close(timeout=seconds(5))
+    worker.close(timeout=seconds(5))
     assert not psutil.pid_exists(pid)
     with pytest.raises(WorkerError, match="is closed"):
         worker.call(question("?"), timeout=1)
@@ -403,7 +400,7 @@ def test_closing_while_a_request_is_under_way_does_not_wait_for_it(worker: Worke
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.2)
+    wait_until(worker._lock.locked)  # held while a call waits
     began = time.monotonic()
     worker.close(timeout=0.5)
     thread.join(timeout=seconds(10))
@@ -415,22 +412,22 @@ TRAINER = """
     from pathlib import Path
     from dataclasses import replace
     from tests.engine.test_worker import BLOCK, Worker, WorkerError, filled, request
-    from tests.engine.test_worker import question, refuse
+    from tests.engine.test_worker import question, refuse, seconds
     if "no pidfds" in sys.argv:
         refuse.refuse({"pidfd_open": errno.ENOSYS})
     worker = Worker()
     try:
-        worker.call(question("?"), timeout=30)
+        worker.call(question("?"), timeout=seconds(30))
     except WorkerError:
         print(worker.pid, flush=True)
     if "forked" in sys.argv and os.fork() == 0:  # it inherits all that fork gives, and outlives us
-        time.sleep(60)
+        time.sleep(seconds(60))
     if "busy" in sys.argv:
         arena = filled(64 * BLOCK)
         payload = request(Path(sys.argv[1]), worker.attach(arena), 64 * BLOCK)
         payload = replace(payload, files=payload.files * 30)  # 2 GB: a second's work
-        worker.call(payload, timeout=60)
-    time.sleep(60)
+        worker.call(payload, timeout=seconds(60))
+    time.sleep(seconds(60))
 """
 
 
@@ -446,10 +443,8 @@ def test_a_killed_trainer_takes_its_worker_along_at_once(tmp_path: Path, how: st
     try:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        deadline = time.monotonic() + seconds(30)
-        while "busy" in how and not any(tmp_path.glob("run/data-*-29.safetensors")):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        if "busy" in how:
+            wait_until(lambda: any(tmp_path.glob("run/data-*-29.safetensors")))
         assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         kill(trainer.pid)
         wait_gone(pid)
@@ -523,37 +518,50 @@ def test_interrupts_and_terminations_are_the_trainers_to_handle(
 
 
 def test_many_workers_in_turn_leave_no_descriptor_behind() -> None:
-    def turn() -> None:
-        with closing(Worker()) as worker, pytest.raises(WorkerError):
-            worker.call(question("?"), timeout=seconds(30))
+    """In a process of its own: what other tests left may close its descriptors meanwhile."""
+    child.run(
+        """
+        import os
+        from tests.engine.test_worker import Worker, WorkerError, closing, pytest, question, seconds
 
-    turn()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(3):
-        turn()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+        def turn():
+            with closing(Worker()) as worker, pytest.raises(WorkerError):
+                worker.call(question("?"), timeout=seconds(30))
+            return sorted(os.listdir("/proc/self/fd"))
+
+        before = turn()
+        for _ in range(3):
+            after = turn()
+        assert after == before, (before, after)
+        """
+    )
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:
     os.kill(pid, signum)
 
 
-def wait_gone(pid: int, limit: float = 20) -> None:
+def wait_gone(pid: int) -> None:
     """Until the process is dead; a zombie is."""
-    deadline = time.monotonic() + limit
-    try:
-        process = psutil.Process(pid)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{pid} is still there"
-            time.sleep(0.01)
-    except psutil.NoSuchProcess:
-        return
+
+    def gone() -> bool:
+        try:
+            process = psutil.Process(pid)
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(gone)
 
 
 def wait_dead(worker: Worker) -> None:
     """Until its parent can tell: a process is a zombie a moment before."""
-    deadline = time.monotonic() + seconds(20)
-    while worker.alive:
+    wait_until(lambda: not worker.alive)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds(30)
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -85,8 +86,10 @@ def test_what_cannot_begin_is_said_in_one_line_and_tried_once(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def dev() -> ModuleType:
-    return SourceFileLoader("dev", str(ROOT / "dev")).load_module()
+def dev() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(sys, "path", [*sys.path])  # it puts the examples there
+        yield SourceFileLoader("dev", str(ROOT / "dev")).load_module()
 
 
 def test_the_environment_holds_this_clone_and_no_copy_of_it(
@@ -141,7 +144,7 @@ def test_{name}():
 def suite(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A repository with one test file, the conftest of this one, and no checks."""
     files = ("__init__.py", "conftest.py", "support/__init__.py", "support/limits.py")
-    for name in (*files, "support/s3.py"):
+    for name in (*files, "support/process_state.py", "support/s3.py"):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         source = ROOT / "tests" / name
         (tmp_path / "tests" / name).write_text(source.read_text() if source.exists() else "")

@@ -57,8 +57,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     stamp = subprocess.run(
-        [sys.executable, "-c", STAMP, str(tree / "dev")], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", STAMP, str(tree / "dev")], capture_output=True, text=True,
+        check=True, timeout=seconds(60),
+    )  # fmt: skip
     (tree / ".venv" / "smckpt-pins").write_text(stamp.stdout)
     return tree
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.limits import seconds
+
 CORPUS = Path(__file__).parent / "corpus"
 _LIMITS = ("-timeout=10", "-rss_limit_mb=1024", "-max_len=65536", "-reduce_inputs=1")
 
@@ -27,7 +29,11 @@ def main() -> int:
     asked = parser.parse_args()
     if len(asked.target) != 1:  # libFuzzer ends the process, so each has one of its own
         again = [sys.executable, "-m", "tests.fuzz.run", "--seconds", str(asked.seconds)]
-        return max(subprocess.run([*again, each]).returncode for each in asked.target or TARGETS)
+        limit = seconds(asked.seconds + 300)
+        return max(
+            subprocess.run([*again, each], timeout=limit).returncode
+            for each in asked.target or TARGETS
+        )
     folder = CORPUS / asked.target[0]
     folder.mkdir(parents=True, exist_ok=True)
     options = [*_LIMITS, f"-max_total_time={asked.seconds}", f"-artifact_prefix={folder}/found-"]

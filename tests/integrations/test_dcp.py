@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -548,12 +549,6 @@ def test_a_failure_under_dcp_is_raised_on_every_rank_with_its_cause(tmp_path: Pa
         assert zero[case][1] == one[case][1] == f"[{2 * case + 1}]"
 
 
-class Slow(dcp.FileSystemWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        time.sleep(1)
-        return super().write_data(plan, planner)
-
-
 class Held(dcp.FileSystemWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -573,10 +568,16 @@ def test_finalizing_without_blocking_does_not_wait_for_dcp(tmp_path: Path) -> No
 
 
 def test_a_second_save_by_dcp_waits_for_the_first(tmp_path: Path) -> None:
-    first = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "1"))
-    assert not first.done()
-    second = smckpt.async_save({"w": torch.ones(2)}, storage_writer=Slow(tmp_path / "2"))
+    writers = Held(tmp_path / "1"), Held(tmp_path / "2")
+    first = smckpt.async_save({"w": torch.ones(2)}, storage_writer=writers[0])
+    with ThreadPoolExecutor(1) as other:
+        call = other.submit(smckpt.async_save, {"w": torch.ones(2)}, storage_writer=writers[1])
+        done, _ = wait([call], 0.3)  # it is held up as long as the first is
+        assert not done and not first.done()
+        writers[0].go_on.set()
+        second = call.result(seconds(60))
     assert first.done() and not second.done()
+    writers[1].go_on.set()
     assert smckpt.maybe_finalize_async_calls() == [first.number, second.number]
 
 

@@ -18,6 +18,7 @@ from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box, Piece
 from tests.support import child
+from tests.support.limits import seconds
 
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 mesh_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -283,7 +284,9 @@ def test_a_geometry_of_16384_ranks_is_cheap_per_tensor():
             f"w{number}", (4096, 64), mesh, (Placement("replicate"), Placement("shard", 0))
         )
         assert len(rule.replicas(5)) == 16 and rule.local_shape(5) == (4, 64)
-    assert time.perf_counter() - began < 2  # 1,000 passes over the mesh would take 10 s and more
+    assert time.perf_counter() - began < seconds(
+        4
+    )  # 1,000 passes over the mesh would take 10 s and more
 
 
 def test_a_scalar_is_replicated_and_one_element():

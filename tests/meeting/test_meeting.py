@@ -62,6 +62,7 @@ def together(
 
 
 def join(member: int, client: Any, count: int = 3, timeout: float = 10) -> Meeting:
+    timeout = seconds(timeout)
     return agree(client, "p", member=member, count=count, timeout=timeout, name=name)
 
 
@@ -242,10 +243,10 @@ def test_leaders_of_several_meetings_meet_before_they_answer(server: Any) -> Non
 
     def act(member: int, client: Any) -> int:
         group, place = divmod(member, 2)
-        mine = agree(client, f"g{group}", member=place, count=2, timeout=20, name=name)
+        mine = agree(client, f"g{group}", member=place, count=2, timeout=seconds(20), name=name)
 
         def decide(brought: Callable[[], dict[int, int]]) -> int:
-            step = agree(client, "s", member=group, count=2, timeout=20, name=name)
+            step = agree(client, "s", member=group, count=2, timeout=seconds(20), name=name)
             ours = lambda: sum(brought().values())  # noqa: E731
             return step.round("m", ours, lambda sums: sum(sums().values()), timeout=seconds(20))
 
@@ -342,10 +343,10 @@ def test_all_members_of_all_groups_load_again_or_none_does(
 
     def act(member: int, client: Any) -> None:
         group, place = divmod(member, 2)
-        mine = agree(client, f"g{group}", member=place, count=2, timeout=20, name=name)
+        mine = agree(client, f"g{group}", member=place, count=2, timeout=seconds(20), name=name)
         step = None
         if place == 0:
-            step = agree(client, "s", member=group, count=2, timeout=20, name=name)
+            step = agree(client, "s", member=group, count=2, timeout=seconds(20), name=name)
         bring: Callable[[], None] = nothing
         if member in swept:
             bring = failing(CheckpointReplacedError("replaced"))

@@ -23,15 +23,16 @@ def seconds(limit: float) -> float:
 
 @contextmanager
 def within(limit: float) -> Iterator[None]:
-    """Fail a block that waits longer than `limit` seconds, and end its wait."""
+    """Fail a block that waits longer than `limit` seconds, and end its wait. The limit of the whole
+    test, for which pytest-timeout uses the same timer, goes on afterwards."""
 
     def late(*_: object) -> None:
-        raise AssertionError(f"not refused within {limit} s")
+        raise AssertionError(f"not done within {limit} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    outer = signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *outer)
         signal.signal(signal.SIGALRM, before)

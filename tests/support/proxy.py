@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from tests.support.limits import seconds
+
 __all__ = ["FAULTS", "FaultyProxy", "faulty_proxy", "secure_proxy"]
 
 FAULTS = ("503", "500", "before", "after", "half", "wrong", "wrong answer")
@@ -77,7 +79,8 @@ class FaultyProxy:
     def wait_for(self, count: int, timeout: float = 30) -> None:
         """Until so many requests have arrived in all."""
         with self._lock:
-            assert self._lock.wait_for(lambda: len(self.seen) >= count, timeout), self.seen
+            came = self._lock.wait_for(lambda: len(self.seen) >= count, seconds(timeout))
+            assert came, self.seen
 
     @property
     def left(self) -> int:

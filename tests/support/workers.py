@@ -11,11 +11,12 @@ import threading
 import time
 
 from smckpt.engine.worker_client import Worker
+from tests.support.limits import seconds
 
 __all__ = ["kill_in_mid_request"]
 
 
-def kill_in_mid_request(worker: Worker, *, within: float = 30.0) -> None:
+def kill_in_mid_request(worker: Worker) -> None:
     """Kill the running worker as soon as the next request has reached it, and not before: it is
     stopped now, and the request is seen to wait in its socket."""
     process = worker._process
@@ -24,7 +25,7 @@ def kill_in_mid_request(worker: Worker, *, within: float = 30.0) -> None:
     os.kill(pid, signal.SIGSTOP)
 
     def kill() -> None:
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + seconds(30)
         while not _unread(end) and time.monotonic() < deadline:
             time.sleep(0.005)
         os.kill(pid, signal.SIGKILL)

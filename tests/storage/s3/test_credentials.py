@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -105,15 +104,19 @@ def test_a_program_that_fails_for_a_moment_is_asked_again(
 def test_a_program_that_hangs_is_given_up_and_started_again_by_the_next_request(
     proxy: FaultyProxy, s3_root: str, program: Path, tmp_path: Path
 ) -> None:
-    store = through(proxy, s3_root, profile="job", timeout_s=2.0)
+    limit = seconds(2)
+    making = max(limit, 5)
+    store = through(proxy, s3_root, profile="job", timeout_s=limit)
     store.put("first", b"x")
     lasts = tmp_path / "lasts"
     lasts.touch()
     says(program, f"while [ -e {lasts} ]; do sleep 0.1; done")
     try:
-        with pytest.raises(StorageError, match="no answer within 2 s.*credential_process"):
+        with pytest.raises(StorageError, match=f"no answer within {limit:g} s.*credential_process"):
             store.put("second", b"x")
-        with pytest.raises(StorageError, match="cannot make a client.*no answer within 5 s"):
+        with pytest.raises(
+            StorageError, match=f"cannot make a client.*no answer within {making:g} s"
+        ):
             store.put("second", b"x")
     finally:
         lasts.unlink()
@@ -155,11 +158,10 @@ def test_a_function_that_hangs_holds_up_its_own_requests_alone_and_not_for_ever(
             each.start()
         return threads
 
-    began = time.monotonic()
     try:
         threads = asking(hung, 3)
         sound.put("third", b"x")
-        assert time.monotonic() - began < 1.5
+        assert said == []  # the third file was not held up until those gave up
         for each in threads:
             each.join(seconds(30))
         assert len(said) == 3

@@ -53,7 +53,7 @@ def test_each_connection_is_cut_at_its_own_time_by_the_same_thread(pairs: list[P
 def test_a_connection_whose_body_has_come_is_left_to_who_has_it_next(pairs: list[Pair]) -> None:
     deadlines = Deadlines()
     early, late = pairs[0][0], pairs[1][0]
-    soon = time.monotonic() + 2
+    soon = time.monotonic() + seconds(2)
     with deadlines.cut(early, soon):
         pass
     with deadlines.cut(late, soon + 0.1):

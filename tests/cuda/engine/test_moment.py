@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import smckpt
+from tests.support.limits import seconds
 from tests.support.on_cuda import copied, needs_cuda, taken, wait_on_device
 from tests.support.truth import differences, flat
 
@@ -47,7 +48,7 @@ def test_steps_right_after_the_call_change_nothing_that_is_saved(
     handle = smckpt.async_save(taken(model, optimizer), checkpoint_id=tmp_path / "c")
     trained(model, optimizer, 4)
     assert handle is not None
-    handle.wait(60)
+    handle.wait(seconds(60))
     straight = copied(taken(model, optimizer))
     assert differences(flat(straight), flat(expected))
 
@@ -84,7 +85,7 @@ def test_a_step_on_a_stream_of_its_own_is_saved_whole(tmp_path: Path, inside: bo
     with torch.cuda.stream(side):
         optimizer.step()
     assert handle is not None
-    handle.wait(60)
+    handle.wait(seconds(60))
     fresh, its = made({"fused": True}, seed=1)
     smckpt.init_optim_state(its)
     smckpt.load(taken(fresh, its), checkpoint_id=tmp_path / "c")
@@ -125,7 +126,7 @@ def test_a_captured_step_is_saved_between_replays(tmp_path: Path) -> None:
         for _ in range(5):
             graph.replay()
         assert handle is not None
-        handle.wait(60)
+        handle.wait(seconds(60))
         target = taken(model, optimizer)
         smckpt.load(target, checkpoint_id=tmp_path / str(turn))  # in place, where the graph writes
         assert differences(flat(copied(taken(model, optimizer))), flat(expected)) == []

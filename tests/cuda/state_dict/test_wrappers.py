@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smckpt
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 from tests.support.nets import Block, Frozen, Net, groups_of
 from tests.support.on_cuda import moved, needs_cuda, taken
 from tests.support.truth import differences, snapshot
@@ -71,7 +72,7 @@ def resumed(case: str, device: str, path: str) -> dict[str, Any]:
     handle = smckpt.async_save(taken(model, optimizer, kind), checkpoint_id=path)
     moved(model, optimizer, device, 3, seed=1)
     assert handle is not None
-    handle.wait(120)
+    handle.wait(seconds(120))
     straight = snapshot(model, optimizer)
     fresh, its = build(wrapper, device, 1)
     moved(fresh, its, device, 1)

@@ -155,8 +155,14 @@ class _Finder:
             if not row.geometry.per_rank or source.holders == (self._followed(name),)
         ]
         self._refuse_ambiguous(entry, piece, sources)
-        # Prefer files that this rank wrote: they may still be in its host's page cache.
-        sources.sort(key=lambda source: self._rank not in source.holders)
+        # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
+        # meshes prefer its own, and so never mix two: they may hold experts of two ranks.
+        sources.sort(
+            key=lambda source: (
+                self._rank not in self._pieces.family(source.row),
+                self._rank not in source.holders,
+            )
+        )
         shares = self._shared(piece.box, tuple(source.piece.box for source in sources))
         if shares is None:
             left = piece.box.subtract(*(source.piece.box for source in sources))

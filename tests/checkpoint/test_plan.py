@@ -361,8 +361,9 @@ def test_a_slot_that_a_header_lacks_is_a_hole_too(tmp_path):
 # -- one name, several meshes ----------------------------------------------------------------------
 
 
-def stages(tmp_path: Path, *, join: bool = False):
-    """Two meshes that save different tensors under one name (`join`: and one that spans both)."""
+def stages(tmp_path: Path, *, join: bool = False, alike: bool = True):
+    """Two meshes that save different tensors under one name (`join`: and one that spans both, and
+    the tensors are `alike`)."""
     arrays = [whole({"a": (4, 4), "t": (4,)}, seed=seed) for seed in (1, 2)]
     meshes = [Mesh(("d",), (2,), ranks) for ranks in ((0, 2), (1, 3))]
 
@@ -371,7 +372,7 @@ def stages(tmp_path: Path, *, join: bool = False):
         rules = [on_mesh("a", (4, 4), meshes[side], "S0")]
         if join:
             rules.append(on_mesh("t", (4,), mesh_of(4), "S0"))
-        return state(rules, arrays[0 if join else side])(rank)
+        return state(rules, arrays[0 if join and alike else side])(rank)
 
     save(tmp_path, range(4), made)
     return open_catalogue(open_storage(str(tmp_path))), meshes, arrays
@@ -393,6 +394,15 @@ def test_what_a_wider_mesh_joins_is_one_tensor(tmp_path):
     catalogue, _, arrays = stages(tmp_path, join=True)  # FSDP + TP, `a` not in the TP plan
     got = load(catalogue, entries_of([kept("a", (4, 4)), kept("t", (4,))], 0), 0, [0])
     assert got.data["model.a"] == arrays[0]["a"].tobytes()
+
+
+def test_a_rank_mixes_no_tensors_of_its_mesh_and_of_another(tmp_path):
+    # Experts under one name on each expert-parallel rank, and a mesh over all for the rest.
+    catalogue, _, arrays = stages(tmp_path, join=True, alike=False)
+    for rank in range(2):
+        live = entries_of([on_mesh("a", (4, 4), Mesh(("d",), (1,), (rank,)), "S0")], rank)
+        got = load(catalogue, live, rank, range(2), strict=False)
+        assert got.data["model.a"] == arrays[rank]["a"].tobytes()
 
 
 # Explicit boxes, as FSDP1 saves them under SHARDED, name no mesh. Whether two ranks with one box

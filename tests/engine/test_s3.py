@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from smckpt.engine.worker_client import Worker
 from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import S3Config
+from tests.support.heard import heard_shares
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
 from tests.support.proxy import faulty_proxy, secure_proxy
@@ -57,23 +57,10 @@ def test_two_ranks_save_to_s3_in_parts_and_load_what_they_saved(s3_root: str) ->
         assert report.nbytes > 4 * BIG
 
 
-HEARD: dict[str, Share] = {}  # under which share each request was made, in a rank's process
-
-
-def listen() -> None:
-    call = Worker.call
-
-    def listening(worker: Worker, command: Any, *, timeout: float, access: Any = None) -> Any:
-        HEARD[command.function] = access.share
-        return call(worker, command, timeout=timeout, access=access)
-
-    Worker.call = listening  # type: ignore[method-assign]
-
-
 def shares_of_a_save(root: str) -> dict[str, Share]:
-    listen()
+    heard = heard_shares()
     smckpt.save(state(1.0), checkpoint_id=root)
-    return HEARD
+    return heard
 
 
 def test_ranks_write_at_their_share_of_the_budget_and_coordinators_publish_at_theirs(

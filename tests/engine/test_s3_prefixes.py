@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt.checkpoint.choose import choose_commit
-from smckpt.engine.worker_client import Worker
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share
 from tests.support.copies import contents
+from tests.support.heard import heard_shares
 from tests.support.launch import run_ranks
 
 OPTIONS = {"prefixes": 4}
@@ -41,22 +41,9 @@ def one_rank_lists(root: str) -> Iterator[None]:
     assert bool(listings) == (dist.get_rank() == 0)
 
 
-HEARD: dict[str, Share] = {}  # under which share each request was made, in a rank's process
-
-
-def listen() -> None:
-    call = Worker.call
-
-    def listening(worker: Worker, command: Any, *, timeout: float, access: Any = None) -> Any:
-        HEARD[command.function] = access.share
-        return call(worker, command, timeout=timeout, access=access)
-
-    Worker.call = listening  # type: ignore[method-assign]
-
-
 def a_run(root: str) -> tuple[list[float], str, dict[str, Share]]:
     """Two steps, the second saved twice; what is loaded of each, without an option."""
-    listen()
+    heard = heard_shares()
     for step, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
         where = f"{root}/run/step-{step}"
         smckpt.save(state(value), checkpoint_id=where, step=step, s3client_config=OPTIONS)
@@ -70,7 +57,7 @@ def a_run(root: str) -> tuple[list[float], str, dict[str, Share]]:
     with one_rank_lists(root):
         found = smckpt.latest_checkpoint(root)
     assert found is not None
-    return values, found.path, HEARD
+    return values, found.path, heard
 
 
 def groups_of_a_step(root: str) -> float:

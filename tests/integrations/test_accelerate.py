@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,24 +14,9 @@ from accelerate.utils import ProjectConfiguration
 import smckpt
 from smckpt.errors import UsageError
 from smckpt.integrations.accelerate import SmckptAccelerator
-from tests.support.limits import seconds
+from tests.support import child
 
 SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_run.py"
-
-
-def run(
-    out: Path, *what: str, ranks: int = 1, by: tuple[str, ...] = (), torchrun: bool = False
-) -> Any:
-    launcher = [sys.executable]
-    if ranks > 1 or torchrun:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    root = str(SCRIPT.parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [*launcher, *by, str(SCRIPT), str(out), *what],
-        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
-    )  # fmt: skip
 
 
 def names(out: Path) -> list[str]:
@@ -46,13 +27,8 @@ def killed_and_resumed(
     folder: Path, how: str, ranks: int = 1, torchrun: bool = False
 ) -> list[dict[str, Any]]:
     out = folder / "run"
-    died = run(out, how, "die", ranks=ranks, torchrun=torchrun)
-    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
-    done = run(out, how, "resume", ranks=ranks, torchrun=torchrun)
-    assert done.returncode == 0, done.stderr[-4000:]
+    told = child.killed_and_resumed(SCRIPT, out, how, ("die",), ranks=ranks, torchrun=torchrun)
     assert names(out) == ["checkpoint_1", "checkpoint_2"]  # total_limit
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    told = [json.loads(line.removeprefix("told ")) for line in lines]
     assert len(told) == ranks
     for rank in told:
         losses, ours = rank["straight"]["losses"], rank["resumed"].pop("losses")
@@ -79,7 +55,8 @@ def test_ranks_go_on_bit_for_bit_after_a_kill(tmp_path: Path, how: str) -> None:
 
 
 def test_a_script_of_accelerate_is_run_as_it_is(tmp_path: Path) -> None:
-    done = run(tmp_path / "run", "plain", "stock", by=("-m", "smckpt.run", "--for", "accelerate"))
+    run = ("-m", "smckpt.run", "--for", "accelerate")
+    done = child.script(SCRIPT, str(tmp_path / "run"), "plain", "stock", by=run)
     assert done.returncode == 0, done.stderr[-4000:]
     assert names(tmp_path / "run") == ["checkpoint_0", "checkpoint_1"]
     assert "replaced accelerate.accelerator.Accelerator.save_state" in done.stderr

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import child
 from tests.support.interpreters import transformers4
-from tests.support.limits import seconds
 
 SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
-
-
-def run(
-    out: Path,
-    how: str,
-    *what: str,
-    ranks: int = 1,
-    python: str = sys.executable,
-    torchrun: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    launcher = [python]
-    if ranks > 1 or torchrun:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    root = str(SCRIPT.parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [*launcher, str(SCRIPT), str(out), how, *what],
-        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
-    )  # fmt: skip
 
 
 def killed_and_resumed(folder: Path, how: str, **where: Any) -> tuple[Path, list[dict[str, Any]]]:
     """Killed after step 5, when the save of step 4 has just begun or been committed."""
     out = folder / "run"
-    died = run(out, how, "die", "5", **where)
-    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
-    done = run(out, how, "resume", **where)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    return out, [json.loads(line.removeprefix("told ")) for line in lines]
+    return out, child.killed_and_resumed(SCRIPT, out, how, ("die", "5"), **where)
 
 
 def held(out: Path, told: list[dict[str, Any]]) -> None:

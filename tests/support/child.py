@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from tests.support.limits import seconds
 
@@ -30,3 +32,44 @@ def run(code: str, *arguments: str, timeout: float = 60, **environment: str) -> 
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout.strip()
+
+
+def script(
+    path: Path,
+    *arguments: str,
+    ranks: int = 1,
+    python: str = sys.executable,
+    by: tuple[str, ...] = (),
+    torchrun: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, under torchrun where it has several ranks or `torchrun`.
+
+    Args:
+        by: what runs it, such as `-m smckpt.run`.
+    """
+    launcher = [python]
+    if ranks > 1 or torchrun:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*launcher, *by, str(path), *arguments],
+        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
+    )  # fmt: skip
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What each rank of a script has told: lines `told <JSON>`."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    return [json.loads(line.removeprefix("told ")) for line in lines]
+
+
+def killed_and_resumed(
+    path: Path, out: Path, how: str, die: tuple[str, ...], **where: Any
+) -> list[dict[str, Any]]:
+    """Run a script until it kills itself, then again until it has resumed; what its ranks told."""
+    died = script(path, str(out), how, *die, **where)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = script(path, str(out), how, "resume", **where)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return told(done)

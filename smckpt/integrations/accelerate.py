@@ -97,7 +97,7 @@ def save_state(
                 "`project_configuration.iteration` to the iteration to begin with."
             )
     elif not place:
-        raise UsageError("save_state has no place", remedy="pass output_dir")
+        raise UsageError("save_state has no directory", remedy="pass output_dir")
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         stock(folder, safe_serialization)
         own = _packed(Path(folder))
@@ -255,7 +255,7 @@ def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> 
     if hooks:
         raise UsageError(
             f"hooks of register_{what}_state_pre_hook are not honoured: they would write and read "
-            "files that are no part of the checkpoint",
+            "files that do not belong to the checkpoint",
             remedy="register an object with register_for_checkpointing instead",
         )
     if kwargs:

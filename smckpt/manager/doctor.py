@@ -105,7 +105,7 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
 
 
 _OLDER = (
-    "`smckpt verify` says which bytes; put the file back from a copy. A restore takes the next "
+    "`smckpt verify` names the bytes; restore the file from a copy. A restore takes the next "
     "older step"
 )
 

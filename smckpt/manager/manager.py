@@ -171,15 +171,15 @@ class CheckpointManager:
             metadata: JSON values to record. The keys "manager" and "metrics" are reserved.
             epoch: needed where the layout has {epoch}.
 
-        Before the first save of the manager the ranks reckon what a step takes. Rank 0 logs it
-        beside the room that is left, and warns where what the rules keep does not fit.
+        Before the manager's first save the ranks compute the size of a step. Rank 0 logs it with
+        the free space, and warns if the steps that the rules keep do not fit.
 
         Returns:
             The save's handle. Call `wait()` to wait for the commit.
 
         Raises:
             SaveFailedError: *earlier* saves failed more often than `max_consecutive_failures`
-                allows. This save goes on all the same.
+                allows. This save still goes on.
             UsageError, StateError: this step or state cannot be saved. All ranks fail this save.
             StorageError: before the first save: there is no room for one step. All ranks raise it.
             SystemExit: after a signal, this was the last step. It is committed.

@@ -141,7 +141,7 @@ class Watch:
 
     def _install(self, numbers: Sequence[signal.Signals]) -> None:
         if threading.current_thread() is not threading.main_thread():
-            log.warning("signals are not heard: the manager was made outside the main thread")
+            log.warning("the manager receives no signals: it was made outside the main thread")
             return
         for number in numbers:
             self._before[number] = signal.signal(number, self._heard)
@@ -176,7 +176,7 @@ class Watch:
                 return
             if self._flag is not None or self.notice is not None:
                 self._end(f"the ranks cannot agree on a last step: {error}")
-            log.warning("notices are no longer heard from other ranks: %s", error)
+            log.warning("this rank no longer learns of signals on other ranks: %s", error)
         finally:
             self._deaf = self._after is None
             self._decided.set()

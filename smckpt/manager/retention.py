@@ -149,7 +149,7 @@ class Keeper:
                 self.tidy(way)
             except CheckpointError as error:
                 log.warning("old checkpoints stay for now: %s", error)
-            except Exception:  # if the thread died, the disk would fill without a word
+            except Exception:  # if the thread died, the disk would fill silently
                 log.exception("old checkpoints stay for now")
 
     def tidy(self, newest: str) -> list[FoundCheckpoint]:

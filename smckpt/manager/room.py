@@ -127,7 +127,7 @@ def check_room(
     )
     room = room_at(root)
     if room is None:
-        log.info("%s; how much room there is, is not known", line)
+        log.info("%s; the free space is not known", line)
         return
     left = f"{bytes_text(room.nbytes)} left in {room.of}"
     log.info("%s; %s, room for %s", line, left, _count(room.nbytes // max(step, 1), "step"))

@@ -244,7 +244,7 @@ class Schedule:
                     if left <= 0:
                         raise PeerError(
                             f"{self._membership.rank_name(0)} has not come near step {step} within "
-                            f"{self._timeout:.0f} s, and its clock says which steps are saved",
+                            f"{self._timeout:.0f} s; its clock decides which steps are saved",
                             remedy="look at its log; raise timeout= if it is merely slow",
                         )
                     self._news.wait(min(left, 1.0))

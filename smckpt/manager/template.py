@@ -26,13 +26,13 @@ class Template:
         fixed = _FIELD.sub("", self.text)
         wrong = ""
         if fields.count("step") != 1 or fields.count("epoch") > 1:
-            wrong = "{step} must stand in it once, {epoch} at most once"
+            wrong = "it needs {step} once, and {epoch} at most once"
         elif {"{", "}", "\0", "\\"} & set(fixed):
             wrong = "it may hold {step} and {epoch}, or {step:08d} with zeros, and nothing else"
         elif {"", ".", ".."} & set(self.text.split("/")):
             wrong = "it is not a relative path below the root"
         elif re.search(r"\}\d*\{", self.text) or re.search(r"\}\d|\d\{", self.text):
-            wrong = "digits beside a number cannot be told from it"
+            wrong = "a digit next to a number looks like a part of it"
         if wrong:
             raise UsageError(f"layout is {self.text!r}: {wrong}", remedy='such as "step_{step}"')
 

@@ -374,7 +374,7 @@ def test_what_init_cannot_do_is_refused(config: Any, words: str) -> None:
 def test_what_is_not_here_is_refused_by_name(tmp_path: Path) -> None:
     refusals = [
         (lambda: sagemaker.transform(torch.nn.Linear(2, 2)), "transform"),
-        (lambda: sagemaker.state.tp_rank, "tp_rank was asked for before"),
+        (lambda: sagemaker.state.tp_rank, "tp_rank was read before"),
         (lambda: state_dict_saver.async_save({}, sharded_strategy="torch_dist"), "sharded_strat"),
         (lambda: state_dict_saver.async_save({}, queue="mine"), "queue is a str"),  # type: ignore[arg-type]
         (lambda: s3_filesystem.S3FileSystem().listdir("s3://b", detail=True), "detail=True"),

@@ -255,7 +255,7 @@ class DistributedFileSystemWriter(StorageWriter):
                 keep=[manifest],
                 fencing_token=fencing_token,
             )
-        except CheckpointError as error:  # the save is committed all the same
+        except CheckpointError as error:  # the save is committed anyway
             log.warning("the files that %s supersedes are not deleted: %s", manifest, error)
 
     def _refuse_cached(self, plans: Iterable[SavePlan]) -> None:

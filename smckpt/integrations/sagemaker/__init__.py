@@ -20,7 +20,7 @@ def transform(*_: Any, **__: Any) -> NoReturn:
         UsageError: always. SMP's tensor-parallel layers are its own.
     """
     raise UsageError(
-        "torch.sagemaker.transform is not here: smckpt brings checkpoints and topology, no layers",
+        "torch.sagemaker.transform does not exist here: smckpt has no layers of SMP",
         remedy="build the tensor-parallel model yourself (examples/tensor_parallel.py), over "
         "torch.sagemaker.state.tp_process_group",
     )

@@ -29,7 +29,7 @@ _OTHERS: dict[str, Any] = {
     "activation_loading_horizon": None,  # for offloading
     "fsdp_cache_flush_warnings": None,  # for a warning that smckpt does not give
     "allow_empty_shards": None,  # torch's own FSDP allows them
-    "random_seed": None,  # for SMP's layers, which are not here
+    "random_seed": None,  # for SMP's layers, which smckpt lacks
 }
 _VARIABLE = "SM_HP_MP_PARAMETERS"  # SageMaker's launcher puts the configuration there
 
@@ -55,7 +55,7 @@ class State:
             raise AttributeError(name)
         if self.parallel is None:
             raise UsageError(
-                f"torch.sagemaker.state.{name} was asked for before torch.sagemaker.init()",
+                f"torch.sagemaker.state.{name} was read before torch.sagemaker.init()",
                 remedy="call init() after the job's process group is initialised",
             )
         if name.endswith("_process_group"):
@@ -125,7 +125,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
             )
         if _OTHERS[name] is not None and value != _OTHERS[name]:
             raise UsageError(
-                f"{name}={value!r} is not honoured: it belongs to SMP's layers, which are not here",
+                f"{name}={value!r} is not honoured: it belongs to SMP's layers, which smckpt lacks",
                 remedy=f"pass {_OTHERS[name]!r}",
             )
         log.info("%s=%r has no effect here", name, value)

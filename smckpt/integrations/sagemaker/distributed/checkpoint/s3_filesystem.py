@@ -40,7 +40,7 @@ def format_s3_path(path: str | os.PathLike[str]) -> str:
     """The full URL of one that lost a slash in `pathlib.Path`."""
     text = os.fspath(path)
     if not is_s3_uri(text):
-        raise UsageError("this is no place in S3", remedy="write s3://bucket/key", path=text)
+        raise UsageError("this is not a URL in S3", remedy="write s3://bucket/key", path=text)
     return "s3://" + text.removeprefix("s3:").lstrip("/")
 
 

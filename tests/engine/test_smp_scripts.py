@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from smckpt import (
     DistributedFileSystemReader,
     ParallelState,
-    SMStateDictType,
-    async_save,
     get_global_ranks,
     init_optim_state,
     load,
     maybe_finalize_async_calls,
-    sm_state_dict_type,
 )
+from tests.support import smp_document
 from tests.support.launch import run_ranks
 
 Trained = tuple[FSDP, torch.optim.Optimizer]
@@ -50,67 +49,20 @@ def step(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def replication(state: ParallelState) -> tuple[Any, int]:
-    global_rank = dist.get_rank()
-    group, members = None, [global_rank]
-    for ranks in state.ranker.get_rep_groups():
-        made = dist.new_group(ranks)
-        if global_rank in ranks:
-            group, members = made, ranks
-    return group, min(members)
-
-
-def save_local(model: FSDP, optimizer: Any, state: ParallelState, save_dir: str) -> None:
-    sub_dir = f"tp{state.tp_rank}_ep{state.ep_rank}_fsdp{model.rank}"
-    group, coordinator_rank = replication(state)
-    maybe_finalize_async_calls(blocking=True, process_group=group)
-    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
-        state_dict = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    async_save(
-        state_dict,
-        checkpoint_id=os.path.join(save_dir, sub_dir),
-        process_group=group,
-        coordinator_rank=coordinator_rank,
-    )
-
-
-def load_local(model: FSDP, optimizer: Any, state: ParallelState, load_dir: str) -> None:
-    sub_dir = f"tp{state.tp_rank}_ep{state.ep_rank}_fsdp{model.rank}"
-    storage_reader = DistributedFileSystemReader(os.path.join(load_dir, sub_dir))
-    group, coordinator_rank = replication(state)
-    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
-        state_dict = {"model": model.state_dict()}
-        init_optim_state(optimizer, skip_empty_param=True)
-        state_dict["optimizer"] = optimizer.state_dict()
-        load(
-            state_dict=state_dict,
-            process_group=group,
-            coordinator_rank=coordinator_rank,
-            storage_reader=storage_reader,
-        )
-
-
-def save_sharded(model: FSDP, optimizer: Any, state: ParallelState, save_dir: str) -> None:
-    checkpoint_id = os.path.join(save_dir, f"tp{state.tp_rank}_ep{state.ep_rank}")
-    action_rank = state.ranker.get_rep_rank(dist.get_rank()) == 0
-    process_group = model.process_group
-    coordinator_rank = min(get_global_ranks(process_group))
-    maybe_finalize_async_calls(blocking=True, process_group=process_group)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state_dict = {
-            "model": model.state_dict(),
-            "optimizer": FSDP.optim_state_dict(model, optimizer),
-        }
-    if action_rank:
-        async_save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            process_group=process_group,
-            coordinator_rank=coordinator_rank,
-        )
+def documented(state: ParallelState) -> dict[str, Any]:
+    """The documentation's functions, with their imports changed as docs/sagemaker.md says."""
+    source = Path(smp_document.__file__).read_text()
+    for gone in (r"import torch\.sagemaker as tsm", r"from torch\.sagemaker import state"):
+        source = re.sub(rf"\n +{gone}", "", source)
+    source = re.sub(r"from torch\.sagemaker\.[\w.]+ import", "from smckpt import", source)
+    assert "torch.sagemaker" not in source
+    names: dict[str, Any] = {"__name__": "changed", "state": state}
+    exec(compile(source, smp_document.__file__, "exec"), names)
+    return names
 
 
 def load_sharded(model: FSDP, optimizer: Any, state: ParallelState, load_dir: str) -> None:
+    """As the documentation has it, but for the optimizer."""
     reader = DistributedFileSystemReader(
         os.path.join(load_dir, f"tp{state.tp_rank}_ep{state.ep_rank}")
     )
@@ -150,17 +102,16 @@ def same(a: Any, b: Any) -> bool:
 
 def save_and_resume(folder: str, save: Any, load_back: Any) -> dict[str, bool]:
     """Two saves under one checkpoint_id with training between and after; then a new model."""
-    state = ParallelState(dist.get_world_size(), hybrid_shard_degree=2)
     model, optimizer = build(0)
     for _ in range(2):
         step(model, optimizer)
-        save(model, optimizer, state, folder)
+        save(model, optimizer, folder)
     expected = whole(model, optimizer)
     step(model, optimizer)  # while the save is under way
     maybe_finalize_async_calls(blocking=True)
     dist.barrier()
     other, its_optimizer = build(1)
-    load_back(other, its_optimizer, state, folder)
+    load_back(other, its_optimizer, folder)
     found = whole(other, its_optimizer)
     step(other, its_optimizer)
     return {
@@ -171,9 +122,15 @@ def save_and_resume(folder: str, save: Any, load_back: Any) -> dict[str, bool]:
 
 
 def local_and_sharded(folder: str) -> dict[str, dict[str, bool]]:
+    state = ParallelState(dist.get_world_size(), hybrid_shard_degree=2)
+    page = documented(state)
     return {
-        "local": save_and_resume(f"{folder}/local", save_local, load_local),
-        "sharded": save_and_resume(f"{folder}/sharded", save_sharded, load_sharded),
+        "local": save_and_resume(f"{folder}/local", page["save_local"], page["load_local"]),
+        "sharded": save_and_resume(
+            f"{folder}/sharded",
+            page["save_sharded"],
+            lambda model, optimizer, where: load_sharded(model, optimizer, state, where),
+        ),
     }
 
 

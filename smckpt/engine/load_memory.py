@@ -38,6 +38,8 @@ class Memory:
         Raises:
             StateError: tensors that share memory here were saved with different values.
         """
+        for device in {tensor.device for tensor, _ in self.late if not tensor.is_cpu}:
+            torch.accelerator.synchronize(device)  # a stream of it may still write to them
         for tensor, staged in self.late:
             tensor.copy_(staged)
         put_back(self.selection.tensors)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import smckpt
-from tests.support.on_cuda import copied, needs_cuda
+from tests.support.on_cuda import copied, needs_cuda, wait_on_device
 from tests.support.truth import differences, flat
 
 pytestmark = needs_cuda
@@ -63,3 +63,18 @@ def test_what_a_side_stream_does_after_a_load_sees_all_of_it(tmp_path: Path) -> 
         seen = target["w"].clone()
     torch.cuda.synchronize()
     assert torch.equal(seen, saved["w"])
+
+
+def test_what_another_stream_still_writes_does_not_undo_a_load(tmp_path: Path) -> None:
+    saved = {"w": torch.randn(1 << 20, device="cuda")}
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    target = {"w": torch.zeros(1 << 20, device="cuda")}
+    smckpt.load(target, checkpoint_id=tmp_path / "c")  # what a first load costs is over
+    torch.cuda.synchronize()
+    writer = torch.cuda.Stream()
+    wait_on_device(writer, 2000)
+    with torch.cuda.stream(writer):
+        target["w"].fill_(9.0)
+    smckpt.load(target, checkpoint_id=tmp_path / "c")
+    torch.cuda.synchronize()
+    assert torch.equal(target["w"], saved["w"])

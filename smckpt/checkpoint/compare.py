@@ -9,15 +9,15 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.catalogue import Catalogue, Stored, open_catalogue
 from smckpt.checkpoint.difference import Difference, leaves_of, value_difference
+from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.numbers import CODES, numbers
 from smckpt.checkpoint.read import ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.sources import SavedPiece
@@ -27,14 +27,13 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
 from smckpt.storage import access_to
 
-__all__ = ["Comparison", "compare_checkpoints"]
+__all__ = ["Compared", "compare_checkpoints"]
 
 _AT_ONCE = 8 << 20  # bytes of each side that a thread holds
-Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Compared:
     """What was compared, and what differs: values first, then what ranks keep for themselves, then
     the rest, since causes stand there rather than effects.
 
@@ -70,7 +69,7 @@ def compare_checkpoints(
     ignore: Sequence[str] = (),
     threads: int = 4,
     progress: Progress | None = None,
-) -> Comparison:
+) -> Compared:
     """Compare the newest commits at `a` and `b`. Every block that is read is compared with its
     checksum.
 
@@ -92,7 +91,7 @@ def compare_checkpoints(
     told = [one for one in told if one.name not in ignored]
     names = sorted(every - ignored)
     total = sum(sides[0].nbytes(name) for name in names)
-    meter = _Meter(progress, total)
+    meter = Meter(progress, total)
 
     def compare(name: str) -> list[Difference]:
         found = list(_compare_named(name, *sides))
@@ -107,22 +106,10 @@ def compare_checkpoints(
             side.catalogue.readers.close()
     own = [one for one in found if one.holder]
     shared = [one for one in found if not one.holder]
-    return Comparison(
+    return Compared(
         os.fspath(a), os.fspath(b), len(names), len(of_values - ignored), total,
         (*told, *own, *shared), tuple(sorted(ignored)),
     )  # fmt: skip
-
-
-class _Meter:
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from smckpt.checkpoint.choose import choose_commit, commits_at
 from smckpt.checkpoint.contents import Contents, GroupContents, contents_of
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord
+from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.prefixes import PrefixStores, found_prefix_sharding
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
@@ -41,7 +42,6 @@ __all__ = ["CopyReport", "copy_checkpoint"]
 
 _PIECE = 16 << 20  # bytes that a thread copies at once, if the target does not say
 
-Progress = Callable[[int, int], None]
 
 log = logging.getLogger("smckpt")
 
@@ -227,7 +227,7 @@ class _Copy:
             self.present.add_file(file.record.size)
 
     def _piece(self, file: _FileCopy, low: int) -> None:
-        self.present.progressed(file.copy(low, self._memory))
+        self.present.meter.add(file.copy(low, self._memory))
 
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
@@ -368,21 +368,15 @@ class _Count:
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.files = 0
         self.nbytes = 0
-        self._progress, self._total, self._done = progress, total, 0
         self._lock = threading.Lock()
+        self.meter = Meter(progress, total)
 
     def add_file(self, nbytes: int) -> None:
         """Count a file that is already there."""
         with self._lock:
             self.files += 1
             self.nbytes += nbytes
-        self.progressed(nbytes)
-
-    def progressed(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        self.meter.add(nbytes)
 
 
 class _Pages(threading.local):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from smckpt.calls import alone
 from smckpt.checkpoint.blocks import SavedFile, combined, not_missing
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, hex64
+from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.replaced import replacement
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
 from smckpt.layout.entries import DTYPES
@@ -23,8 +23,6 @@ from smckpt.storage import Storage, access_to
 __all__ = ["Problem", "Report", "verify_checkpoint"]
 
 PIECE = 8 * BLOCK  # bytes that a thread reads at once
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _verified(storage: Storage, url: str, threads: int, progress: Progress | Non
         return Report(url, "", 0, 0, 0, (_problem(error, url),))
     files = [_FileCheck(catalogue, file) for file in catalogue.files]
     total = sum(check.file.record.size for check in files)
-    tell = _Teller(progress, total)
+    tell = Meter(progress, total)
     problems: list[Problem] = []
     with ThreadPoolExecutor(threads, "smckpt-verify") as pool:
         reads = [pool.submit(check.read, low, tell) for check in files for low in check.starts()]
@@ -114,20 +112,6 @@ def _verified(storage: Storage, url: str, threads: int, progress: Progress | Non
     )
 
 
-class _Teller:
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-
-
 def _problem(error: CheckpointError, path: str) -> Problem:
     return Problem(error.path or path, error.message)
 
@@ -147,7 +131,7 @@ class _FileCheck:
         """The bytes at which the pieces for `read` begin."""
         return range(0, min(self.file.record.size, self._there), PIECE)
 
-    def read(self, low: int, tell: _Teller) -> None:
+    def read(self, low: int, tell: Meter) -> None:
         """Read a piece, up to the file's end."""
         high = min(low + PIECE, self.file.record.size)
         stop = min(high, self._there)

@@ -18,7 +18,7 @@ from smckpt.cli.output import (
 from smckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.compare import Comparison
+    from smckpt.checkpoint.compare import Compared
 
 __all__ = ["diff", "ignore"]
 
@@ -74,7 +74,7 @@ def _at(root: str, step: int) -> str:
     )
 
 
-def _print(found: Comparison) -> None:
+def _print(found: Compared) -> None:
     """One line; where something differs, below a table of it."""
     size = (
         f"{count_text(found.tensors, 'tensor')}, {count_text(found.values, 'value')}, "

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from smckpt.checkpoint.compare import Comparison, compare_checkpoints
+from smckpt.checkpoint.compare import Compared, compare_checkpoints
 from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.run import ending
 from smckpt.storage.urls import is_local, join_url, local_path
 
-__all__ = ["PLACEHOLDER", "VARIABLE", "Proof", "Proving"]
+__all__ = ["PLACEHOLDER", "VARIABLE", "ProofResult", "Proving"]
 
 PLACEHOLDER = "{root}"
 VARIABLE = "SMCKPT_PROVE_ROOT"
@@ -29,7 +29,7 @@ _HOW = (
 
 
 @dataclass(frozen=True)
-class Proof:
+class ProofResult:
     """The outcome.
 
     Args:
@@ -42,7 +42,7 @@ class Proof:
 
     killed_at: int
     step: int
-    comparison: Comparison
+    comparison: Compared
     why: str
 
     @property
@@ -103,7 +103,7 @@ class Proving:
     say: Callable[[str], None]
     _scratch: str = field(default="", init=False)
 
-    def prove(self) -> Proof:
+    def prove(self) -> ProofResult:
         """
         Raises:
             UsageError: it could not be proved: a run failed or took too long, or has not committed
@@ -266,7 +266,7 @@ class _Watch:
         raise CheckpointNotFoundError(what, remedy=_HOW)
 
 
-def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[str]) -> Proof:
+def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[str]) -> ProofResult:
     """Compare the steps that both runs have kept, oldest first, until one differs."""
     at = killed.newest.step
     assert at is not None
@@ -300,4 +300,4 @@ def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[s
     if not comparison.equal and step <= at and not again:
         why = "two runs differ before the kill, so the script is not deterministic "
         why += "(seed every generator, or pass names that do not matter to --ignore)"
-    return Proof(at, step, comparison, why)
+    return ProofResult(at, step, comparison, why)

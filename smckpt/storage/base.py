@@ -1,12 +1,11 @@
 """What a store is, and how it is opened.
 
-A public call makes one `Access` at its edge. It passes that on, or a `Storage` that came from it. A
-store knows its access, so siblings, parents and sub-directories have the same options. Each request
-to the worker process carries the access.
+A public call makes one `Access` and passes it on, or a `Storage` that came from it. A store knows
+its access, so siblings, parents and sub-directories have the same options. The worker gets it too.
 
 A `Storage` is one directory. Names are plain file names; a sub-directory is a `Storage` of its own.
-Nothing here knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only: a store
-classifies its own failures once, at its edge (`smckpt.storage.faults` for file systems).
+Nothing here knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only
+(`smckpt.storage.faults` makes them of those of file systems).
 """
 
 from __future__ import annotations
@@ -440,7 +439,7 @@ def too_short(name: str, size: int, needed: int, path: str) -> CorruptCheckpoint
 
 
 def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointError:
-    """The error for a file of `size` bytes that should have at most `most`."""
+    """The error for a file that is larger than `most`."""
     return CorruptCheckpointError(
         f"{name} has {size} bytes; it should have at most {most}",
         remedy="the file was changed after it was written: use an older checkpoint, and find out "
@@ -452,9 +451,7 @@ def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointErr
 # -- which stores there are ---------------------------------------------------------------------
 
 _OTHERS = "smckpt.storage.fsspec_store:FsspecStorage"  # for schemes without a store of their own
-
-# Scheme → "module:name" of the class or function that makes its stores, or the object itself if a
-# package brings it.
+# Scheme → "module:name" of what makes its stores, or the object itself if a package brings it.
 _STORES: Registry[Any] = Registry(
     "store",
     object,
@@ -485,8 +482,7 @@ def register_store(scheme: str, factory: str | Callable[[str, Access], Storage])
             raise UsageError(
                 f"the worker process cannot import {factory!r}, which makes the stores of "
                 f"{scheme}://",
-                remedy="pass a class or function that is defined at the top of an importable "
-                "module",
+                remedy="pass a class or function of an importable module's top",
             )
         factory = f"{module}:{name}"
     _STORES.register(scheme.lower(), factory)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.cast import cast, stored_type
@@ -48,14 +49,14 @@ def write_chunks(
     output: Output,
     files: Sequence[OutputFile],
     threads: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     look: Callable[[str, str, memoryview], None] | None = None,
 ) -> None:
     """Write all chunks of all files, in order, with `threads` threads. The first failure ends it.
 
     look: shown name, dtype and bytes of everything before it is written; by several threads.
     """
-    meter = _Meter(sum(file.data_bytes for file in files), progress)
+    meter = Meter(progress, sum(file.data_bytes for file in files))
     idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
     for _ in range(threads):
         idle.put(_Scratch())
@@ -174,21 +175,3 @@ def _cast_into(item: Range, raw: memoryview, memory: memoryview) -> None:
             f"{target.name} cannot be exported as {target.dtype}: {error}",
             remedy="export it as bfloat16 or float32",
         ) from error
-
-
-class _Meter:
-    """Bytes done, told one call at a time."""
-
-    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
-        self._total = total
-        self._tell = tell
-        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._done.put(0)
-
-    def add(self, nbytes: int) -> None:
-        done = self._done.get() + nbytes
-        try:
-            if self._tell is not None:
-                self._tell(done, self._total)
-        finally:
-            self._done.put(done)

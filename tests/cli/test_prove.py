@@ -32,15 +32,17 @@ root.mkdir(parents=True, exist_ok=True)
 lives = "uninterrupted" in os.environ["SMCKPT_PROVE_ROOT"]
 there = [] if mode == "anew" else [int(one.name) for one in root.iterdir()]
 for step in range(max(there, default=0) + 10, 50 if mode != "short" or not there else 40, 10):
+    seen = pathlib.Path(os.environ["SMCKPT_PROVE_ROOT"] + ".seen")
+    waits = step == 20 and not lives and mode != "fast" and not seen.exists()
+    if waits:
+        seen.touch()  # before the commit, since that is when it is killed
     seed = os.getpid() if mode == "random" else step
     seed += 1 if mode == "drifts" and there and step == 40 else 0
     state = state_of(hybrid((0, 1), 1), seed=seed)
     named = {} if mode != "nameless" else {"step": None}
     Group(root / str(step), (0, 1), session=f"{os.getpid():012x}", state=state).save(
         **{"step": step, **named})
-    seen = pathlib.Path(os.environ["SMCKPT_PROVE_ROOT"] + ".seen")
-    if step == 20 and not lives and mode != "fast" and not seen.exists():
-        seen.touch()
+    if waits:
         signal.pause()
 """
 

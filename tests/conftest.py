@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.support.s3 import BUCKET, Server, serve, server_program
 # Test processes are many and cores are few; children inherit this too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell ignores SIGINT for what it starts in the background. Programs that tests start hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DIED = pytest.StashKey[bool]()
 
@@ -63,12 +67,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def as_it_was() -> Iterator[None]:
-    """A file of tests finds no save of another file, and leaves the process as it found it."""
+    """A file of tests finds no save of another file, and the process as the first one found it."""
     before, registered = process_state.state(), process_state.registered()
     yield
     left = process_state.end_saves()
     process_state.restore_registered(registered)
-    left += process_state.changed(before, process_state.state())
+    process_state.restore(before)
     assert left == [], "tests of this file change the process for those after it"
 
 

@@ -193,7 +193,10 @@ signal.pause()
         assert process.stderr is not None
         pids = next(line.split()[1:] for line in process.stderr if line.startswith("runs"))
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=seconds(30))
+        try:
+            _, said = process.communicate(timeout=seconds(30))
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT
     assert "Ended by SIGINT." in said
     for pid in map(int, pids):

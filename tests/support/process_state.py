@@ -17,7 +17,7 @@ from typing import Any
 from smckpt.registry import Registry
 from tests.support.limits import seconds
 
-__all__ = ["changed", "end_saves", "registered", "restore_registered", "state"]
+__all__ = ["end_saves", "registered", "restore", "restore_registered", "state"]
 
 _REGISTRIES = {
     "smckpt.storage.base": "_STORES",
@@ -26,52 +26,58 @@ _REGISTRIES = {
     "smckpt.translate.layouts": "_LAYOUTS",
 }
 # Variables that pytest and torch set by themselves.
-_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")
+_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "CUDA_")
+_NOT_OURS = (signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP)  # the first is pytest-timeout's
 _CACHES = (("smckpt.storage.s3.requests", "_slot"), ("smckpt.storage.s3.pace", "_pace"))
 
 
 def state() -> dict[str, Any]:
     """What a test might change for the tests after it."""
-    shared: dict[str, Any] = {
-        "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_LIBRARIES)},
-        "the working directory": os.getcwd(),
-        "the umask": _umask(),
-        "sys.path": list(sys.path),
-        "gc.isenabled()": gc.isenabled(),
-        "the temporary directory": tempfile.gettempdir(),
-        "the timeout of sockets": socket.getdefaulttimeout(),
-        "threading.excepthook": threading.excepthook,
-        "the handler of": {
-            number.name: signal.getsignal(number)
-            for number in signal.Signals
-            if number is not signal.SIGALRM  # pytest-timeout's
+    return {
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "umask": _umask(),
+        "path": list(sys.path),
+        "gc": gc.isenabled(),
+        "temporary": tempfile.tempdir,
+        "socket timeout": socket.getdefaulttimeout(),
+        "excepthook": threading.excepthook,
+        "handlers": {n: signal.getsignal(n) for n in signal.Signals if n not in _NOT_OURS},
+        "disabled": logging.root.manager.disable,
+        "loggers": {
+            logger: (_own(logger), logger.filters[:], logger.level, logger.propagate)
+            for logger in (logging.getLogger(), logging.getLogger("smckpt"))
         },
-        "logging.disable()": logging.root.manager.disable,
     }
-    for name in ("root", "smckpt"):
-        logger = logging.getLogger(None if name == "root" else name)
-        own = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest")]
-        shared[f"the logger {name!r}"] = (own, logger.filters[:], logger.level, logger.propagate)
+
+
+def restore(before: Mapping[str, Any]) -> None:
+    """Make the process as it was. Libraries change it too, on their first import or for good: so a
+    change is undone, and is no failure of the file that made it."""
+    for name in os.environ.keys() - before["environment"].keys():
+        if not name.startswith(_LIBRARIES):
+            del os.environ[name]
+    os.environ.update(before["environment"])
+    os.chdir(before["directory"])
+    os.umask(before["umask"])
+    sys.path[:] = before["path"]
+    (gc.enable if before["gc"] else gc.disable)()
+    tempfile.tempdir = before["temporary"]
+    socket.setdefaulttimeout(before["socket timeout"])
+    threading.excepthook = before["excepthook"]
+    for number, handler in before["handlers"].items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+    logging.disable(before["disabled"])
+    for logger, (handlers, filters, level, propagate) in before["loggers"].items():
+        pytests = [one for one in logger.handlers if one not in _own(logger)]
+        logger.handlers[:], logger.filters[:] = [*pytests, *handlers], filters
+        logger.setLevel(level)
+        logger.propagate = propagate
     if (torch := sys.modules.get("torch")) is not None:
-        shared["the process group"] = torch.distributed.is_initialized()
-        shared["the default dtype"] = torch.get_default_dtype()
-        shared["the default device"] = torch.get_default_device()
-        shared["torch.is_grad_enabled()"] = torch.is_grad_enabled()
-    return shared
-
-
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What differs, in words. What was imported meanwhile stands in `after` alone."""
-    out = []
-    for name, old in before.items():
-        new = after[name]
-        if not isinstance(old, dict):
-            out += [f"{name}: {old!r} became {new!r}"] if old != new else []
-            continue
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                out.append(f"{name} {key}: {old.get(key)!r} became {new.get(key)!r}")
-    return out
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
 
 
 def registered() -> dict[str, dict[str, Any]]:
@@ -104,6 +110,11 @@ def _registries() -> dict[str, Registry[Any]]:
         for module, name in _REGISTRIES.items()
         if module in sys.modules
     }
+
+
+def _own(logger: logging.Logger) -> list[logging.Handler]:
+    """The handlers of a logger that are not pytest's."""
+    return [one for one in logger.handlers if not type(one).__module__.startswith("_pytest")]
 
 
 def _umask() -> int:

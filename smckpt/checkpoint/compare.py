@@ -322,8 +322,10 @@ def _jobs(
     for source in a.pieces:
         same = alike.pop((source.piece.box, source.holders), None)
         yield source.piece.box, [source], b.pieces if same is None else [same]
-    if sum(source.piece.box.numel for source in b.pieces) > math.prod(b.shape):
-        for source in alike.values():  # copies, of which the above took the first
+    held = [sum(source.piece.box.numel for source in side.pieces) for side in (a, b)]
+    whole = math.prod(b.shape)
+    if held[0] < whole or held[1] > whole:
+        for source in alike.values():  # what A lacks; or copies, of which the above took the first
             yield source.piece.box, a.pieces, [source]
 
 

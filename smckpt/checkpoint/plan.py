@@ -236,6 +236,7 @@ class _Finder:
             return
         if any(self._is_own(entry, piece, source) for source in sources):
             return
+        self._catalogue.read_headers({rank for source in sources for rank in source.holders})
         boxes: dict[Box, SavedPiece] = {}
         for source in sources:
             like = boxes.setdefault(source.piece.box, source)

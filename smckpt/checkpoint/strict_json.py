@@ -41,9 +41,12 @@ def read_json(path: Path, *, given: bool = False) -> Any:
         ValueError: it is no file, is not JSON, is nested too deeply, or is too long.
     """
     with open(path, "rb", opener=None if given else _at_once) as file:
-        if not given and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        regular = stat.S_ISREG(found.st_mode)
+        if not given and not regular:
             raise ValueError("a pipe or device has the name of a file")
-        text = file.read(_MAX_BYTES + 1)
+        # a read reserves the memory that it may need: so no more than a regular file has
+        text = file.read(min(found.st_size, _MAX_BYTES) + 1 if regular else _MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
     try:

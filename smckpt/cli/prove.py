@@ -62,7 +62,7 @@ def prove(
         done = found.exact
     finally:
         if out is None and done:
-            shutil.rmtree(root)
+            shutil.rmtree(root, ignore_errors=True)
         elif out is None:
             _say(f"the runs' checkpoints stay in {root}")
     if as_json:

@@ -38,11 +38,14 @@ class Memory:
         Raises:
             StateError: tensors that share memory here were saved with different values.
         """
-        for device in {tensor.device for tensor, _ in self.late if not tensor.is_cpu}:
+        devices = {tensor.device for tensor, _ in self.late if not tensor.is_cpu}
+        for device in devices:
             torch.accelerator.synchronize(device)  # a stream of it may still write to them
         for tensor, staged in self.late:
             tensor.copy_(staged)
         put_back(self.selection.tensors)
+        for device in devices:  # kernels fill strided tensors, for which no other stream waits
+            torch.accelerator.current_stream(device).synchronize()
         for number, first, staged in self.shared:
             live, entry = self.selection.tensors[number], self.selection.entries[number]
             if _same_bits(live.detach(), staged):

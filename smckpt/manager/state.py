@@ -141,6 +141,9 @@ class Failed(Mapping[str, Any]):
 # -- random numbers ------------------------------------------------------------------------------
 
 
+_NO_CUDA = 255  # each byte of the generator's state where a rank has used no device
+
+
 def random_state() -> dict[str, Any]:
     """The generators of this process: Python's, NumPy's, torch's, and that of its own device."""
     version, words, gauss = random.getstate()
@@ -156,9 +159,10 @@ def random_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    # not is_available(): a rank on the CPU gets no context on a device by this
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+    if torch.cuda.is_available():
+        # A rank that has used no device gets no context on one by this, and yet has the same keys.
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state() if used else _no_cuda()
     return state
 
 
@@ -175,8 +179,12 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         }
     )
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state:
+    if "cuda" in state and not torch.equal(state["cuda"].cpu(), _no_cuda()):
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _no_cuda() -> torch.Tensor:
+    return torch.full((16,), _NO_CUDA, dtype=torch.uint8)
 
 
 def seed_random(seed: int) -> None:

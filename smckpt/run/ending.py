@@ -128,7 +128,8 @@ def _tree() -> dict[int, list[tuple[int, bool]]]:
     tree: dict[int, list[tuple[int, bool]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            # the kernel cuts a name after 15 bytes, also within a character
+            state, parent = stat.read_bytes().rpartition(b")")[2].decode().split()[:2]
         except OSError:
             continue  # it has ended
         tree.setdefault(int(parent), []).append((int(stat.parent.name), state not in "ZX"))

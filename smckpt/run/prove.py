@@ -110,7 +110,9 @@ class Proving:
                 what is needed. The message says which, and how it ended.
             CheckpointError: a checkpoint cannot be read.
         """
-        with tempfile.TemporaryDirectory(prefix="smckpt-prove-") as self._scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="smckpt-prove-", ignore_cleanup_errors=True
+        ) as self._scratch:
             killed = self._watch("interrupted")
             self.say("run 1 of 3: until a step is committed, then SIGKILL")
             status = self._run(killed, self._reached)
@@ -209,7 +211,9 @@ class _Watch:
 
     @property
     def newest(self) -> FoundCheckpoint:
-        return self.found[-1]
+        return max(
+            (one for one in self.found if one.step is not None), key=lambda one: one.step or 0
+        )
 
     def due(self) -> bool:
         """Look again, if the last look was long enough ago; whether it did.
@@ -249,7 +253,7 @@ class _Watch:
         """What was committed meanwhile below the working directory, but not below the root."""
         here = os.getcwd()
         try:
-            found = find_checkpoints(here)
+            found = find_checkpoints(here, depth=2)
         except CheckpointError:
             return None
         own = local_path(self.root) if is_local(self.root) else ""

@@ -112,7 +112,8 @@ class Arena:
         if self.pinned:
             import torch
 
-            with torch.cuda.device(self._pinned_on):
+            # an error of the device would be raised here again
+            with contextlib.suppress(RuntimeError), torch.cuda.device(self._pinned_on):
                 _cuda_runtime().cudaHostUnregister(_address(self._map))
             self.pinned = False
         os.close(self.fd)

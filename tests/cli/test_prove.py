@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from smckpt.run.prove import _Watch
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
@@ -176,6 +178,12 @@ def test_a_script_that_saves_below_its_working_directory(tmp_path: Path) -> None
     assert (tmp_path / "runs" / "interrupted" / "checkpoints" / "40").is_dir()
     done = command(tmp_path, *relative, options=("--out", "runs"))
     assert done.returncode == 2 and "the directory is not empty" in done.stderr
+
+
+def test_a_last_save_without_a_step_does_not_hide_the_steps() -> None:
+    watch = object.__new__(_Watch)
+    watch.found = [SimpleNamespace(step=10), SimpleNamespace(step=None)]  # type: ignore[list-item]
+    assert watch.newest.step == 10
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

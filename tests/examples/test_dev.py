@@ -26,7 +26,8 @@ def tree(tmp_path: Path) -> Path:
     """A clone with runs: two that ./dev train named, others, a link to somebody's folder."""
     (tmp_path / "clone").mkdir()
     shutil.copy2(ROOT / "dev", tmp_path / "clone")
-    shutil.copytree(ROOT / "examples", tmp_path / "clone" / "examples")
+    for name in ("examples", "smckpt"):
+        shutil.copytree(ROOT / name, tmp_path / "clone" / name)
     for name in (*OURS, *OTHERS):
         folder = tmp_path / "clone" / "runs" / name / "checkpoints"
         folder.mkdir(parents=True)
@@ -39,7 +40,13 @@ def tree(tmp_path: Path) -> Path:
 
 def clean(tree: Path, answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(tree / "dev"), "clean", *arguments],
+        [
+            sys.executable,
+            "-S",
+            str(tree / "dev"),
+            "clean",
+            *arguments,
+        ],  # -S: with no package at all
         input=answer,
         capture_output=True,
         text=True,

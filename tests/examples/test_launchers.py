@@ -58,7 +58,7 @@ esac
 
 def free_port() -> int:
     """A port of the range from which slurm.sbatch takes one."""
-    for port in random.sample(range(20000, 40000), 100):
+    for port in random.sample(range(20000, 32000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port

@@ -48,8 +48,8 @@ print(SourceFileLoader("dev", sys.argv[1]).load_module().wanted_stamp(), end="")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone in which `./dev` finds its environment made: it is that of the tests."""
     tree = tmp_path_factory.mktemp("clone")
-    shutil.copytree(ROOT / "examples", tree / "examples")
-    shutil.copytree(ROOT / "requirements", tree / "requirements")
+    for name in ("examples", "requirements", "smckpt"):
+        shutil.copytree(ROOT / name, tree / name)
     for name in ("dev", "setup.cfg", "setup.py", "pyproject.toml"):
         shutil.copy2(ROOT / name, tree / name)
     python = tree / ".venv" / "bin" / "python"

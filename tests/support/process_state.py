@@ -60,7 +60,9 @@ def restore(before: Mapping[str, Any]) -> None:
     os.environ.update(before["environment"])
     os.chdir(before["directory"])
     os.umask(before["umask"])
-    sys.path[:] = before["path"]
+    # setuptools keeps what it brings at the end, for imports to come
+    late = [p for p in sys.path if p not in before["path"] and p.endswith("setuptools/_vendor")]
+    sys.path[:] = [*before["path"], *late]
     (gc.enable if before["gc"] else gc.disable)()
     tempfile.tempdir = before["temporary"]
     socket.setdefaulttimeout(before["socket timeout"])

@@ -95,18 +95,20 @@ class Objects(Requests):
         def request(client: Any) -> bool:
             from botocore.exceptions import ClientError
 
-            doomed = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            doomed = {"Objects": [{"Key": key} for key in keys]}
             try:
                 answer = client.delete_objects(Bucket=self.bucket, Delete=doomed)
             except Exception as error:
                 if is_transient(error) or status_of(error) not in (*range(400, 500), 501):
                     raise
                 return False
-            left = [one for one in answer.get("Errors", ()) if one["Code"] not in _MISSING]
+            refused = answer.get("Errors", ())
+            left = [one for one in refused if one.get("Code") not in _MISSING]
             for one in left:
                 if is_transient(told := ClientError({"Error": one}, "DeleteObjects")):
                     raise told  # those that are gone already are no error the next time
-            return not left
+            # Not "Quiet": a page of a proxy, with status 200, lists nothing as deleted.
+            return not left and len(answer.get("Deleted", ())) + len(refused) >= len(keys)
 
         return self.run(f"delete {len(keys)} objects, first", self.url(keys[0]), request)
 

@@ -212,6 +212,7 @@ def test_a_batch_that_fails_in_passing_is_sent_again(
     [
         "501 NotImplemented",
         "400 InvalidRequest",
+        "page",
         "says </DeleteResult> => " + _REFUSED.format("AccessDenied") + "</DeleteResult>",
     ],
 )

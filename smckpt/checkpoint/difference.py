@@ -64,7 +64,12 @@ class Difference:
 
 def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
     """The values of a rank that are no tensors, as they are stored, by name: one for each number or
-    text, however its save has grouped them. Parameters of an optimizer have their names."""
+    text, however its save has grouped them. Parameters of an optimizer have their names.
+
+    Raises:
+        As `Catalogue.objects`.
+    """
+    catalogue.objects(rank)  # raises what breaks the format, before any of it is looked at
     found: dict[str, Any] = {}
     for leaf in catalogue.part(rank)["objects"].values():
         path, value = tuple(leaf["path"]), leaf["value"]

@@ -15,7 +15,9 @@ import torch
 
 from smckpt.checkpoint import compare
 from smckpt.checkpoint.compare import compare_checkpoints
+from smckpt.errors import CorruptCheckpointError
 from tests.support import shards
+from tests.support.forge import find, reforge
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 from tests.support.saves import Group, hybrid, state_of
@@ -309,3 +311,17 @@ def test_what_is_damaged_or_no_checkpoint_is_no_difference(tmp_path: Path) -> No
     Step(tmp_path / "step", {"part0": (0, 1), "part1": (2, 3)}, made).save()
     done = command(tmp_path / "step" / "part0", tmp_path / "step")
     assert done.returncode == 2 and "one group of a step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "objects", [{"a": {"value": 1}}, {"a": {"path": 7, "value": 1}}, {"a": ["path", "value"]}]
+)
+def test_forged_values_are_an_error_with_a_name(tmp_path: Path, objects: Any) -> None:
+    sound = Group(tmp_path / "a", (0, 1), state=state_of(hybrid((0, 1), 1)))
+    sound.save(step=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    crc = reforge(find(tmp_path / "b", "part")[0], lambda body: body.update(objects=objects))
+    (manifest,) = find(tmp_path / "b", "manifest")
+    reforge(manifest, lambda body: body["parts"][0].update(crc64=crc))
+    with pytest.raises(CorruptCheckpointError, match="beside the tensors"):
+        compare_checkpoints(tmp_path / "a", tmp_path / "b")

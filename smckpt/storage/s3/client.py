@@ -147,6 +147,9 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
     field = _ANSWERS.get(model.name)
     if field is not None and field not in parsed:
         raise BadBody(f"the answer to {model.name} does not come from S3: it lacks {field}")
+    kind = str(http_response.headers.get("Content-Type", "")).lower()
+    if model.name == "DeleteObject" and "html" in kind:  # no field of the answer tells
+        raise BadBody(f"the answer to {model.name} does not come from S3: it is a page")
     packed = str(parsed.get("ContentEncoding", "")).lower()
     if packed in _PACKED:
         if hasattr(parsed.get("Body"), "close"):

@@ -168,6 +168,16 @@ def test_a_store_that_tells_of_a_missing_object_at_its_deletion_is_understood(
         store.delete("nothing")
 
 
+def test_a_page_is_not_taken_for_the_deletion_of_an_object(
+    proxy: FaultyProxy, s3_root: str
+) -> None:
+    store = through(proxy, s3_root)
+    store.put("a", b"x")
+    proxy.spoil("DELETE", "page")
+    store.delete("a")
+    assert proxy.left == 0 and store.list() == []
+
+
 MANY = [f"data-{n:04d}" for n in range(1203)]  # of more than one request
 
 

@@ -110,44 +110,24 @@ def execute(
     return ReadStats(reads.nbytes, time.perf_counter() - began)
 
 
-class _Gather(NamedTuple):
-    """`reads` (with offsets in the scratch) fill the scratch with a range of a stored array. Then
-    `copy` moves elements of `itemsize` bytes from there to `target`."""
-
-    reads: list[tuple[int, _Range]]
-    copy: Copy
-    itemsize: int
-    target: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of scratch that it needs."""
-        return self.copy.source.extent * self.itemsize
-
-
-class _Range(NamedTuple):
-    """Bytes [offset, offset + nbytes) of a file."""
-
-    file: SavedFile
-    offset: int
-    nbytes: int
-
-
 class _Reads:
-    """A plan as reads: those that go straight to targets, by file, and those that are gathered."""
+    """A plan as reads: those that go straight to targets, by file, and copies whose source is first
+    read into scratch."""
 
     def __init__(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
         self.direct: dict[SavedFile, list[Destination]] = {}
-        self.gathers: list[_Gather] = []
-        for slots, copy, number, itemsize in plan.copies:
+        self.gathers: list[StoredCopy] = []
+        self._buffers = buffers
+        for stored in plan.copies:
+            slots, copy, number, itemsize = stored
             target = buffers[number]
             outer, run = copy.stretch()
             if run * itemsize < RUN_BYTES and math.prod(copy.sizes[:outer]) > 1:
-                self.gathers += _gathers(slots, copy, itemsize, target)
+                self.gathers += _fitting(stored)
                 continue
             for low, to, count in copy.runs():
                 begin, end = low * itemsize, (low + count) * itemsize
-                for at, (file, offset, nbytes) in _ranges(slots, begin, end):
+                for at, file, offset, nbytes in _ranges(slots, begin, end):
                     place = to * itemsize + at
                     segment = Destination(offset, target[place : place + nbytes])
                     self.direct.setdefault(file, []).append(segment)
@@ -155,13 +135,14 @@ class _Reads:
     @property
     def nbytes(self) -> int:
         """Bytes that are read from files for targets and for the scratch of gathers."""
-        return sum(found.nbytes for found in self._all())
+        return sum(nbytes for _, _, nbytes in self._all())
 
-    def _all(self) -> Iterator[_Range]:
+    def _all(self) -> Iterator[tuple[SavedFile, int, int]]:
+        """File, offset and length of each read."""
         for file, segments in self.direct.items():
-            yield from (_Range(file, s.offset, len(s.buffer)) for s in segments)
-        for gather in self.gathers:
-            yield from (found for _, found in gather.reads)
+            yield from ((file, s.offset, len(s.buffer)) for s in segments)
+        for stored in self.gathers:
+            yield from ((file, offset, nbytes) for _, file, offset, nbytes in _source(stored))
 
     def fill(self, readers: Readers, threads: int) -> None:
         repeated: list[tuple[memoryview, memoryview]] = []
@@ -176,7 +157,10 @@ class _Reads:
                     for layer in _disjoint(segments, repeated)
                     for request in requests(readers.of(file), layer, most, least)
                 ),
-                *(_gather_task(gather, readers) for gather in self.gathers),
+                *(
+                    _gather_task(stored, self._buffers[stored.target], readers)
+                    for stored in self.gathers
+                ),
             ]
             if crowded:
                 tasks = _run_until_one_waits(tasks)
@@ -208,38 +192,43 @@ class _Reads:
         if not hasattr(resource, "RUSAGE_THREAD"):
             return False
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        places = {found.file.directory for found in self._all()}
+        places = {file.directory for file, _, _ in self._all()}
         return _processors() < 2 * ranks and all(
             readers.storage(place).is_file_system for place in places
         )
 
 
-def _gathers(
-    slots: Sequence[Stored], copy: Copy, itemsize: int, target: memoryview
-) -> Iterator[_Gather]:
+def _fitting(stored: StoredCopy) -> Iterator[StoredCopy]:
     """Cut a copy into parts whose source fits the scratch, by halving the dimension with the widest
     reach."""
-    sizes, low, strides = copy.sizes, copy.source.start, copy.source.strides
-    extent = copy.source.extent
-    if extent * itemsize <= SCRATCH_BYTES or max(sizes) == 1:
-        reads = list(_ranges(slots, low * itemsize, (low + extent) * itemsize))
-        yield _Gather(reads, copy.from_start(), itemsize, target)
+    copy = stored.copy
+    sizes, strides = copy.sizes, copy.source.strides
+    if copy.source.extent * stored.itemsize <= SCRATCH_BYTES or max(sizes) == 1:
+        yield stored
         return
     dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
     half = Box((0,) * len(sizes), (*sizes[:dim], sizes[dim] // 2, *sizes[dim + 1 :]))
     for box in (half, *Box.whole(sizes).subtract(half)):
-        yield from _gathers(slots, copy.part(box), itemsize, target)
+        yield from _fitting(stored._replace(copy=copy.part(box)))
 
 
-def _ranges(slots: Sequence[Stored], low: int, high: int) -> Iterator[tuple[int, _Range]]:
-    """Where bytes [low, high) of a stored array are in files: for each range, the bytes before it
-    and the range."""
+def _source(stored: StoredCopy) -> Iterator[tuple[int, SavedFile, int, int]]:
+    """Where the range that the copy's source spans is in files."""
+    source, itemsize = stored.copy.source, stored.itemsize
+    return _ranges(stored.slots, source.start * itemsize, (source.start + source.extent) * itemsize)
+
+
+def _ranges(
+    slots: Sequence[Stored], low: int, high: int
+) -> Iterator[tuple[int, SavedFile, int, int]]:
+    """Where bytes [low, high) of a stored array are in files: for each range the bytes before it,
+    the file, the offset in it and the length."""
     done = low
     for file, slot in slots:
         start = slot.start if slot.start > done else done
         stop = slot.stop if slot.stop < high else high
         if stop > start:
-            yield start - low, _Range(file, slot.offset + start - slot.start, stop - start)
+            yield start - low, file, slot.offset + start - slot.start, stop - start
             done = stop
 
 
@@ -254,22 +243,25 @@ def same_bytes(
     Where both lie alike in their files, equal checksums of a block prove it. Other blocks are read.
     """
     mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
-    for at, found in mine:
-        for begin, matching in theirs:
+    for at, file, offset, length in mine:
+        for begin, matching, place, size in theirs:
             start = max(at, begin)
-            common = min(at + found.nbytes, begin + matching.nbytes) - start
+            common = min(at + length, begin + size) - start
             if common > 0 and not _same_range(
-                _Range(found.file, found.offset + start - at, common),
-                _Range(matching.file, matching.offset + start - begin, common),
-                readers,
+                readers.of(file),
+                offset + start - at,
+                readers.of(matching),
+                place + start - begin,
+                common,
             ):
                 return False
     return True
 
 
-def _same_range(one: _Range, other: _Range, readers: Readers) -> bool:
-    mine, theirs = readers.of(one.file), readers.of(other.file)
-    at, stop, shift = one.offset, one.offset + one.nbytes, other.offset - one.offset
+def _same_range(
+    mine: BlockReader, start: int, theirs: BlockReader, other_start: int, nbytes: int
+) -> bool:
+    at, stop, shift = start, start + nbytes, other_start - start
     while at < stop:
         block = at // BLOCK
         end = min((block + 1) * BLOCK, stop)
@@ -353,14 +345,16 @@ def _check(reader: BlockReader, low: int, high: int) -> Task:
     return lambda: reader.fill(low, high, [])
 
 
-def _gather_task(gather: _Gather, readers: Readers) -> Task:
-    chosen = [(readers.of(found.file), at, found) for at, found in gather.reads]
+def _gather_task(stored: StoredCopy, buffer: memoryview, readers: Readers) -> Task:
+    """Read the range that the copy's source spans into scratch, and copy from there to `buffer`."""
+    reads = [(readers.of(file), at, offset, n) for at, file, offset, n in _source(stored)]
+    nbytes = stored.copy.source.extent * stored.itemsize
 
     def run() -> None:
-        scratch = readers.scratch.take("gather", gather.nbytes)
-        for reader, at, (_, offset, nbytes) in chosen:
-            reader.read_range(offset, scratch[at : at + nbytes])
-        source, target = (elements(data, gather.itemsize) for data in (scratch, gather.target))
-        copy_elements(gather.copy, source, target)
+        scratch = readers.scratch.take("gather", nbytes)
+        for reader, at, offset, length in reads:
+            reader.read_range(offset, scratch[at : at + length])
+        source, target = (elements(data, stored.itemsize) for data in (scratch, buffer))
+        copy_elements(stored.copy.from_start(), source, target)
 
     return run

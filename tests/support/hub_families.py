@@ -28,6 +28,11 @@ _GATED = {
     "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 48, "head_dim": 16, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+_ROTARY = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+_TOWER = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
+    "out_hidden_size": 64, "deepstack_visual_indexes": [1], "num_position_embeddings": 16,
+}  # fmt: skip
 _GROUPED = {"n_group": 2, "topk_group": 1}
 
 # model_type → transformers' config class, and what it has more or otherwise than `_COMMON`
@@ -70,6 +75,11 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
          "use_mamba_kernels": False},
     ),
     "llama": ("LlamaConfig", {}),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+         "num_experts_per_tok": 1, "moe_layers": [1], "attention_chunk_size": 16},
+    ),
     "minimax": ("MiniMaxConfig", {"num_local_experts": 4, "head_dim": 16, "block_size": 8,
                                   "layer_types": ["linear_attention", "full_attention"]}),
     "mistral": ("MistralConfig", {}),
@@ -97,13 +107,26 @@ _IMAGES: dict[str, Callable[[Any], Any]] = {
         text_config=_text(tf, "llama"), vision_config=tf.CLIPVisionConfig(**_VISION),
         image_token_index=119,
     ),
+    "qwen2_5_vl": lambda tf: tf.Qwen2_5_VLConfig(
+        text_config={**_COMMON, **_ROTARY}, image_token_id=118, video_token_id=119,
+        vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+                       "patch_size": 14, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": lambda tf: tf.Qwen3VLConfig(
+        text_config={**_COMMON, **_ROTARY, "head_dim": 16}, image_token_id=118, video_token_id=119,
+        vision_config=_TOWER,
+    ),
+    "qwen3_vl_moe": lambda tf: tf.Qwen3VLMoeConfig(
+        text_config={**_COMMON, **_ROTARY, **_QWEN, "head_dim": 16, "tie_word_embeddings": False},
+        image_token_id=118, video_token_id=119, vision_config=_TOWER,
+    ),
 }  # fmt: skip
 FAMILIES = sorted(_TEXT | _IMAGES)
 # those that transformers 5 holds otherwise in memory than released models are on disk
 CONVERTED = (
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma3", "glm4_moe", "gpt_neox", "granitemoe",
     "jamba", "llava", "minimax", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
-    "qwen3_next",
+    "qwen3_next", "qwen3_vl_moe",
 )  # fmt: skip
 TOKENS = torch.arange(24).reshape(2, 12) * 5 % 119
 

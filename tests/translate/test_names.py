@@ -47,10 +47,13 @@ print(json.dumps(found))
 
 
 def released(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """As transformers itself writes it, but for a prefix of vision towers: it leaves that out of
-    models that were not loaded from a release."""
+    """As transformers itself writes it, but for a prefix of vision towers, which it leaves out of
+    models that were not loaded from a release, and for the experts of Qwen3-VL-MoE, which it leaves
+    in the order in memory: transformers 4 and servers take that of the release."""
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
+    if model.config.model_type == "qwen3_vl_moe":
+        state = {n: t.mT.contiguous() if ".mlp.experts." in n else t for n, t in state.items()}
     return {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in state.items()}
 
 
@@ -173,7 +176,9 @@ def saved_by_a_rank(families: tuple[str, ...], out: str) -> None:
 
     wraps = {
         "ddp": DistributedDataParallel,
-        "fsdp1": lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+        "fsdp1": lambda m: FullyShardedDataParallel(
+            m, device_id=torch.device("cpu"), use_orig_params=True
+        ),
         "fsdp2": fully_shard,
     }
     for family in families:

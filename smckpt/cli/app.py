@@ -144,16 +144,44 @@ def _below(root: str, path: str) -> str:
 @click.option("--stats", is_flag=True, help="Read the tensors: min, max, mean, std, NaN and inf.")
 @as_json
 def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> None:
-    """Show the contents of CHECKPOINT: topology, values, tensors, sizes, writers, metadata."""
+    """Show the contents of CHECKPOINT: topology, values, tensors, sizes, writers, metadata.
+
+    Of a checkpoint that others wrote: its format, tensors and files.
+    """
     from smckpt.checkpoint.catalogue import open_catalogue
     from smckpt.cli.show import describe, print_description
     from smckpt.storage import open_storage
 
-    facts = describe(open_catalogue(open_storage(checkpoint)), tensors, stats)
+    try:
+        catalogue = open_catalogue(open_storage(checkpoint))
+    except CheckpointError:
+        if _show_foreign(checkpoint, tensors, stats, as_json):
+            return
+        raise
+    facts = describe(catalogue, tensors, stats)
     if as_json:
         print_json(facts)
     else:
         print_description(facts, tensors)
+
+
+def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> bool:
+    """Show what others wrote; whether it is that."""
+    from smckpt.translate.rank_sources import open_source
+
+    source = open_source(checkpoint)
+    if source is None:
+        return False
+    from smckpt.cli.show_foreign import describe_foreign, print_foreign
+
+    if stats:
+        raise click.UsageError("--stats is for checkpoints of smckpt")
+    facts = describe_foreign(source, tensors)
+    if as_json:
+        print_json(facts)
+    else:
+        print_foreign(facts, tensors)
+    return True
 
 
 @app.command()
@@ -403,6 +431,8 @@ def export(
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)} in "
         f"{count_text(len(report.files), 'file')}, {report.seconds:.1f} s: {report.directory}"
     )
+    if report.source != "smckpt":
+        print_line(f"made from {report.source}")
 
 
 @app.command("import")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
     from smckpt.layout.entries import Entry
 
-__all__ = ["describe", "print_description"]
+__all__ = ["SHOWN", "describe", "picked", "print_description", "print_tensors"]
 
 SHOWN = 20  # rows of a table, unless the user asks for all
 LONGEST = 60  # characters of a value
@@ -41,7 +41,7 @@ def describe(catalogue: Catalogue, pattern: str | None, stats: bool = False) -> 
     first = catalogue.manifests[0]
     lowest = catalogue.object_ranks[0]
     objects = catalogue.part(lowest)["objects"]
-    tensors = [t for t in _tensors(catalogue) if _picked(t["name"], pattern)]
+    tensors = [t for t in _tensors(catalogue) if picked(t["name"], pattern)]
     for tensor in tensors if stats else ():
         tensor["statistics"] = statistics(catalogue, tensor["name"])
     return {
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
     return f"{tag} {inside}"
 
 
-def _picked(name: str, pattern: str | None) -> bool:
+def picked(name: str, pattern: str | None) -> bool:
     if pattern is None:
         return True
     if set(pattern) & set("*?["):
@@ -161,7 +161,7 @@ def print_description(facts: dict[str, Any], pattern: str | None) -> None:
         rows = [(name, _value(value)) for name, value in facts["topology"].items()]
         print_table("topology", ("degree", "ranks"), rows)
     _print_values(facts["objects"])
-    _print_tensors(facts["tensors"], pattern)
+    print_tensors(facts["tensors"], pattern)
     _print_writers(facts["writers"])
 
 
@@ -173,7 +173,7 @@ def _print_values(objects: dict[str, Any]) -> None:
         print_line(f"  … and {len(values) - SHOWN} more: --json lists all")
 
 
-def _print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
+def print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
     shown = tensors if pattern is not None else tensors[:SHOWN]
     total = bytes_text(sum(tensor["bytes"] for tensor in tensors))
     matching = "" if pattern is None else f" that match {pattern!r}"

@@ -19,6 +19,7 @@ from smckpt.translate.config import CONFIG, ModelConfig
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, looks_packed, looks_transformed
 from smckpt.translate.families import find_family
+from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.meta_model import Fit
@@ -26,7 +27,7 @@ from smckpt.translate.model import model_dims, to_hub
 from smckpt.translate.names import HubTensor, model_tensors
 from smckpt.translate.pieces import TensorKey
 from smckpt.translate.rank_files import TensorReader, open_files
-from smckpt.translate.rank_sources import RankFilesFound, files_of
+from smckpt.translate.rank_sources import RankFilesFound, open_source
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Target
@@ -52,7 +53,7 @@ class ExportContents:
     """What is read, the targets made of it, names left out, notes, which names they are, the layout
     if translated, the adapter's config if it is one, the commit that is read; of a translation, how
     many rows of the vocabulary are written, and how many are stored; which targets keep their dtype
-    in a model of another."""
+    in a model of another; the format of what is read."""
 
     source: ChunkSource
     targets: Sequence[Target]
@@ -64,6 +65,7 @@ class ExportContents:
     identity: str = ""
     vocabulary: tuple[int, int] = (0, 0)
     kept: Kept = field(default_factory=dict)
+    source_format: str = "smckpt"
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,13 @@ def find_contents(
         as `export_hf`.
     """
     family = settings.values["model_type"] if settings is not None else None
-    files = files_of(checkpoint)
-    if files is not None:
+    source = open_source(checkpoint)
+    if isinstance(source, RankFilesFound):
         _refuse_prefix(prefix)
-        return _of_files(files, settings, said, naming, comparison)
+        made = _of_files(source, settings, said, naming, comparison)
+        return replace(made, source_format=source.format)
+    if source is not None:
+        return _of_foreign(source, prefix, settings, said, naming, comparison)
     catalogue = open_catalogue(access.open(checkpoint))
     tensors = model_tensors(catalogue, prefix)
     packed = naming == HUB and looks_packed(tensors, family)
@@ -124,6 +129,22 @@ def find_contents(
         said.refuse_degrees(catalogue.url)
         made = _named(LogicalTensors(catalogue, tensors), settings, naming, comparison)
     return replace(made, identity=catalogue.identity)
+
+
+def _of_foreign(
+    checkpoint: ForeignCheckpoint, prefix: str | None, settings: ModelConfig | None,
+    said: GivenLayout, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """A checkpoint that others wrote, with tensors of all ranks."""
+    family = settings.values["model_type"] if settings is not None else None
+    reader = checkpoint.reader(model_tensors(checkpoint, prefix))
+    packed = naming == HUB and looks_packed(reader.held, family)
+    if said.layout is not None or packed or looks_transformed(reader.held):
+        made = _translated(reader, settings, said, said.degrees, naming)
+    else:
+        said.refuse_degrees(checkpoint.url)
+        made = _named(reader, settings, naming, comparison)
+    return replace(made, source_format=checkpoint.format)
 
 
 def _of_files(

@@ -50,7 +50,8 @@ class ExportReport:
     left_out: names not written because they are tied to one that is. notes: what a reader should
     know ("no config was given …"). naming: "hub", the names of released models, or "module", those
     of the state dict. layout: the tensor-parallel layout that it was translated from.
-    nonfinite: how many NaN and infinite elements each tensor has that has any.
+    nonfinite: how many NaN and infinite elements each tensor has that has any. source: the format
+    of what was read.
     """
 
     directory: str
@@ -63,6 +64,7 @@ class ExportReport:
     naming: str
     layout: str | None = None
     nonfinite: dict[str, int] = field(default_factory=dict)
+    source: str = "smckpt"
 
 
 @alone()
@@ -244,6 +246,7 @@ def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportRep
         naming=made.found.naming,
         layout=made.found.layout,
         nonfinite=decided["nonfinite"],
+        source=made.found.source_format,
     )
 
 

@@ -6,15 +6,15 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 
-__all__ = ["HubTensor", "Tie", "find_ties", "model_tensors", "unwrapped"]
+__all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "unwrapped"]
 
 log = logging.getLogger("smckpt")
 
@@ -67,8 +67,21 @@ class Tie:
     left_out: str
 
 
+class Named(Protocol):
+    """A checkpoint of ours or of others: tensors by logical name, and the places of optimizers."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def logical(self) -> Mapping[str, LogicalTensor]: ...
+
+    @property
+    def optimizers(self) -> Iterable[str]: ...
+
+
 def model_tensors(
-    catalogue: Catalogue, prefix: str | None, *, peft: bool = False
+    catalogue: Named, prefix: str | None, *, peft: bool = False
 ) -> dict[str, LogicalTensor]:
     """Map each name in the export to its tensor.
 
@@ -127,7 +140,7 @@ def _ends(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
-def _outside_optimizers(catalogue: Catalogue) -> dict[str, LogicalTensor]:
+def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
     places = [f"{place}." for place in catalogue.optimizers]
     return {
         name: tensor
@@ -147,7 +160,9 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
         return ""
     candidates = [top for top, held in by_top.items() if _like_a_model(held)]
     if len(candidates) == 1:
-        return candidates[0]
+        (top,) = candidates
+        inner = any(len(t.path) > 2 and t.path[1] == "model" for t in by_top[top])
+        return f"{top}.model" if inner else top  # one object that holds a model and more
     raise UsageError(
         f"the model could be any of the keys {sorted(candidates)} of the saved state dict"
         if candidates

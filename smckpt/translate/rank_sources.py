@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smckpt.errors import TopologyError, UsageError
+from smckpt.checkpoint.format import parse_name
+from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
 from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.dcp.directory import open_dcp
+from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.torch_files import load_inert
 
-__all__ = ["RankFilesFound", "files_of"]
+__all__ = ["RankFilesFound", "open_source"]
 
 _LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")  # tensor, pipeline, expert
@@ -22,20 +25,24 @@ _MODEL = "model_optim_rng.pt"
 
 @dataclass(frozen=True)
 class RankFilesFound:
-    """Files of ranks, tensor-parallel ones innermost, and the degrees that their names tell."""
+    """Files of ranks, tensor-parallel ones innermost, the degrees that their names tell, and what
+    the format is called."""
 
     paths: Sequence[str | os.PathLike[str]]
     tp: int | None = None
     ep: int | None = None
+    format: str = "files of ranks"
 
 
-def files_of(checkpoint: Any) -> RankFilesFound | None:
-    """The files, where it is they that are given: a list, one file, or a directory of Megatron-LM
-    (with `mp_rank_XX`, or above such directories). None for a checkpoint of ours.
+def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
+    """What others wrote, recognised by its content: the files of ranks (a list, one file, a
+    directory of Megatron-LM), or a checkpoint in one directory. None for a checkpoint of ours, and
+    for what is unknown.
 
     Raises:
         UsageError: a rank's file is missing.
         TopologyError: the model is in pipeline stages.
+        CorruptCheckpointError: the checkpoint is damaged or not whole.
     """
     if not isinstance(checkpoint, (str, os.PathLike)):
         return RankFilesFound(list(checkpoint))
@@ -43,15 +50,36 @@ def files_of(checkpoint: Any) -> RankFilesFound | None:
         return None
     path = Path(local_path(os.fspath(checkpoint)))
     if path.is_file():
-        return RankFilesFound([path])
-    return _megatron(path)
+        return RankFilesFound([path], format="one file")
+    if not path.is_dir() or any(parse_name(name) for name in os.listdir(path)):
+        return None
+    path = _iteration(path)
+    return _megatron(path) or open_dcp(path)
+
+
+def _iteration(path: Path) -> Path:
+    """The latest iteration, where Megatron-LM's file in the directory names one."""
+    latest = path / _LATEST
+    if not latest.is_file():
+        return path
+    said = latest.read_text(errors="replace").strip()[:64]
+    if said != "release" and not said.isdigit():
+        raise CorruptCheckpointError(
+            f"the file names no iteration, but {said!r}",
+            remedy="pass the directory of an iteration",
+            path=str(latest),
+        )
+    found = path / (said if said == "release" else f"iter_{int(said):07d}")
+    if not found.is_dir():
+        raise UsageError(
+            f"{_LATEST} names {said}, but {found.name} is missing",
+            remedy=f"fetch {found.name}, or pass the directory of another iteration",
+            path=str(path),
+        )
+    return found
 
 
 def _megatron(path: Path) -> RankFilesFound | None:
-    latest = path / _LATEST
-    if latest.is_file():
-        said = latest.read_text().strip()
-        path = path / (said if said == "release" else f"iter_{int(said):07d}")
     ranks = _ranks(path)
     if not ranks:
         return None
@@ -74,7 +102,7 @@ def _megatron(path: Path) -> RankFilesFound | None:
                     path=str(path),
                 )
             paths.append(file)
-    return RankFilesFound(paths, tp, ep)
+    return RankFilesFound(paths, tp, ep, "Megatron-LM (mp_rank_XX)")
 
 
 def _ranks(path: Path) -> dict[tuple[int, int, int], Path]:

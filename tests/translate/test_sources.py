@@ -104,12 +104,12 @@ def test_a_missing_rank_and_stages_are_refused(tmp_path, llama):
 
 
 def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):
-    from smckpt.translate.rank_sources import files_of
+    from smckpt.translate.rank_sources import RankFilesFound, open_source
 
     _, state = llama
     cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
-    found = files_of(megatron_directory(tmp_path / "megatron", cuts, 2))
-    assert found is not None and (found.tp, found.ep) == (1, 2)
+    found = open_source(megatron_directory(tmp_path / "megatron", cuts, 2))
+    assert isinstance(found, RankFilesFound) and (found.tp, found.ep) == (1, 2)
     names = [Path(path).parent.name for path in found.paths]
     assert names == ["mp_rank_00_000", "mp_rank_00_001"]
 

@@ -1,0 +1,173 @@
+"""Tensors whose boxes lie in files of any kind: what distributed checkpoints of others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
+from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import (
+    Box,
+    Copy,
+    Piece,
+    Strided,
+    covered,
+    elements,
+    execute,
+    row_major_strides,
+)
+from smckpt.translate.compile import Block
+from smckpt.translate.mapped import MappedFiles
+from smckpt.translate.pieces import RankTensors
+from smckpt.translate.torch_archive import StoredTensor
+
+__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "refuse_gaps"]
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box of a tensor. find: reads where it lies; file: its name, for errors. inside: this box is
+    at these indices of the outer dimensions of what lies there."""
+
+    box: Box
+    file: str
+    find: Callable[[], StoredTensor]
+    inside: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor by its logical name; `path` is its place in the state dict."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: Shape
+    boxes: tuple[SavedBox, ...] = field(repr=False)
+
+
+class _Taken(NamedTuple):
+    """Elements of a stored tensor, and where they go."""
+
+    stored: StoredTensor
+    copy: Copy
+    buffer: int
+
+
+class BoxTensors:
+    """A `TensorReader` of such tensors. Each box is found when it is first needed, and the CRC of
+    its bytes, if there is one, compared when they are first read."""
+
+    def __init__(self, url: str, tensors: Mapping[str, SavedTensor]) -> None:
+        """
+        Raises:
+            CorruptCheckpointError: elements of a tensor are in no box, or in several.
+        """
+        self.url = url
+        self.held: Mapping[str, RankTensors] = {
+            name: RankTensors(name, t.dtype, {}, t.shape) for name, t in tensors.items()
+        }
+        self._tensors = tensors
+        self._files = MappedFiles()
+        self._pieces: dict[tuple[str, int], tuple[Piece, StoredTensor]] = {}
+        for tensor in tensors.values():
+            refuse_gaps(tensor, url)
+
+    def plan(self, blocks: Sequence[Block]) -> Sequence[_Taken]:
+        out = []
+        for block in blocks:
+            tensor = self._tensors[block.source.name]
+            left = block.copy.numel
+            for number, saved in enumerate(tensor.boxes):
+                dense = row_major_strides(saved.box.sizes)
+                copy = self._cut(block, Piece(tensor.name, tensor.shape, saved.box, 0, dense))
+                if copy is None:
+                    continue
+                piece, stored = self._found(tensor, number, saved)
+                if (piece.start, piece.strides) != (0, dense):
+                    copy = self._cut(block, piece)
+                    assert copy is not None
+                left -= copy.numel
+                out.append(_Taken(stored, copy, block.buffer))
+            if left:
+                raise CorruptCheckpointError(
+                    f"{tensor.name}: {left} elements of a part are in no file",
+                    remedy="use another checkpoint",
+                    path=self.url,
+                )
+        return out
+
+    def read(self, plan: Sequence[_Taken], buffers: Sequence[memoryview]) -> None:
+        for stored, copy, buffer in plan:
+            itemsize = DTYPES[stored.dtype].itemsize
+            memory = self._files.bytes_of(stored.record)
+            memory = memory[: len(memory) // itemsize * itemsize]
+            execute(copy, elements(memory, itemsize), elements(buffers[buffer], itemsize))
+        self._files.let_go(sum(len(buffer) for buffer in buffers))
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _cut(self, block: Block, piece: Piece) -> Copy | None:
+        """As `CheckpointTensors`: a whole tensor is read in any shape, a part in its own."""
+        if piece == Piece.whole(piece.name, piece.shape, piece.start):
+            there = block.copy.source
+            at = Strided(there.sizes, there.start + piece.start, there.strides)
+            return Copy(at, block.copy.target)
+        try:
+            return block.copy.read_from(piece)
+        except ValueError as error:
+            raise TopologyError(
+                f"{piece.name} is in several parts, but its experts are folded into its memory",
+                remedy="save it whole, or export the files of ranks",
+                path=self.url,
+            ) from error
+
+    def _found(
+        self, tensor: SavedTensor, number: int, saved: SavedBox
+    ) -> tuple[Piece, StoredTensor]:
+        key = tensor.name, number
+        if key not in self._pieces:
+            stored = saved.find()
+            outer = len(saved.inside)
+            if (stored.dtype, stored.shape[outer:]) != (tensor.dtype, saved.box.sizes) or any(
+                i >= n for i, n in zip(saved.inside, stored.shape, strict=False)
+            ):
+                raise TensorMismatchError(
+                    f"the part of {tensor.name} at {saved.box.offsets} is {stored.dtype} "
+                    f"{stored.shape} in its file, but the checkpoint's metadata says "
+                    f"{tensor.dtype} {saved.box.sizes}",
+                    remedy="files of two checkpoints are mixed: use another one",
+                    path=saved.file,
+                )
+            start = stored.start + sum(
+                i * n for i, n in zip(saved.inside, stored.strides, strict=False)
+            )
+            piece = Piece(tensor.name, tensor.shape, saved.box, start, stored.strides[outer:])
+            self._pieces[key] = piece, stored
+        return self._pieces[key]
+
+
+def refuse_gaps(tensor: SavedTensor, url: str) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: elements of the tensor are in no box, or in several.
+    """
+    whole = Box.whole(tensor.shape)
+    boxes = [saved.box for saved in tensor.boxes]
+    outside = [box for box in boxes if box.numel and whole.intersect(box) != box]
+    found = covered(whole, [] if outside else boxes)
+    if outside or not found.exact:
+        what = (
+            f"a part at {outside[0].offsets} of the size {outside[0].sizes} lies outside"
+            if outside
+            else f"{found.never} elements are in no part, {found.often} in several"
+        )
+        raise CorruptCheckpointError(
+            f"{tensor.name} of the shape {tensor.shape}: {what}",
+            remedy="fetch the whole checkpoint, with the files of all ranks, or use another one",
+            path=url,
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP) and of what is built on it, read without it."""

@@ -1,0 +1,51 @@
+"""A checkpoint that others wrote: its tensors by name, whichever format it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from smckpt.checkpoint.catalogue import LogicalTensor
+from smckpt.translate.boxes import BoxTensors, SavedTensor
+
+__all__ = ["ForeignCheckpoint"]
+
+_OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """format: its name. saved: the tensors. objects: the names of other values. files: name → size.
+    facts: what else is known, by name."""
+
+    url: str
+    format: str
+    saved: Mapping[str, SavedTensor]
+    objects: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    of_optimizers: frozenset[str] = frozenset()
+
+    @cached_property
+    def logical(self) -> Mapping[str, LogicalTensor]:
+        return {
+            name: LogicalTensor(name, t.path, t.dtype, t.shape) for name, t in self.saved.items()
+        }
+
+    @cached_property
+    def optimizers(self) -> frozenset[str]:
+        """Places of optimizers: what has `param_groups`."""
+        found = map(_OPTIMIZER.match, (*self.saved, *self.objects))
+        return self.of_optimizers | {match.group(1) or "" for match in found if match}
+
+    def reader(self, tensors: Mapping[str, LogicalTensor]) -> BoxTensors:
+        """Of some of them, under other names.
+
+        Raises:
+            CorruptCheckpointError: elements of a tensor are in no file, or in several.
+        """
+        picked = {name: replace(self.saved[t.name], name=name) for name, t in tensors.items()}
+        return BoxTensors(self.url, picked)

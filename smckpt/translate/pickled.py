@@ -1,0 +1,262 @@
+"""A pickle, read as data: nothing that it names is imported or called.
+
+Objects of classes, and the results of functions, become `Inert`: what was named, the arguments and
+the state. A few plain containers become themselves. Work and memory are bounded by the length of
+the pickle.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Global", "Inert", "read_pickle"]
+
+_OBJECTS = 6_000_000  # containers and stand-ins; their memory is below a gigabyte
+_KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for ever
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class, a function or a constant, by its name."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Inert:
+    """In place of an object: what would have been called, and with what. It does nothing."""
+
+    __slots__ = ("args", "items", "of", "state")
+
+    def __init__(self, of: Any, args: Any) -> None:
+        self.of = of
+        self.args = args
+        self.state: Any = None
+        self.items: Any = None  # of a class that is a list or a dict
+
+    def __repr__(self) -> str:
+        return f"<{self.of}>"
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """An attribute of the object."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def read_pickle(data: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """What the pickle describes.
+
+    Args:
+        persistent: what stands for an object that is not in the pickle, of its id.
+
+    Raises:
+        ValueError: it is damaged, or has what no pickle of plain objects has; says at which byte.
+    """
+    machine = _Machine(persistent or (lambda pid: Inert(Global("pickle", "persistent id"), pid)))
+    at: int | None = 0
+    try:
+        for opcode, argument, place in pickletools.genops(data):
+            at = place
+            if opcode.name == "STOP":
+                return machine.stack.pop()
+            handler = _HANDLERS.get(opcode.name)
+            if handler is None:
+                raise ValueError(f"it has the opcode {opcode.name}")
+            handler(machine, argument)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"damaged at byte {at}: {error}") from error
+    raise ValueError("it does not end")
+
+
+class _Machine:
+    def __init__(self, persistent: Callable[[Any], Any]) -> None:
+        self.persistent = persistent
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # what lies under each mark
+        self.memo: dict[int, Any] = {}
+        self.made = 0
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def make(self, value: Any) -> None:
+        self.count()
+        self.stack.append(value)
+
+    def count(self) -> None:
+        self.made += 1
+        if self.made > _OBJECTS:
+            raise ValueError(f"more than {_OBJECTS} objects")
+
+    def mark(self) -> None:
+        self.count()
+        self.below.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def keep(self, number: int | None = None) -> None:
+        self.memo[len(self.memo) if number is None else number] = self.stack[-1]
+
+    def own_items(self, kind: Callable[[], Any]) -> Any:
+        """The last object, or the items of one whose class is a list or a dict."""
+        target = self.stack[-1]
+        if not isinstance(target, Inert):
+            return target
+        if target.items is None:
+            target.items = kind()
+        return target.items
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.own_items(list)
+        if not isinstance(target, list):
+            raise ValueError(f"items are added to a {type(target).__name__}")
+        target.extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        target = self.own_items(dict)
+        if not isinstance(target, dict) or len(items) % 2:
+            raise ValueError(f"keys are set in a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[_key(key)] = value
+
+    def union(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], set):
+            raise ValueError("members are added to what is no set")
+        self.stack[-1].update(map(_key, items))
+
+    def named(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("a name is no text")
+        self.make(Global(module, name))
+
+    def call(self, named: Any, args: Any) -> None:
+        if not isinstance(args, tuple):
+            raise ValueError("arguments are no tuple")
+        plain = _PLAIN.get(str(named)) if isinstance(named, Global) else None
+        self.make(Inert(named, args) if plain is None else plain(args))
+
+    def build(self, state: Any) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Inert):
+            target.state = state
+        elif not isinstance(target, dict):  # an OrderedDict has attributes
+            raise ValueError(f"a {type(target).__name__} gets a state")
+
+
+def _key(key: Any) -> Any:
+    """A key that is quick to hash."""
+    if isinstance(key, tuple):
+        if len(key) > _KEY or any(isinstance(part, (tuple, frozenset)) for part in key):
+            raise ValueError("a key is a long or nested tuple")
+    elif isinstance(key, frozenset):
+        raise ValueError("a key is a set")
+    return key
+
+
+def _size(args: Any) -> tuple[int, ...]:
+    (sizes,) = args
+    if not isinstance(sizes, (tuple, list)) or any(type(n) is not int for n in sizes):
+        raise ValueError("a torch.Size is no sequence of integers")
+    return tuple(sizes)
+
+
+def _members(args: Any) -> set[Any]:
+    return set(map(_key, *args))
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "collections.OrderedDict": lambda args: {},
+        "collections.defaultdict": lambda args: {},
+        "torch.Size": _size,
+        "builtins.set": _members,
+        "__builtin__.set": _members,
+    }
+)
+
+
+def _tuple(number: int) -> Callable[[_Machine, Any], None]:
+    def run(m: _Machine, _: Any) -> None:
+        if len(m.stack) < number:
+            raise ValueError("too few items for a tuple")
+        items = tuple(m.stack[-number:])
+        del m.stack[-number:]
+        m.make(items)
+
+    return run
+
+
+def _two(use: Callable[[_Machine, Any, Any], None]) -> Callable[[_Machine, Any], None]:
+    def run(m: _Machine, _: Any) -> None:
+        second = m.stack.pop()
+        use(m, m.stack.pop(), second)
+
+    return run
+
+
+def _name(m: _Machine, text: str) -> None:
+    m.named(*text.split(" ", 1))
+
+
+def _one(use: Callable[[_Machine, Any], None]) -> Callable[[_Machine, Any], None]:
+    return lambda m, _: use(m, m.stack.pop())
+
+
+def _with_keywords(m: _Machine, _: Any) -> None:
+    keywords, args = m.stack.pop(), m.stack.pop()
+    m.call(m.stack.pop(), args)
+    if keywords and isinstance(m.stack[-1], Inert):
+        m.stack[-1].state = keywords
+
+
+_VALUES = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINSTRING", "SHORT_BINSTRING",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINUNICODE", "SHORT_BINUNICODE",
+    "BINUNICODE8",
+)  # fmt: skip
+_HANDLERS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
+    {
+        **dict.fromkeys(_VALUES, _Machine.push),
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.keep),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, n: m.push(m.memo[n])),
+        "PROTO": lambda m, _: None,
+        "FRAME": lambda m, _: None,
+        "MEMOIZE": lambda m, _: m.keep(),
+        "NONE": lambda m, _: m.push(None),
+        "NEWTRUE": lambda m, _: m.push(True),
+        "NEWFALSE": lambda m, _: m.push(False),
+        "MARK": lambda m, _: m.mark(),
+        "POP": _one(lambda m, _: None),
+        "POP_MARK": lambda m, _: m.since_mark().clear(),
+        "EMPTY_LIST": lambda m, _: m.make([]),
+        "EMPTY_DICT": lambda m, _: m.make({}),
+        "EMPTY_SET": lambda m, _: m.make(set()),
+        "EMPTY_TUPLE": lambda m, _: m.push(()),
+        "TUPLE": lambda m, _: m.make(tuple(m.since_mark())),
+        "TUPLE1": _tuple(1),
+        "TUPLE2": _tuple(2),
+        "TUPLE3": _tuple(3),
+        "FROZENSET": lambda m, _: m.make(frozenset(map(_key, m.since_mark()))),
+        "APPEND": _one(lambda m, item: m.extend([item])),
+        "APPENDS": lambda m, _: m.extend(m.since_mark()),
+        "SETITEM": _two(lambda m, key, value: m.update([key, value])),
+        "SETITEMS": lambda m, _: m.update(m.since_mark()),
+        "ADDITEMS": lambda m, _: m.union(m.since_mark()),
+        "GLOBAL": _name,
+        "STACK_GLOBAL": _two(_Machine.named),
+        "REDUCE": _two(_Machine.call),
+        "NEWOBJ": _two(_Machine.call),
+        "NEWOBJ_EX": _with_keywords,
+        "BUILD": _one(_Machine.build),
+        "BINPERSID": _one(lambda m, pid: m.make(m.persistent(pid))),
+    }
+)

@@ -40,6 +40,7 @@ from smckpt.meeting.membership import Membership
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url
+from smckpt.topology import ParallelState
 
 __all__ = ["CheckpointManager"]
 
@@ -89,6 +90,9 @@ class CheckpointManager:
         random: also save and restore the random generators of Python, NumPy, torch and the device.
         max_consecutive_failures: how many failed saves in a row are only logged. None: as `options`
             says.
+        parallel_state: the degrees of the job, where tensor-, expert- or pipeline-parallel ranks
+            hold plain tensors of their own, which no mesh describes. It is recorded. Ranks with the
+            same coordinates save together. None: the model's meshes tell.
         options: options of each save; see `SaveOptions`.
         timeout: seconds for each round in which the ranks agree.
         s3_region, s3client_config: as in `async_save`.
@@ -111,6 +115,7 @@ class CheckpointManager:
         exit_status: int = 143,
         random: bool = True,
         max_consecutive_failures: int | None = None,
+        parallel_state: ParallelState | None = None,
         options: SaveOptions | None = None,
         timeout: float = 1800.0,
         s3_region: str | None = None,
@@ -130,6 +135,7 @@ class CheckpointManager:
         digest = hashlib.sha256(f"{self.root}\0{layout}".encode()).hexdigest()[:12]
         self._membership = Membership(group, f"manager/{digest}")
         self._rank, self._world = group.rank, group.world_size
+        self._degrees = parallel_state
         self._book = Book(self._access.open(self.root), self._template)
         self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6))
         self._schedule = Schedule(self._membership, interval, timeout)
@@ -207,6 +213,7 @@ class CheckpointManager:
             metadata=told,
             on_commit=self._committed(place),
             options=self._options,
+            parallel_state=self._degrees,
             **self._store_options,
         )
         assert handle is not None
@@ -276,6 +283,7 @@ class CheckpointManager:
             "run": self._keeper.run,
             "ranks": self._world,
             "replicas": len(self._groups.ranks) if self._groups else self._world,
+            "degrees": self._degrees and self._degrees.to_json(),
             "random": sorted(random_state()) if self._random else [],
             "failures": history.failures,
             "seconds": round(history.seconds, 1),
@@ -342,7 +350,8 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """The loaded state of the objects in `into`. Its tensors are the live ones."""
         mark = found.metadata.get("manager") or {}
-        same = mark.get("ranks") == self._world and mark.get("replicas") == len(group.ranks)
+        now = self._recorded()
+        same = all(mark.get(name) == now[name] for name in ("ranks", "replicas", "degrees"))
         target = taken(into, LOCAL if same else SHARDED)
         if mark:
             target["manager"] = {"step": 0, **random_target(mark.get("random") or [])}
@@ -350,6 +359,7 @@ class CheckpointManager:
             target,
             checkpoint_id=group.directory(found.path) if same else found.path,
             process_group=group.process_group if same else None,
+            parallel_state=self._degrees,
             timeout=self._timeout,
             **self._store_options,
         )
@@ -455,7 +465,7 @@ class CheckpointManager:
         if self._groups is None:
             meeting = self._membership.meeting(self._timeout)
             point = self._point("groups")
-            self._groups = agreed_group(meeting, point, state, self._timeout)
+            self._groups = agreed_group(meeting, point, state, self._degrees, self._timeout)
         return self._groups
 
     def _directory(self, place: str) -> str:

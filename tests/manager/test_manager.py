@@ -16,12 +16,13 @@ import torch
 
 from smckpt import (
     CheckpointManager,
+    ParallelState,
     SaveFailedError,
     SaveOptions,
     find_checkpoints,
     verify_checkpoint,
 )
-from smckpt.errors import CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
 from tests.support.launch import run_ranks
 
 
@@ -276,6 +277,54 @@ def test_the_newest_is_bad_and_all_ranks_go_on_from_the_one_before(tmp_path: Pat
     told = run_ranks(go_on, 2, str(tmp_path / "smaller"), 1, None)
     assert [each[0] for each in told] == [4, 4]
     assert told[0][1] != told[1][1]  # each rank has random numbers of its own
+
+
+def sliced(degrees: Any, seed: int) -> dict[str, Any]:
+    """Plain tensors, others on each tensor-parallel rank and the same on its replicas."""
+    torch.manual_seed(10 * seed + degrees.tp_rank)
+    model = torch.nn.Linear(4, 4)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def save_slices(root: str) -> list[Any]:
+    degrees = ParallelState(4, tensor_parallel_degree=2, hybrid_shard_degree=1)
+    state = sliced(degrees, 1)
+    with CheckpointManager(root, parallel_state=degrees) as manager:
+        manager.save(1, state)
+    return state["model"].weight.tolist()
+
+
+def restore_slices(root: str, replicas: int, ranks: int) -> list[Any] | str:
+    degrees = ParallelState(ranks, tensor_parallel_degree=ranks // replicas, hybrid_shard_degree=1)
+    state = sliced(degrees, 2)
+    with CheckpointManager(root, parallel_state=degrees) as manager:
+        try:
+            assert manager.restore(into=state) == 1
+        except CheckpointError as error:
+            return str(error)
+        return state["model"].weight.tolist()
+
+
+def test_ranks_that_hold_plain_slices_save_with_their_replicas_by_the_degrees(
+    tmp_path: Path,
+) -> None:
+    root = str(tmp_path / "run")
+    saved = run_ranks(save_slices, 4, root)
+    assert saved[0] != saved[1] and saved[:2] == saved[2:]
+    assert {"tp0", "tp1"} < set(os.listdir(root + "/1"))
+    assert run_ranks(restore_slices, 4, root, 2, 4) == saved
+    assert run_ranks(restore_slices, 2, root, 1, 2) == saved[:2]  # without replicas
+    for told in run_ranks(restore_slices, 4, root, 4, 4):  # without slices
+        assert "build the model with the degrees of the checkpoint" in told
+
+
+def test_the_degrees_of_another_job_are_refused(tmp_path: Path) -> None:
+    state = objects(0)
+    with (
+        CheckpointManager(tmp_path, parallel_state=ParallelState(8, rank=0)) as manager,
+        pytest.raises(UsageError, match="8 ranks, the job 1"),
+    ):
+        manager.save(1, state)
 
 
 def one_rank_cannot(root: str) -> list[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
     from smckpt.checkpoint.remove import RemoveReport
     from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.engine.alarms import Alarms
     from smckpt.engine.api import (
         LoadEvent,
         SaveEvent,
@@ -64,6 +65,7 @@ __all__ = [
     "FULL",
     "LOCAL",
     "SHARDED",
+    "Alarms",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointNotFoundError",
@@ -126,6 +128,7 @@ _HOMES = {
     "smckpt.checkpoint.discover": ("FoundCheckpoint", "find_checkpoints"),
     "smckpt.checkpoint.remove": ("RemoveReport",),
     "smckpt.checkpoint.verify": ("verify_checkpoint",),
+    "smckpt.engine.alarms": ("Alarms",),
     "smckpt.engine.api": (
         "LoadEvent",
         "SaveEvent",

@@ -26,6 +26,7 @@ __all__ = [
     "Sweep",
     "Swept",
     "TakeLease",
+    "Watched",
     "WritePart",
     "commands",
 ]
@@ -73,18 +74,35 @@ class ArenaFile:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """Bytes [start, stop) of file number `file`, whose checksum the trainer wants. dtype: that of
+    the elements whose NaN and infinite ones are counted; "" counts none."""
+
+    file: int
+    start: int
+    stop: int
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
 class PartWritten:
-    """part: the record's name. crc64: of the record, in hex. bytes: of the data files."""
+    """part: the record's name. crc64: of the record, in hex. bytes: of the data files. checksums,
+    nonfinite: of each `Watched`. retries: how many requests to the store were sent again; None if
+    the store does not count."""
 
     part: str
     crc64: str
     bytes: int
     write_seconds: float
+    checksums: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
+    retries: int | None = None
 
 
 @dataclass(frozen=True)
 class WritePart(Command[PartWritten]):
-    """arena: its number; None if there are no files. part: the record without "files"."""
+    """arena: its number; None if there are no files. part: the record without "files". watched:
+    by file and place, without overlaps."""
 
     function = "write_part"
     answer = PartWritten
@@ -94,6 +112,7 @@ class WritePart(Command[PartWritten]):
     arena: int | None
     files: tuple[ArenaFile, ...]
     part: dict[str, Any]
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclass(frozen=True)

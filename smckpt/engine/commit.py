@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smckpt.checkpoint.format import record_name
+from smckpt.engine.alarms import Looked, judge
 from smckpt.engine.commands import (
     Probe,
     Published,
@@ -51,7 +52,8 @@ class Sight:
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's durable part. crc64: the checksum of the part record, in hex."""
+    """A rank's durable part. crc64: the checksum of the part record, in hex. looked: what the rank
+    saw, for alarms."""
 
     rank: int
     host: str
@@ -60,6 +62,7 @@ class Written:
     prefix_sharding: dict[str, Any] | None
     part: str
     crc64: str
+    looked: Looked | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ class GroupManifest:
 @dataclass(frozen=True)
 class Committed:
     """A committed save. nbytes: bytes of the data files of all ranks. record, record_directory: for
-    a step of several groups."""
+    a step of several groups. alarms: what the group's coordinator warned of."""
 
     manifest: str
     fencing_token: int
     nbytes: int
     record: str | None = None
     record_directory: str | None = None
+    alarms: tuple[str, ...] = ()
 
 
 class Committer:
@@ -230,12 +234,13 @@ class Committer:
         if not job.partition.alone:
             return self._commit_step(meeting, job, written, timeout)
         parts = self._checked(written())
+        alarms = self._judged(job, parts)
         ranks, prefix_sharding = self.group.ranks, job.prefix_sharding()
         fencing_token = self._token(
             meeting, job, job.request.directory, ranks, timeout, prefix_sharding=prefix_sharding
         )
         published = self._publish(meeting, job, parts, fencing_token, None, timeout)
-        return Committed(published.manifest, fencing_token, published.bytes)
+        return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
 
     def _checked(self, written: dict[int, Written]) -> dict[int, Written]:
         """Check that what all ranks wrote belongs to one save, and return it."""
@@ -257,6 +262,12 @@ class Committer:
                 path=directories[0],
             )
         return written
+
+    def _judged(self, job: SaveJob, parts: dict[int, Written]) -> tuple[str, ...]:
+        """What the save warns of. An alarm that is an error is raised."""
+        brought = {part.rank: (part.host, part.looked) for part in parts.values()}
+        alarms, path = job.request.options.alarms, job.request.directory
+        return judge(alarms, job.called, brought, path)
 
     def _token(
         self,
@@ -349,9 +360,12 @@ class Committer:
         step = self._steps.meeting(job, timeout)
         number, directory = job.handle.number, job.request.directory
         parts: dict[int, Written] = {}
+        alarms: tuple[str, ...] = ()
 
         def gather() -> Apart:
+            nonlocal alarms
             parts.update(self._checked(written()))
+            alarms = self._judged(job, parts)
             return self._steps.apart(job)
 
         ticket = step.round(
@@ -383,7 +397,9 @@ class Committer:
             timeout=timeout,
             brings=GroupManifest,
         )
-        return Committed(manifest, ticket.fencing_token, nbytes, ticket.record, ticket.directory)
+        return Committed(
+            manifest, ticket.fencing_token, nbytes, ticket.record, ticket.directory, alarms
+        )
 
     def _record(
         self,

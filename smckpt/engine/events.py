@@ -19,8 +19,10 @@ class SaveEvent:
     """A save has ended on this rank. Seconds and bytes are those of `Timings`.
 
     directory: the group's directory. number: counts the saves of its queue. outcome: "committed" or
-    "failed". error: why it failed. retries: how many requests to the store were sent again, if the
-    store counts them.
+    "failed". error: why it failed. retries: how many requests were sent again while this rank wrote
+    its part, if the store counts them. age: how old the state of the queue's newest committed save
+    is now, in seconds: so much training a crash would lose. None before the first commit of this
+    process. alarms: what the save warned of (`Alarms`).
     """
 
     directory: str
@@ -37,6 +39,8 @@ class SaveEvent:
     committed: float
     nbytes: int
     retries: int | None = None
+    age: float | None = None
+    alarms: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.checkpoint.prefixes import prefix_sharding_for
+from smckpt.engine.alarms import Alarms, Last
 from smckpt.engine.groups import Partition
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES
@@ -42,6 +43,8 @@ class SaveOptions:
     stager: carries out the copies from the state to host memory (docs/extending.md). By default
         `async_save` returns when the copies have ended. With a stager of your own they may go on
         after that.
+    alarms: what a save watches for in the state; see `Alarms`. Change it to make an alarm an error,
+        or to compare replicas and count NaN and infinity.
     """
 
     timeout: float = 1800.0
@@ -49,6 +52,7 @@ class SaveOptions:
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     sweep: bool = True
     stager: Stager | None = None
+    alarms: Alarms = field(default_factory=Alarms)
 
     def __post_init__(self) -> None:
         if self.timeout <= 0:
@@ -59,6 +63,8 @@ class SaveOptions:
             raise UsageError("max_file_bytes is below 1 MiB", remedy="leave it at its default")
         if self.stager is not None and not callable(self.stager):
             raise UsageError(f"stager is {self.stager!r}", remedy="pass a function of the copies")
+        if not isinstance(self.alarms, Alarms):
+            raise UsageError(f"alarms is {self.alarms!r}", remedy="pass smckpt.Alarms(...)")
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,8 @@ class Timings:
 class SaveHandle(concurrent.futures.Future[Timings]):
     """A save under way: a future whose result are its `Timings`. It cannot be cancelled.
 
-    number: counts the saves of its queue from 0. error: why it was not committed.
+    number: counts the saves of its queue from 0. error: why it was not committed. alarms: what the
+    save warned of, once it is committed; the same on all ranks of the group.
     """
 
     def __init__(self, number: int, checkpoint_id: str, step: int | None) -> None:
@@ -161,6 +168,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         self.step = step
         self.timings: Timings | None = None
         self.error: CheckpointError | None = None
+        self.alarms: tuple[str, ...] = ()
         self.told = False  # somebody asked, and heard that it failed
         self._announced_by: int | None = None  # the thread that runs on_commit
         self.set_running_or_notify_cancel()
@@ -271,6 +279,14 @@ class SaveJob:
     blocked: float = 0.0
     written: float = 0.0
     nbytes: int = 0
+    retries: int | None = None
+    last: Last | None = None  # what the next save is compared with once this one is committed
+
+    @property
+    def called(self) -> str:
+        """How messages call it."""
+        step = self.handle.step
+        return f"save {self.handle.number}" if step is None else f"step {step}"
 
     def elapsed(self) -> float:
         """Seconds since the end of the wait for the save before this one."""

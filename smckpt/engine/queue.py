@@ -51,6 +51,7 @@ class SaveQueue:
         self._failures = 0
         self._unreported: list[SaveHandle] = []
         self._committed: list[int] = []
+        self._durable: float | None = None  # when the state of the newest committed save was taken
         self.flying: SaveHandle | None = None
         self._lock = threading.Lock()
         self._front = threading.Lock()  # threads use the arena in turn
@@ -214,6 +215,7 @@ class SaveQueue:
             if error is None:
                 self._failures = 0
                 self._committed.append(job.handle.number)
+                self._durable = job.began + job.waited + job.staged
             else:
                 self._failures += 1
                 tolerated = self._failures <= job.request.options.max_consecutive_failures
@@ -234,19 +236,22 @@ class SaveQueue:
             outcome="committed" if error is None else "failed",
             error=error,
             **vars(job.handle.timings),
+            retries=job.retries,
+            age=None if self._durable is None else time.perf_counter() - self._durable,
+            alarms=job.handle.alarms,
         )
 
     def _announce(self, job: SaveJob, committed: Committed) -> None:
         """On the coordinator: log a line and call `on_commit`. An exception in it does not undo the
         commit."""
         handle = job.handle
-        handle.timings = job.timings()
+        handle.timings, handle.alarms = job.timings(), committed.alarms
         if job.request.coordinator != self.group.rank:
             return
         seconds = handle.timings.committed
         log.info(
             "committed %s: %s in %.2f s, %s/s, to %s",
-            f"save {handle.number}" if handle.step is None else f"step {handle.step}",
+            job.called,
             bytes_text(committed.nbytes),
             seconds,
             bytes_text(committed.nbytes / max(seconds, 1e-9)),

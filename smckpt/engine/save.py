@@ -23,6 +23,7 @@ from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.prefixes import PrefixSharding
 from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.engine.alarms import Last, Looker
 from smckpt.engine.commands import ArenaFile, WritePart
 from smckpt.engine.commit import Committed, Committer, Written
 from smckpt.engine.groups import Partition, partition_of
@@ -58,13 +59,15 @@ class Staged:
     """A state in the arena, or on its way there.
 
     arena: None if the state has no bytes. copies: None if they have ended. part: the fields of the
-        part record that are known before writing.
+        part record that are known before writing. held: checksums for the comparison of replicas.
     """
 
     layout: Layout
     arena: Arena | None
     copies: Future[None] | None
     part: dict[str, Any]
+    looker: Looker
+    held: dict[tuple[int, ...], list[int]]
 
 
 class Saver:
@@ -87,6 +90,8 @@ class Saver:
         self._coordinator: int | None = None
         self._arena: Arena | None = None
         self._arena_id: int | None = None
+        self._looker: Looker | None = None
+        self._last: Last | None = None  # the last committed save
 
     def save(
         self,
@@ -125,7 +130,12 @@ class Saver:
                 raise job.error
             return self.write(job, staged, meeting)
 
-        return lambda: self._committer.publish(job, write), failed
+        def commit() -> Committed:
+            committed = self._committer.publish(job, write)
+            self._last = job.last
+            return committed
+
+        return commit, failed
 
     # -- the steps ---------------------------------------------------------------------------
 
@@ -173,13 +183,15 @@ class Saver:
         """Copy the state to its files' places in the arena."""
         part = self._part(job.request, selection, compiled)
         layout, arena, copies = compiled.layout, None, None
+        looker, held = self._looks(job, compiled, selection.parameters), {}
         if layout.arena_size:
             arena = self._room(layout.arena_size)
             order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
             tensors = [order[id(entry)] for entry in layout.entries]
             copies = stage(arena, layout, tensors, job.request.options.stager, pin=True)
+            held = looker.hold(job.handle.number, tensors)
         job.staged = job.elapsed()
-        return Staged(layout, arena, copies, part)
+        return Staged(layout, arena, copies, part, looker, held)
 
     def write(self, job: SaveJob, staged: Staged, meeting: Meeting) -> Written:
         """Wait for the copies. Then the worker writes this rank's files and its part."""
@@ -190,6 +202,8 @@ class Saver:
         part["number"] = job.handle.number
         prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
         directory = request.directory
+        looker = staged.looker
+        slots = looker.watched(compares=bool(staged.held))
         done = self._worker.call(
             WritePart(
                 directory=prefix_sharding.directory_of(directory, self.group.rank)
@@ -200,13 +214,16 @@ class Saver:
                 arena=None if staged.arena is None else self._attached(staged.arena),
                 files=tuple(ArenaFile(file.arena_offset, file.size) for file in layout.files),
                 part=part,
+                watched=tuple(slot.where for slot in slots),
             ),
             timeout=request.options.timeout,
             access=job.as_one_of_all(
                 self.group, prefix_sharding.prefixes if prefix_sharding else 1
             ),
         )
-        job.written, job.nbytes = job.elapsed(), done.bytes
+        job.written, job.nbytes, job.retries = job.elapsed(), done.bytes, done.retries
+        now = Last("", job.handle.step, job.called, ())
+        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)
         return Written(
             rank=self.group.rank,
             host=socket.gethostname(),
@@ -215,6 +232,7 @@ class Saver:
             prefix_sharding=job.prefix_sharding(),
             part=done.part,
             crc64=done.crc64,
+            looked=looked,
         )
 
     def close(self) -> None:
@@ -286,6 +304,14 @@ class Saver:
             },
             **request.recorded(),
         }
+
+    def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Looker:
+        """What looks at this save for alarms."""
+        alarms, known = job.request.options.alarms, self._looker
+        of = alarms, compiled.layout, parameters
+        if known is None or (known.alarms, known.layout, known.parameters) != of:
+            self._looker = known = Looker(*of)
+        return known
 
     def _room(self, size: int) -> Arena:
         """An arena that is large enough. A new one is made when the state has grown."""

@@ -136,6 +136,7 @@ class _Server:
                 rank=command.rank,
                 files=command.files,
                 part=command.part,
+                watched=command.watched,
             )
         commit = importlib.import_module("smckpt.checkpoint.commit")
         return getattr(commit, command.function)(access, **vars(command))

@@ -2,25 +2,29 @@
 record.
 
 Each thread takes a chunk of a file, computes its checksums block by block while the bytes are in
-the processor's cache, and writes it. Nothing is copied.
+the processor's cache, and writes it. Nothing is copied. Where the trainer watches bytes of a file,
+their checksums come out of the same pass: the checksum of a block is combined from those of its
+parts.
 """
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import crc_name, data_name, part_name
+from smckpt.checkpoint.numbers import count_nonfinite
 from smckpt.checkpoint.sealed import seal_json
-from smckpt.engine.commands import ArenaFile, PartWritten
+from smckpt.engine.commands import ArenaFile, PartWritten, Watched
 from smckpt.errors import CheckpointError
 from smckpt.storage import Access, FileWriter, Storage
 
@@ -30,21 +34,62 @@ _CHUNK = 8 * BLOCK  # bytes per write: enough for a device's full rate, and smal
 
 
 @dataclass
+class _Look:
+    """What was seen of watched bytes. parts: offset → length and checksum of those that one block
+    has. Threads look at different parts."""
+
+    of: Watched
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def see(self, data: memoryview, at: int) -> int:
+        """The checksum of bytes from `at` on."""
+        crc = crc64(data)
+        self.parts[at] = data.nbytes, crc
+        if self.of.dtype:
+            self.counts[at] = count_nonfinite(data, self.of.dtype)
+        return crc
+
+    def crc(self) -> int:
+        total = 0
+        for _, (length, crc) in sorted(self.parts.items()):
+            total = combine(total, crc, length)
+        return total
+
+
+@dataclass
 class _File:
-    """A file that is being written, its bytes in the arena, and the checksum of each of its
-    blocks."""
+    """A file that is being written, its bytes in the arena, the checksum of each of its blocks, and
+    what is watched in it, in order."""
 
     name: str
     crc_name: str
     data: memoryview
     writer: FileWriter
     crcs: list[int]
+    looks: list[_Look]
 
     def write(self, start: int, stop: int) -> None:
         for at in range(start, stop, BLOCK):
-            self.crcs[at // BLOCK] = crc64(self.data[at : min(at + BLOCK, stop)])
+            self.crcs[at // BLOCK] = self._block(at, min(at + BLOCK, stop))
         known = self._crc(start, stop) if self.writer.piece else None
         self.writer.write_at(start, self.data[start:stop], known)
+
+    def _block(self, start: int, stop: int) -> int:
+        """The checksum of a block."""
+        at, total = start, 0
+        first = bisect.bisect_right(self.looks, start, key=lambda look: look.of.stop)
+        for look in self.looks[first:]:
+            if look.of.start >= stop:
+                break
+            low, high = max(look.of.start, at), min(look.of.stop, stop)
+            if at < low:
+                total = combine(total, crc64(self.data[at:low]), low - at)
+            total = combine(total, look.see(self.data[low:high], low), high - low)
+            at = high
+        if at == start:
+            return crc64(self.data[start:stop])
+        return combine(total, crc64(self.data[at:stop]), stop - at) if at < stop else total
 
     def crc(self) -> int:
         """The checksum of the whole file, from those of its blocks."""
@@ -67,6 +112,7 @@ def write_part(
     rank: int,
     files: Sequence[ArenaFile],
     part: dict[str, Any],
+    watched: Sequence[Watched] = (),
 ) -> PartWritten:
     """Write a rank's data files, their checksums and its part record. All are durable on return.
 
@@ -78,6 +124,7 @@ def write_part(
         rank: the writer.
         files: where they are in the arena.
         part: the record without "files".
+        watched: bytes whose checksums are told, by file and place, without overlaps.
 
     Raises:
         CheckpointError: the store refused. What was written is removed.
@@ -85,6 +132,7 @@ def write_part(
     began = time.perf_counter()
     storage = access.open(directory)
     undo: list[Callable[[], None]] = []
+    looks = [_Look(each) for each in watched]
     try:
         under_way = [
             _begin(
@@ -93,6 +141,7 @@ def write_part(
                 crc_name(attempt, rank, number),
                 memoryview(arena)[file.arena_offset :][: file.size],
                 undo,
+                [look for look in looks if look.of.file == number],
             )
             for number, file in enumerate(files)
             if arena is not None
@@ -113,15 +162,23 @@ def write_part(
         crc64=hex64(crc64(body)),
         bytes=sum(file.data.nbytes for file in under_way),
         write_seconds=time.perf_counter() - began,
+        checksums=tuple(look.crc() for look in looks),
+        nonfinite=tuple(sum(look.counts.values()) for look in looks),
+        retries=storage.retries,
     )
 
 
 def _begin(
-    storage: Storage, name: str, beside: str, data: memoryview, undo: list[Callable[[], None]]
+    storage: Storage,
+    name: str,
+    beside: str,
+    data: memoryview,
+    undo: list[Callable[[], None]],
+    looks: list[_Look],
 ) -> _File:
     writer = storage.create_file(name, data.nbytes)
     undo.append(writer.abort)
-    return _File(name, beside, data, writer, [0] * -(-data.nbytes // BLOCK))
+    return _File(name, beside, data, writer, [0] * -(-data.nbytes // BLOCK), looks)
 
 
 def _write_all(files: list[_File], threads: int) -> None:

@@ -28,7 +28,14 @@ from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.initial import make_slots
 from smckpt.state_dict.optimizers import fill_groups
 from smckpt.state_dict.select import geometry_of
-from smckpt.state_dict.tags import FullStateDict, OptimizerStateDict, ParamGroups, tag_of
+from smckpt.state_dict.tags import (
+    FullStateDict,
+    OptimizerStateDict,
+    ParamGroups,
+    Tag,
+    set_tag,
+    tag_of,
+)
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 from smckpt.state_dict.views import ModelView
 
@@ -129,10 +136,14 @@ def full_model(view: ModelView, wishes: FullWishes) -> dict[str, Any]:
     else:
         raw = attempt(lambda: view.tensors("SHARDED")) or {}
         attempt.settle(groups)
+    parameters = view.parameters()
     for attempt.step, (name, value) in enumerate(raw.items()):
         whole = _gathered(value, wishes, attempt)
         if whole is not None:
-            out[view.name(name)] = whole
+            fqn = view.name(name)
+            out[fqn] = whole
+            if fqn in parameters and isinstance(whole, torch.Tensor):
+                set_tag(whole, Tag(None, (fqn,), parameter=True))
     attempt.settle(groups)
     return out
 

@@ -27,6 +27,7 @@ __all__ = [
     "Slot",
     "compile_layout",
     "digest",
+    "shares",
     "writers_of",
 ]
 
@@ -144,6 +145,20 @@ def compile_layout(
             if len(writers) > 1
         },
     )
+
+
+def shares(layout: Layout) -> dict[tuple[int, ...], list[list[tuple[int, int, int]]]]:
+    """Writers → the part of their common entries that each of them writes, as (entry, start, stop)
+    in elements. It is the same on all of them. Entries with one writer are left out."""
+    entries = layout.entries
+    return {
+        writers: [
+            _share([(i, entries[i]) for i in members], index, len(writers))
+            for index in range(len(writers))
+        ]
+        for writers, members in _classes(entries, layout.rank, layout.group_ranks).items()
+        if len(writers) > 1
+    }
 
 
 def _refuse_duplicates(entries: Iterable[Entry], rank: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from smckpt.staging.arena import Arena
 
-__all__ = ["Copies", "Local", "StagePlan", "Stager", "copy_all", "stage"]
+__all__ = ["Copies", "Local", "StagePlan", "Stager", "copies_of", "copy_all", "stage"]
 
 Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
 Local: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # a local array; or what it is made of
@@ -174,6 +174,11 @@ def _parts_of(local: Local) -> Sequence[torch.Tensor]:
     import torch
 
     return (local,) if isinstance(local, torch.Tensor) else local
+
+
+def copies_of(data: torch.Tensor, local: Local, itemsize: int, start: int, stop: int) -> Copies:
+    """Copies of elements [start, stop) of a local array to `data`, flat bytes in host memory."""
+    return list(_copies_of(data.view(_bits(itemsize)), local, Slot(0, start, stop, 0, 0)))
 
 
 def _copies_of(

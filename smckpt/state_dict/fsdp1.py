@@ -77,9 +77,9 @@ class _Unit:
         """The tags of the flat parameter, of each member and of each alias."""
         if kind not in self._tags:
             self._tags[kind] = (
-                Tag(kind, self.held.fqns, self.whole),
-                [Tag(kind, (member.fqn,), member.geometry) for member in self.members],
-                [Tag(kind, (alias.fqn,), alias.geometry) for alias in self.aliases],
+                Tag(kind, self.held.fqns, self.whole, parameter=True),
+                [Tag(kind, (m.fqn,), m.geometry, parameter=True) for m in self.members],
+                [Tag(kind, (a.fqn,), a.geometry, parameter=True) for a in self.aliases],
             )
         return self._tags[kind]
 
@@ -171,7 +171,7 @@ class Fsdp1View(ModelView):
                 value = tensor.detach()
                 if dtypes.get(fqn, value.dtype) != value.dtype:
                     value = stand_in(value, dtypes[fqn])
-                set_tag(value, plain_tag(kind, fqn))
+                set_tag(value, plain_tag(kind, fqn, isinstance(tensor, nn.Parameter)))
                 out[fqn] = value
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 fqn = f"{prefix}._extra_state" if prefix else "_extra_state"

@@ -35,8 +35,9 @@ log = logging.getLogger("smckpt")
 class Selection:
     """A rank's state as entries and objects. `tensors[i]` is the live local array of `entries[i]`.
 
-    containers: path → kind, for containers above tensors that are not plain dicts. gathered:
-    whether part of it is FULL state, on this rank or another.
+    containers: path → kind, for containers above tensors that are not plain dicts. parameters: the
+    keys of the entries that are known to be parameters of a model. gathered: whether part of it is
+    FULL state, on this rank or another.
     """
 
     kind: str | None
@@ -45,6 +46,7 @@ class Selection:
     objects: tuple[ObjectLeaf, ...]
     optimizers: dict[str, Any]
     containers: dict[Path, str]
+    parameters: frozenset[str]
     gathered: bool = False
 
 
@@ -98,7 +100,7 @@ class Selector:
             ) from error
         self._refuse_twice(walk.objects)
         kinds = walk.kinds
-        entries, tensors = [], []
+        entries, tensors, parameters = [], [], []
         for path, tensor in walk.tensors:
             tag = tag_of(tensor)
             if tag is not None and tag.kind is not None:
@@ -111,6 +113,8 @@ class Selector:
                 continue
             entries.append(entry)
             tensors.append(local)
+            if _is_parameter(entry, tag):
+                parameters.append(entry.key)
         optimizers = {}
         for path, tree, binding in optimizer_dicts(state_dict):
             record = stock_record(tree) if binding is None else binding.record()
@@ -130,6 +134,7 @@ class Selector:
             tuple(walk.objects),
             optimizers,
             walk.containers,
+            frozenset(parameters),
             "FULL" in kinds,
         )
 
@@ -277,6 +282,14 @@ class Selector:
                 self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
             return self._rules[rule]
         return PerRankGeometry(fqns, tuple(local.shape), (self._rank,))
+
+
+def _is_parameter(entry: Entry, tag: Tag | None) -> bool:
+    """Whether it is known to be a parameter: tagged as one; or a shard or replica that is not an
+    optimizer's state."""
+    if tag is not None and (tag.parameter or tag.after):
+        return tag.parameter
+    return not entry.geometry.per_rank
 
 
 def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:

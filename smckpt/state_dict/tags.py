@@ -44,12 +44,13 @@ class Tag:
     """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None where the tensor itself
     has it (DTensor), or is per-rank. fqns: the parameters it stands for. after: the components
     after the fqn in the path; (fqn, *after) replaces the last 1 + len(after) components of the
-    tensor's own path."""
+    tensor's own path. parameter: it is a parameter of the model, and not a buffer."""
 
     kind: str | None
     fqns: tuple[str, ...]
     geometry: Geometry | None = None
     after: Path = ()
+    parameter: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as an empty dict: a tag is valid in this process only; `torch.load` refuses it."""
@@ -60,10 +61,10 @@ class Tag:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def plain_tag(kind: str, fqn: str) -> Tag:
-    """The tag of a parameter whose tensor has its geometry. It is the same object at every take, so
-    a selector detects an unchanged state at once."""
-    return Tag(kind, (fqn,))
+def plain_tag(kind: str, fqn: str, parameter: bool) -> Tag:
+    """The tag of a model's tensor that has its own geometry. It is the same object at every take,
+    so a selector detects an unchanged state at once."""
+    return Tag(kind, (fqn,), parameter=parameter)
 
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:

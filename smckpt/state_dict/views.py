@@ -101,9 +101,13 @@ class ModelView:
                     remedy="rename the module that ends in a wrapper's name",
                 )
             if isinstance(value, torch.Tensor):
+                is_parameter = isinstance(value, nn.Parameter)
                 value = detached(value)
                 rule = self.geometry(fqn, value)
-                set_tag(value, plain_tag(kind, fqn) if rule is None else Tag(kind, (fqn,), rule))
+                if rule is None:
+                    set_tag(value, plain_tag(kind, fqn, is_parameter))
+                else:
+                    set_tag(value, Tag(kind, (fqn,), rule, parameter=is_parameter))
             out[fqn] = value
         return out
 

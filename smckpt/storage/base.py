@@ -162,6 +162,11 @@ class Storage(ABC):
     #: The location below which these prefixes are made; None: the parent of the step's directory.
     prefix_root: str | None = None
 
+    @property
+    def retries(self) -> int | None:
+        """How many requests it has sent again; None: it does not count them."""
+        return None
+
     def __init__(self, url: str, access: Access | None = None) -> None:
         self.url = normal_url(url)
         self.access = Access() if access is None else access
@@ -188,7 +193,7 @@ class Storage(ABC):
         succeeds. No reader ever sees a part of the file.
 
         Returns:
-            True: created. False: the name exists.
+            Whether it was created; False: the name exists.
 
         Raises:
             StorageError: the store refused, or cannot create exclusively. The whole file may or may

@@ -36,12 +36,17 @@ _MAKING = threading.Lock()  # boto3's session is not thread-safe while it makes 
 
 
 class Requests:
-    """Requests to a bucket with one set of options, within `share` of its budget. Thread-safe."""
+    """Requests to a bucket with one set of options, within `share` of its budget. Thread-safe.
+
+    sent_again: how many tries followed a failed one.
+    """
 
     def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
         self.config = config
         self.bucket = bucket
         self._share = share
+        self._lock = threading.Lock()
+        self.sent_again = 0
 
     def run(self, action: str, url: str, request: Callable[[Any], Result]) -> Result:
         """Call `request(client)`, and again (after random pauses) while its failures are temporary.
@@ -75,6 +80,8 @@ class Requests:
                     tried = f"{tries} times in {spent:.1f} s"
                     raise s3_error(error, url, action, tried) from error
                 log.debug("%s of %s: try %d failed: %s", action, url, tries, error)
+                with self._lock:
+                    self.sent_again += 1
                 time.sleep(pause)
 
 

@@ -54,6 +54,10 @@ class S3Storage(Storage):
         self.prefixes, self.prefix_root = config.prefixes, config.prefix_root
         self._objects = Objects(config, self.bucket, self.access.share)
 
+    @property
+    def retries(self) -> int:
+        return self._objects.sent_again
+
     def run(self, action: str, path: str, request: Callable[[Any], Result]) -> Result:
         """Call `request(client)` with boto3's client, and again while its failures are
         temporary."""

@@ -178,7 +178,9 @@ def test_nan_and_infinity_are_counted_by_name(tmp_path: Path, dtype: torch.dtype
     training.train()
     largest = torch.finfo(dtype).max
     with torch.no_grad():
-        training.model.get_parameter("big.bias")[:2] = torch.tensor([largest, -largest], dtype=dtype)
+        training.model.get_parameter("big.bias")[:2] = torch.tensor(
+            [largest, -largest], dtype=dtype
+        )
     assert training.save(tmp_path, Alarms(nonfinite="error")) == ()
     poisoned(training.model)
     training.step += 1
@@ -218,7 +220,8 @@ def test_what_is_watched_changes_no_byte_of_a_checkpoint(tmp_path: Path) -> None
 def flipping(copies: Any) -> None:
     """A stager on a host with bad memory."""
     copy_all(copies)
-    copies[0][0].view(-1)[:1].view(torch.uint8)[0] ^= 64
+    largest = max((target for target, _ in copies), key=torch.Tensor.numel)
+    largest.view(-1)[:1].view(torch.uint8)[0] ^= 64
 
 
 def hsdp(folder: str) -> dict[str, Any]:

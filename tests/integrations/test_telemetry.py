@@ -1,0 +1,174 @@
+"""Sinks of telemetry, each read back by the library that it is for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import smckpt
+from smckpt import Alarms, SaveOptions
+from smckpt.integrations import telemetry
+from tests.support.limits import seconds
+
+STAGES = ["blocked", "committed", "staged", "waited", "written"]
+
+
+@pytest.fixture
+def hearing() -> Iterator[Callable[[Any], None]]:
+    """Adds sinks, and removes them."""
+    removes = []
+
+    def hear(sink: Any) -> None:
+        removes.append(smckpt.add_sink(sink))
+
+    yield hear
+    for remove in removes:
+        remove()
+
+
+def saves_and_a_load(folder: Path, name: str) -> list[Any]:
+    """Steps 1 and 2, of which the second warns; a save that fails; a load. Returns the events."""
+    told: list[Any] = []
+    heard = threading.Semaphore(0)
+
+    def hear(event: Any) -> None:  # after the sinks under test
+        told.append(event)
+        heard.release()
+
+    remove = smckpt.add_sink(hear)
+    model = torch.nn.Linear(64, 64)
+    options = SaveOptions(alarms=Alarms(nonfinite="warn", unchanged="off"), sweep=False)
+    try:
+        for step in (1, 2):
+            with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+                state = {"model": model.state_dict()}
+            place = folder / f"step_{step}"
+            smckpt.save(state, checkpoint_id=place, step=step, queue=name, options=options)
+            with torch.no_grad():
+                model.weight[0, 0] = float("inf")
+        with pytest.raises(smckpt.CheckpointError):
+            smckpt.save({"model": lambda: None}, checkpoint_id=place, step=3, queue=name)
+        for _ in range(3):  # the queue's thread tells, a moment after
+            assert heard.acquire(timeout=seconds(60))
+        smckpt.load(state, checkpoint_id=folder / "step_1")
+    finally:
+        remove()
+    assert [event.outcome for event in told] == ["committed", "committed", "failed", "loaded"]
+    return told
+
+
+def test_json_lines_have_a_record_of_each(tmp_path: Path, hearing: Any, caplog: Any) -> None:
+    hearing(telemetry.JsonLines(tmp_path / "events-{rank}.jsonl"))
+    with caplog.at_level(logging.INFO, "smckpt"):
+        events = saves_and_a_load(tmp_path, "json")
+    lines = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["save", "save", "save", "load"]
+    for line, event in zip(lines, events, strict=True):
+        assert (line["outcome"], line["step"], line["nbytes"]) == (
+            event.outcome, event.step, event.nbytes,
+        )  # fmt: skip
+        assert line["rate"] == event.rate and line["host"] and line["time"] > 1.7e9
+    first, second, failed, _ = lines
+    for stage in STAGES:
+        assert first[stage] == getattr(events[0], stage)
+    assert first["alarms"] == [] and "model.weight (1, on rank 0)" in second["alarms"][0]
+    assert "cannot be saved" in failed["error"] or "function" in failed["error"]
+    # the newest durable state is that of step 2, also after the save that failed
+    assert 0 < first["age"] < 60 and failed["age"] > second["age"] > 0
+    assert sum("committed step" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_tensorboards_reader_finds_the_scalars(tmp_path: Path, hearing: Any) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    hearing(telemetry.TensorBoard(tmp_path / "board"))
+    events = saves_and_a_load(tmp_path, "board")
+    found = reader.EventAccumulator(str(tmp_path / "board"))
+    found.Reload()
+    names = {f"smckpt/save/{stage}" for stage in STAGES}
+    assert names | {"smckpt/save/age", "smckpt/load/read"} <= set(found.Tags()["scalars"])
+    for name in STAGES:
+        scalars = found.Scalars(f"smckpt/save/{name}")
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert scalars[0].value == pytest.approx(getattr(events[0], name), rel=1e-5)
+    assert [scalar.value for scalar in found.Scalars("smckpt/save/failed")] == [0, 0, 1]
+    assert [scalar.value for scalar in found.Scalars("smckpt/save/alarms")] == [0, 1, 0]
+    (read,) = found.Scalars("smckpt/load/bytes")
+    assert (read.step, read.value) == (1, events[3].nbytes)
+
+
+def test_prometheus_exposes_the_metrics_as_text(tmp_path: Path, hearing: Any) -> None:
+    client = pytest.importorskip("prometheus_client")
+    parser = pytest.importorskip("prometheus_client.parser")
+    registry = client.CollectorRegistry()
+    hearing(telemetry.Prometheus(registry))
+    events = saves_and_a_load(tmp_path, "prom")
+
+    def exposed() -> dict[tuple[str, ...], float]:
+        text = client.generate_latest(registry).decode()
+        return {
+            (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in parser.text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    found = exposed()
+    assert found["smckpt_ended_total", "save", "committed", "prom"] == 2
+    assert found["smckpt_ended_total", "save", "failed", "prom"] == 1
+    assert found["smckpt_ended_total", "load", "loaded", ""] == 1
+    assert found["smckpt_bytes_total", "save", "prom"] == sum(e.nbytes for e in events[:3])
+    assert found["smckpt_alarms_total", "save", "prom"] == 1
+    assert found["smckpt_durable_step", "prom"] == 2
+    assert found["smckpt_seconds", "load", "", "read"] == events[3].read
+    age = found["smckpt_durable_age_seconds", "prom"]
+    assert age > events[2].age
+    assert exposed()["smckpt_durable_age_seconds", "prom"] > age  # it rises while nothing happens
+
+
+def test_opentelemetrys_reader_collects_the_metrics(tmp_path: Path, hearing: Any) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    reader = export.InMemoryMetricReader()
+    provider = sdk.MeterProvider([reader])
+    hearing(telemetry.OpenTelemetry(provider))
+    events = saves_and_a_load(tmp_path, "otel")
+    found = {
+        metric.name: list(metric.data.data_points)
+        for resource in reader.get_metrics_data().resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    provider.shutdown()
+    ended = {
+        (p.attributes["kind"], p.attributes["outcome"]): p.value for p in found["smckpt.ended"]
+    }
+    assert ended == {("save", "committed"): 2, ("save", "failed"): 1, ("load", "loaded"): 1}
+    written = [
+        point
+        for point in found["smckpt.duration"]
+        if (point.attributes["outcome"], point.attributes.get("stage")) == ("committed", "written")
+    ]
+    assert [(p.count, p.sum) for p in written] == [
+        (2, pytest.approx(events[0].written + events[1].written))
+    ]
+    (age,) = found["smckpt.durable.age"]
+    assert dict(age.attributes) == {"queue": "otel"} and age.value > events[2].age
+    assert sum(point.value for point in found["smckpt.alarms"]) == 1
+
+
+def test_a_sink_without_its_library_says_what_to_install(monkeypatch: Any) -> None:
+    for module, sink, extra in (
+        ("prometheus_client", telemetry.Prometheus, "prometheus"),
+        ("torch.utils.tensorboard", lambda: telemetry.TensorBoard("x"), "tensorboard"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(smckpt.UsageError) as refused:
+            sink()
+        assert f"smckpt[{extra}]" in str(refused.value)

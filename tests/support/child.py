@@ -65,7 +65,7 @@ def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def killed_and_resumed(
-    path: Path, out: Path, how: str, die: tuple[str, ...], **where: Any
+    path: Path, out: Path | str, how: str, die: tuple[str, ...], **where: Any
 ) -> list[dict[str, Any]]:
     """Run a script until it kills itself, then again until it has resumed; what its ranks told."""
     died = script(path, str(out), how, *die, **where)

@@ -1,0 +1,199 @@
+"""Lightning's `CheckpointIO`: what one rank has (one process, DDP) is saved through smckpt."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations.lightning.contents import checkpoint_of, state_of
+from smckpt.integrations.lightning.s3 import (
+    DEFAULT_CHUNK_SIZE_MB,
+    DEFAULT_MAX_READ_CONCURRENCY,
+    DEFAULT_MAX_WRITE_CONCURRENCY,
+    read_object,
+)
+from smckpt.integrations.lightning.saves import (
+    Saves,
+    device_of,
+    own_group,
+    refuse_storage_options,
+)
+from smckpt.storage.urls import is_local, is_s3_url
+
+__all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "written_by_lightning"]
+
+
+class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """`Trainer(plugins=[SmckptCheckpointIO()])`: checkpoints on disk, in S3 and the other stores.
+
+    Each path is a directory with one committed checkpoint. What Lightning itself wrote is loaded
+    too. Lightning's sharded strategies do not use plugins: see `SmckptFSDPStrategy`.
+
+    Args:
+        async_checkpointing: return when the state is in memory, and commit in the background.
+            `teardown` waits, and raises if a save failed.
+        s3_region, s3client_config: as for `smckpt.save`.
+    """
+
+    def __init__(
+        self,
+        async_checkpointing: bool = True,
+        *,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+    ) -> None:
+        self.async_checkpointing = async_checkpointing
+        self.saves = Saves({"s3_region": s3_region, "s3client_config": s3client_config})
+        self._own: dict[str, Any] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """
+        Raises:
+            SaveFailedError: a save was not committed: this one, or under `async_checkpointing` an
+                earlier one.
+        """
+        refuse_storage_options(storage_options)
+        self.saves.save(
+            state_of(checkpoint),
+            os.fspath(path),
+            wait=not self.async_checkpointing,
+            step=checkpoint.get("global_step"),
+            **self._own_group(),
+        )
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """
+        Args:
+            weights_only: as in `torch.load`. It concerns only what smckpt cannot store without
+                code, such as hyper-parameters of your own classes.
+
+        Raises:
+            FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
+        """
+        place = os.fspath(path)
+        if written_by_lightning(place):
+            stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
+                place, map_location, weights_only
+            )
+            return stock
+        device = device_of(map_location)
+        try:
+            state = self.saves.load(place, **self._own_group())
+        except CheckpointNotFoundError as error:
+            return self._other(place, map_location, weights_only, error)
+        checkpoint = checkpoint_of(state, weights_only)
+        if device is not None and device.type != "cpu":
+            checkpoint = apply_to_collection(checkpoint, torch.Tensor, lambda t: t.to(device))
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it when the save that replaces it is committed."""
+        place = os.fspath(path)
+        executor = _executor_around()
+        if executor is None:
+            self.saves.drop(place)
+        else:  # after the saves that wait there
+            executor.submit(self.saves.drop, place)
+
+    def teardown(self) -> None:
+        """
+        Raises:
+            SaveFailedError: the last save was not committed.
+        """
+        self.saves.finish()
+
+    def _own_group(self) -> dict[str, Any]:
+        if self._own is None:
+            self._own = own_group()
+        return self._own
+
+    def _other(
+        self, place: str, map_location: Any, weights_only: bool | None, error: Exception
+    ) -> dict[str, Any]:
+        """One object of torch.save, as NeMo's own plugin writes it."""
+        try:
+            if not is_s3_url(place):
+                raise error
+            packed = io.BytesIO(read_object(place, **self.saves.arguments))
+        except CheckpointNotFoundError:
+            raise FileNotFoundError(str(error)) from error
+        found: dict[str, Any] = torch.load(
+            packed, map_location=map_location, weights_only=weights_only
+        )
+        return found
+
+
+class S3CheckpointIO(SmckptCheckpointIO):
+    """NeMo's plugin of this name. None for an argument, as `cfg.get` gives it, is its default.
+
+    Args:
+        dirpath: the s3:// URL below which `ModelCheckpoint` saves.
+        chunk_size_MB: of the parts of an upload, in MiB; 64.
+        max_read_concurrency, max_write_concurrency: requests in flight of one rank; 15 and 10.
+        async_checkpointing: as for `SmckptCheckpointIO`; False.
+        s3_region, s3client_config: as for `smckpt.save`; `s3client_config` is a mapping.
+
+    Raises:
+        UsageError: `dirpath` is not in S3, or a value is not possible.
+    """
+
+    def __init__(
+        self,
+        dirpath: Any,
+        chunk_size_MB: int | None = None,
+        max_read_concurrency: int | None = None,
+        max_write_concurrency: int | None = None,
+        async_checkpointing: bool | None = None,
+        *,
+        s3_region: str | None = None,
+        s3client_config: dict[str, Any] | None = None,
+    ) -> None:
+        if not is_s3_url(str(dirpath)):
+            raise UsageError(
+                f"dirpath is {dirpath!r}, which is not in S3",
+                remedy="write s3://bucket/prefix, or use SmckptCheckpointIO",
+            )
+        given = {
+            "chunk_size_MB": DEFAULT_CHUNK_SIZE_MB if chunk_size_MB is None else chunk_size_MB,
+            "max_read_concurrency": DEFAULT_MAX_READ_CONCURRENCY
+            if max_read_concurrency is None
+            else max_read_concurrency,
+            "max_write_concurrency": DEFAULT_MAX_WRITE_CONCURRENCY
+            if max_write_concurrency is None
+            else max_write_concurrency,
+        }
+        super().__init__(
+            bool(async_checkpointing),
+            s3_region=s3_region,
+            s3client_config={**(s3client_config or {}), **given},
+        )
+        self.dirpath = os.fspath(dirpath)
+        self.chunk_size_MB = given["chunk_size_MB"]
+        self.max_read_concurrency = given["max_read_concurrency"]
+        self.max_write_concurrency = given["max_write_concurrency"]
+
+
+def written_by_lightning(place: str) -> bool:
+    """Whether it is a file, or a directory of Lightning's sharded strategies."""
+    paths = (place, os.path.join(place, "meta.pt"))
+    return is_local(place) and any(map(os.path.isfile, paths))
+
+
+def _executor_around() -> Any:
+    """The executor of an `AsyncCheckpointIO` that passes a removal on. It holds the saves that this
+    plugin has not seen yet, and the checkpoint may go only after them."""
+    caller = sys._getframe(2).f_locals.get("self")
+    return caller._executor if isinstance(caller, AsyncCheckpointIO) else None

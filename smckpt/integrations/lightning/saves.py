@@ -1,0 +1,159 @@
+"""The saves of one Trainer, and the removal of the checkpoints that its callbacks drop.
+
+`ModelCheckpoint` saves a checkpoint and drops an older one right after. Here the older one goes
+when the newer one is committed. If that save fails, the older one stays until a later save is
+committed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import distributed as dist
+
+import smckpt
+from smckpt.checkpoint.format import parse_name
+from smckpt.engine.job import SaveHandle
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.storage import open_storage
+from smckpt.storage.urls import is_local, is_s3_url, parent_url
+
+__all__ = ["Saves", "device_of", "own_group", "refuse_storage_options"]
+
+_QUEUE = "lightning"
+
+
+class Saves:
+    """
+    Args:
+        arguments: more arguments for smckpt's functions (`s3_region`, `s3client_config`).
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = dict(arguments)
+        self._last: SaveHandle | None = None
+        self._dropped: list[tuple[int, str]] = []  # the number of the save that replaces it, path
+        self._lock = threading.Lock()
+
+    def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
+        """
+        Args:
+            wait: return when it is committed.
+            arguments: for `smckpt.async_save`.
+
+        Raises:
+            SaveFailedError: an earlier save was not committed; with `wait`, also this one.
+        """
+        with self._lock:
+            self._dropped = [(number, other) for number, other in self._dropped if other != path]
+        save = smckpt.save if wait else smckpt.async_save
+        handle = save(state, checkpoint_id=path, queue=_QUEUE, **self._s3(path), **arguments)
+        assert handle is not None
+        with self._lock:
+            self._last = handle
+        handle.add_done_callback(self._ended)
+
+    def drop(self, path: str) -> None:
+        """Remove a checkpoint, as soon as the save before this call is committed."""
+        with self._lock:
+            last = self._last
+            if last is not None and (not last.done() or last.error is not None):
+                self._dropped.append((last.number, path))
+                return
+        self._remove(path)
+
+    def finish(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            SaveFailedError: a save was not committed.
+        """
+        smckpt.maybe_finalize_async_calls(queue=_QUEUE)
+
+    def load(self, path: str, target: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        return smckpt.load(target, checkpoint_id=path, **self._s3(path), **arguments)
+
+    def find(self, place: str, depth: int = 0) -> list[smckpt.FoundCheckpoint]:
+        """What is committed at `place` or below it; nothing where there is no such place."""
+        try:
+            return smckpt.find_checkpoints(place, depth, sure=True, **self._s3(place))
+        except CheckpointNotFoundError:
+            return []
+
+    def _s3(self, path: str) -> dict[str, Any]:
+        return self.arguments if is_s3_url(path) else {}
+
+    def _ended(self, handle: SaveHandle) -> None:
+        if handle.error is not None:
+            return
+        with self._lock:
+            due = [path for number, path in self._dropped if number <= handle.number]
+            self._dropped = [one for one in self._dropped if one[0] > handle.number]
+        for path in due:
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        if is_local(path) and os.path.islink(path):  # save_last="link"
+            os.unlink(path)
+            return
+        try:
+            smckpt.remove(path, **self._s3(path))
+        except CheckpointNotFoundError:
+            self._remove_foreign(path)
+        self._remove_rest(path)
+        rank_zero_info(f"removed the checkpoint {path}")
+
+    def _remove_foreign(self, path: str) -> None:
+        """What Lightning's own plugins, or NeMo's, wrote: one file."""
+        if is_local(path):
+            if os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt")):
+                TorchCheckpointIO().remove_checkpoint(path)
+        elif is_s3_url(path):
+            folder, name = parent_url(path), path.rstrip("/").rpartition("/")[2]
+            open_storage(folder, **self.arguments).delete(name)
+
+    def _remove_rest(self, path: str) -> None:
+        """Leases, and what a save that was never committed has left."""
+        if is_local(path) and not os.path.isdir(path):
+            return
+        storage = open_storage(path, **self._s3(path))
+        storage.delete_many([one.name for one in storage.list() if parse_name(one.name)])
+        storage.remove_directory()
+
+
+def own_group() -> dict[str, Any]:
+    """Arguments for a save or a load of this rank alone. Lightning saves on rank 0 alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    own = [dist.get_rank()]
+    group = dist.new_group(own, backend="gloo", use_local_synchronization=True)
+    return {"process_group": group, "groups": [own]}
+
+
+def refuse_storage_options(given: Any) -> None:
+    """
+    Raises:
+        UsageError: some are given.
+    """
+    if given is not None:
+        raise UsageError(
+            f"storage_options={given!r} is not honoured",
+            remedy="leave it out of Trainer.save_checkpoint; options of S3 go to the plugin or "
+            "strategy",
+        )
+
+
+def device_of(map_location: Any) -> torch.device | None:
+    """Where `torch.load` would put tensors of the CPU; None: it leaves them there."""
+    if callable(map_location):
+        moved = map_location(torch.UntypedStorage(0), "cpu")
+        return None if moved is None else torch.device(moved.device)
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
+    return None if map_location is None else torch.device(map_location)

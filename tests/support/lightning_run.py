@@ -1,0 +1,189 @@
+"""A script that trains a tiny model with Lightning through smckpt.
+
+Its arguments: OUT HOW WHAT. OUT: a directory or an s3:// URL. HOW: s3 (NeMo's plugin), disk (the
+plugin for any place), fsdp1, fsdp2, epochs (saves at the ends of epochs, a shuffled DataLoader);
+"-sync" after it waits for each commit, "-wrapped" puts AsyncCheckpointIO around the plugin. WHAT:
+"die" (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a
+stop; print both as JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from smckpt.integrations import lightning as ours
+
+STEPS, PER_EPOCH = 9, 4
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 16, rate: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers: Any = None
+        self.losses: list[tuple[int, float]] = []
+
+    def configure_model(self) -> None:
+        if self.layers is not None:
+            return
+        width = self.hparams["width"]
+        layers = [torch.nn.Linear(width, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 16)]
+        self.layers = torch.nn.Sequential(*layers)
+        mesh = getattr(self, "_device_mesh", None)
+        if mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            for each in (layers[0], layers[2], self.layers):
+                fully_shard(each, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        # of the random numbers that come back
+        loss = (self.layers(batch + torch.randn_like(batch)) - batch).square().mean()
+        self.log("loss", loss)
+        self.losses.append((self.global_step + 1, loss.item()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.layers.parameters(), lr=self.hparams["rate"])
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Batches:
+    """A loader that Lightning can resume in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return PER_EPOCH
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < PER_EPOCH:
+            self.at += 1
+            made = torch.Generator().manual_seed(self.at + 100 * int(os.environ.get("RANK", "0")))
+            yield torch.randn(4, 16, generator=made)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Seen(Callback):
+    """A callback with a state; it kills the process in a step."""
+
+    def __init__(self, dies: int) -> None:
+        self.dies = dies
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.append(trainer.global_step)
+        if trainer.global_step == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
+def trainer(out: str, how: str, dies: int) -> Any:
+    how, *more = how.split("-")
+    kept: dict[str, Any] = {"every_n_train_steps": 2}
+    if how == "epochs":
+        kept = {"save_on_train_epoch_end": True}
+    saved = ModelCheckpoint(
+        dirpath=out, filename="{step}", monitor="loss", save_top_k=2, save_last=True, **kept
+    )
+    waits = "sync" in more
+    where: dict[str, Any] = {}
+    if how == "s3":
+        plugin = ours.S3CheckpointIO(out, None, None, None, async_checkpointing=not waits)
+    elif how in ("disk", "epochs"):
+        plugin = ours.SmckptCheckpointIO(async_checkpointing=not waits)
+    if how in ("s3", "disk", "epochs"):
+        where["plugins"] = [AsyncCheckpointIO(plugin) if "wrapped" in more else plugin]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        where["devices"] = int(os.environ["WORLD_SIZE"])
+        where["strategy"] = strategy(how)
+    elif how.startswith("fsdp"):
+        where["strategy"] = strategy(how)
+    return ours.SmckptTrainer(
+        accelerator="cpu", max_steps=STEPS, callbacks=[Seen(dies), saved], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        default_root_dir=tempfile.gettempdir(), **where,
+    )  # fmt: skip
+
+
+def strategy(how: str) -> Any:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if how == "fsdp2":
+        return ours.SmckptModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    if how == "fsdp1":
+        return ours.SmckptFSDPStrategy(auto_wrap_policy={torch.nn.Linear})
+    return "ddp"
+
+
+def train(out: str, how: str, *, resume: bool, dies: int = 0) -> dict[str, Any]:
+    seed_everything(7 if resume else 0, verbose=False)
+    runs, model = trainer(out, how, dies), Model()
+    data: Any = Batches()
+    if how.startswith("epochs"):
+        made = torch.Generator().manual_seed(3)
+        rows = torch.randn(4 * PER_EPOCH, 16, generator=made)
+        data = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    runs.fit(model, data, ckpt_path="last" if resume else None)
+    return ended(runs, model)
+
+
+def ended(runs: Any, model: Model) -> dict[str, Any]:
+    """What a run came to: this rank's weights and moments in a digest, the losses, the rate."""
+    digest = hashlib.sha256()
+    (optimizer,) = runs.strategy.optimizers
+    for parameter in model.layers.parameters():
+        slots = optimizer.state.get(parameter, {})
+        for tensor in (parameter, *(slots[name] for name in sorted(slots))):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            digest.update(local.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    seen, saved = runs.callbacks[0], runs.checkpoint_callback
+    return {
+        "digest": digest.hexdigest(),
+        "losses": model.losses,
+        "lr": runs.lr_scheduler_configs[0].scheduler.get_last_lr(),
+        "random": torch.rand(2).tolist(),
+        "sharded": type(next(model.layers.parameters())).__name__,
+        "seen": seen.steps,
+        "best": sorted((os.path.basename(k), v.item()) for k, v in saved.best_k_models.items()),
+        "last": os.path.basename(saved.last_model_path),
+        "epoch": runs.current_epoch,
+        "hparams": dict(model.hparams),
+    }
+
+
+def main() -> None:
+    out, how, what = sys.argv[1:]
+    if what == "die":
+        train(out, how, resume=False, dies=5 if not how.startswith("epochs") else 6)
+        raise AssertionError("it lives")
+    resumed = train(out, how, resume=True)
+    straight = train(f"{out}-straight", how, resume=False)
+    print("told", json.dumps({"resumed": resumed, "straight": straight}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,10 @@ from smckpt.errors import UsageError
 __all__ = ["DOORS", "Provided", "provide"]
 
 # What `--for` names → "module:function" that puts the door in its place.
-DOORS = {name: f"smckpt.run.{name}:put" for name in ("sagemaker", "transformers", "accelerate")}
+DOORS = {
+    name: f"smckpt.run.{name}:put"
+    for name in ("sagemaker", "transformers", "accelerate", "lightning")
+}
 # what is absent, and so in nobody's way; names that are there are replaced only where asked for
 _BY_DEFAULT = ("sagemaker",)
 

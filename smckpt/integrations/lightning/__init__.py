@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from smckpt.integrations.lightning.connector import SmckptCheckpointConnector
 from smckpt.integrations.lightning.names import provide_s3
-from smckpt.integrations.lightning.plugin import S3CheckpointIO, SmckptCheckpointIO
+from smckpt.integrations.lightning.plugin import (
+    S3CheckpointIO,
+    SmckptCheckpointIO,
+    load_any,
+)
 from smckpt.integrations.lightning.s3 import S3Utils
 from smckpt.integrations.lightning.strategies import (
     SmckptFSDPStrategy,
@@ -25,6 +29,7 @@ __all__ = [
     "SmckptFSDPStrategy",
     "SmckptModelParallelStrategy",
     "SmckptTrainer",
+    "load_any",
 ]
 
 provide_s3()

@@ -77,7 +77,7 @@ def rest_of(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[
         return {key: _given(key, kinds[key], values[key], weights_only) for key in kinds}
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"what the checkpoint holds beside model and optimizers cannot be understood: {error!r}",
+            f"what is saved beside model and optimizers cannot be understood: {error!r}",
             remedy="use an older checkpoint, or load it with smckpt.load(checkpoint_id=…)",
         ) from error
 
@@ -114,7 +114,7 @@ def _given(key: str, kind: str, value: Any, weights_only: bool | None) -> Any:
         return value
     strict = weights_only is not False
     try:
-        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=strict)  # noqa: S614
+        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=strict)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"the checkpoint's {key!r} holds objects that only code can make: {error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from smckpt.integrations.lightning.saves import (
 )
 from smckpt.storage.urls import is_local, is_s3_url
 
-__all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "written_by_lightning"]
+__all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any", "written_by_lightning"]
 
 
 class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -184,6 +185,19 @@ class S3CheckpointIO(SmckptCheckpointIO):
         self.chunk_size_MB = given["chunk_size_MB"]
         self.max_read_concurrency = given["max_read_concurrency"]
         self.max_write_concurrency = given["max_write_concurrency"]
+
+
+def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's function behind `load_from_checkpoint`, which takes smckpt's checkpoints too."""
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        path = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else ""
+        ours = is_s3_url(path) or (is_local(path) and os.path.isdir(path))
+        if not ours or written_by_lightning(path):
+            return stock(path_or_url, map_location, weights_only)
+        return SmckptCheckpointIO().load_checkpoint(path, map_location, weights_only)
+
+    return load
 
 
 def written_by_lightning(place: str) -> bool:

@@ -13,6 +13,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import smckpt
 from smckpt.checkpoint.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
@@ -120,10 +121,12 @@ class S3Utils:
         """
         if not os.path.getsize(file_path):
             raise UsageError("the file is empty", remedy="write it first", path=str(file_path))
-        with open(file_path, "rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                with memoryview(mapped) as data:
-                    _upload(s3_path, data, chunk_size_MB, max_concurrency)
+        with (
+            open(file_path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+        ):
+            _upload(s3_path, data, chunk_size_MB, max_concurrency)
         if remove_file:
             os.remove(file_path)
 
@@ -146,8 +149,7 @@ class S3Utils:
             raise UsageError(
                 "creds= is not honoured", remedy="pass profile=, or set the AWS environment"
             )
-        options = {"s3client_config": {"profile": profile}} if profile else {}
-        top = open_storage(base_path, **options)
+        top = open_storage(base_path, s3client_config={"profile": profile} if profile else None)
         bucket, _ = parse_s3_url(top.url)
         keys = [key for key in _keys(top) if key.endswith(suffix or "")]
         return keys if return_key_only else [build_s3_url(bucket, key) for key in keys]
@@ -197,8 +199,6 @@ def _keys(storage: Storage) -> list[str]:
 
 
 def _remove_all(storage: Storage) -> None:
-    import smckpt
-
     try:
         smckpt.remove(storage.url)
     except CheckpointNotFoundError:

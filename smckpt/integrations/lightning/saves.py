@@ -152,7 +152,7 @@ def refuse_storage_options(given: Any) -> None:
 def device_of(map_location: Any) -> torch.device | None:
     """Where `torch.load` would put tensors of the CPU; None: it leaves them there."""
     if callable(map_location):
-        moved = map_location(torch.UntypedStorage(0), "cpu")
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if moved is None else torch.device(moved.device)
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")

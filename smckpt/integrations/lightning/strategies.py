@@ -54,7 +54,7 @@ class _ThroughSmckpt:
         if not isinstance(io, SmckptCheckpointIO):
             raise UsageError(
                 f"{type(io).__name__} is not honoured: a sharded strategy does not save through it",
-                remedy=f"leave it out; {type(self).__name__} saves to disk and S3 itself",
+                remedy="leave it out; {type(self).__name__} saves to disk and S3 itself",
             )
         self.saves, self.async_checkpointing = io.saves, io.async_checkpointing
 
@@ -169,5 +169,5 @@ def _refuse_whole(name: str, given: Any, only: Any) -> None:
     if given != only:
         raise UsageError(
             f"{name}={given!r} is not honoured: each rank saves its shards",
-            remedy=f"leave it out, and make one file of weights with `smckpt export`",
+            remedy="leave it out, and make one file of weights with `smckpt export`",
         )

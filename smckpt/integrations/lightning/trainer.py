@@ -15,7 +15,7 @@ __all__ = ["SmckptTrainer"]
 class SmckptTrainer(Trainer):  # type: ignore[misc]
     """Lightning's `Trainer`, resuming through `SmckptCheckpointConnector`."""
 
-    @functools.wraps(Trainer.__init__)  # Lightning reads the names of its arguments
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc] # Lightning reads its arguments' names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._checkpoint_connector = SmckptCheckpointConnector(self)

@@ -19,7 +19,7 @@ from tests.support import child
 SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_run.py"
 
 
-def names(out: Path) -> list[str]:
+def names(out: Path | str) -> list[str]:
     return sorted(one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(out))
 
 
@@ -44,6 +44,18 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill_and_from_accelerates_own(
     (told,) = killed_and_resumed(tmp_path, "plain")
     assert told["stock"].pop("losses") == told["straight"]["losses"][4:]
     assert {**told["stock"], "losses": told["straight"]["losses"]} == told["straight"]
+
+
+def test_with_its_checkpoints_in_s3_it_goes_on_bit_for_bit(
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_ROOT", s3_root)
+    (told,) = child.killed_and_resumed(SCRIPT, tmp_path / "run", "plain", ("die",))
+    ours, losses = told["resumed"].pop("losses"), told["straight"]["losses"]
+    assert ours == losses[-len(ours) :] and len(ours) < len(losses)
+    assert {**told["resumed"], "losses": losses} == told["straight"]
+    assert names(f"{s3_root}/run") == ["checkpoint_1", "checkpoint_2"]
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 @pytest.mark.long

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import smckpt
+from smckpt import verify_checkpoint
 from tests.support import child
 from tests.support.interpreters import transformers4
 
@@ -30,6 +33,31 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain"))
 
 
+def test_with_its_checkpoints_in_s3_another_machine_goes_on_bit_for_bit(
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_ROOT", s3_root)
+    died = child.script(SCRIPT, str(tmp_path / "run"), "plain", "die", "5")
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    assert not [*tmp_path.rglob("*.safetensors")]
+    (tmp_path / "other").mkdir()
+    done = child.script(SCRIPT, str(tmp_path / "other" / "run"), "plain", "resume")
+    assert done.returncode == 0, done.stderr[-4000:]
+    held(tmp_path, child.told(done))
+    assert not [*tmp_path.rglob("*.safetensors")]
+    steps = [one.step for one in smckpt.find_checkpoints(f"{s3_root}/run")]
+    assert steps[-2:] == [6, 7] and verify_checkpoint(f"{s3_root}/run/checkpoint-7").ok
+
+
+def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
+    done = child.script(SCRIPT, str(tmp_path / "run"), "plain", "best")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = child.told(done)
+    step, _ = max(told["losses"], key=lambda row: row[1])
+    assert told["best"] == f"checkpoint-{step}" and told["ended"] == told["held"]
+    assert step != told["losses"][-1][0]
+
+
 @pytest.mark.long
 def test_fsdp2_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     out, told = killed_and_resumed(tmp_path, "fsdp", ranks=2)
@@ -43,7 +71,21 @@ def test_ddp_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("how", "ranks"), [("plain", 1), ("plain", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        ("plain", 1),
+        ("plain", 2),
+        pytest.param(
+            "fsdp",
+            2,
+            marks=pytest.mark.skipif(
+                not torch.accelerator.is_available(),
+                reason="accelerate shards for this release on accelerators only",
+            ),
+        ),
+    ],
+)
 def test_transformers_4_goes_on_bit_for_bit_after_a_kill(
     tmp_path: Path, how: str, ranks: int
 ) -> None:

@@ -3,7 +3,8 @@
 Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cuda". WHAT: "die"
 (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
 then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
-(accelerate's own class trains to step 4).
+(accelerate's own class trains to step 4). With ACCELERATE_ROOT in the environment checkpoints are
+below it, and the last part of "resume" is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
+import smckpt
 from smckpt.integrations.accelerate import SmckptAccelerator
 
 STEPS = 7
@@ -56,7 +58,11 @@ def made(out: str, how: str, kind: type[Accelerator]) -> Any:
     configuration = ProjectConfiguration(
         project_dir=out, automatic_checkpoint_naming=True, total_limit=2
     )
-    return kind(cpu=not device, fsdp_plugin=plugin, project_config=configuration)
+    accelerator = kind(cpu=not device, fsdp_plugin=plugin, project_config=configuration)
+    root = os.environ.get("ACCELERATE_ROOT")
+    if root and isinstance(accelerator, SmckptAccelerator):
+        accelerator.smckpt_root = f"{root}/{os.path.basename(out)}"
+    return accelerator
 
 
 def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> dict[str, Any]:
@@ -85,7 +91,9 @@ def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> d
             os.kill(os.getpid(), signal.SIGKILL)
         if step % 2 == 0:
             accelerator.save_state()
-    accelerator.end_training()
+    # Not end_training, which destroys the process group: torch's store still has the addresses of
+    # that one when the next is made, and the first collective would wait for them.
+    smckpt.maybe_finalize_async_calls()
     digest = hashlib.sha256()
     for parameter in model.parameters():
         slots = optimizer.optimizer.state.get(parameter, {})
@@ -113,9 +121,10 @@ def main() -> None:
     resumed = train(made(out, how, SmckptAccelerator), resume=True)
     straight = train(made(f"{out}-straight", how, SmckptAccelerator), resume=False)
     told = {"resumed": resumed, "straight": straight}
-    if how.startswith("plain"):
+    if how.startswith("plain") and "ACCELERATE_ROOT" not in os.environ:
         train(made(f"{out}-stock", how, Accelerator), resume=False, last=4)
         told["stock"] = train(made(f"{out}-stock", how, SmckptAccelerator), resume=True)
+    made(out, how, SmckptAccelerator).end_training()
     print("told", json.dumps(told), flush=True)
 
 

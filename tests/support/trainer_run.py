@@ -2,7 +2,9 @@
 
 Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp; on the CPU, or with "-cuda". WHAT: "die"
 (SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in OUT-straight without a
-stop; print both as JSON).
+stop; print both as JSON), "best" (train with an evaluation every other step, and end with the
+best; print its digest and that of what its checkpoint holds). With TRAINER_ROOT in the environment
+checkpoints are below it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from accelerate import DistributedType, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import smckpt
 from smckpt.integrations.transformers import SmckptTrainerMixin
 
 STEPS = 7
@@ -46,7 +49,7 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trainer(out: str, how: str, callbacks: list[Any]) -> SavedTrainer:
+def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrainer:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -70,14 +73,47 @@ def trainer(out: str, how: str, callbacks: list[Any]) -> SavedTrainer:
         output_dir=out, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2,
         save_strategy="steps", save_steps=2, save_total_limit=2, logging_steps=1, report_to=[],
         lr_scheduler_type="cosine", use_cpu=not device, disable_tqdm=True, dataloader_num_workers=0,
-        **sharding,
+        **sharding, **more,
     )  # fmt: skip
     if (
         how == "fsdp" and not device
     ):  # accelerate shards on accelerators only, unless it takes the CPUs for such
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return SavedTrainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks)
+    made = SavedTrainer(
+        model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks,
+        eval_dataset=Tokens() if more else None,
+    )  # fmt: skip
+    if root := os.environ.get("TRAINER_ROOT"):
+        made.smckpt_root = f"{root}/{os.path.basename(out)}"
+    return made
+
+
+def digest_of(model: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def best(out: str, how: str) -> dict[str, Any]:
+    """The highest loss is taken for the best, so that it is not the last."""
+    trained = trainer(
+        out, how, [], eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+    trained.train()
+    losses = {
+        row["step"]: row["eval_loss"] for row in trained.state.log_history if "eval_loss" in row
+    }
+    chosen = trained.state.best_model_checkpoint
+    other = trainer(f"{out}-other", how, [])
+    held = {"model": other.model.state_dict()}
+    smckpt.load(held, checkpoint_id=trained._place(chosen))
+    return {
+        "losses": sorted(losses.items()), "best": os.path.basename(chosen),
+        "ended": digest_of(trained.model), "held": digest_of(other.model),
+    }  # fmt: skip
 
 
 def ended(trained: SavedTrainer) -> dict[str, Any]:
@@ -104,6 +140,9 @@ def main() -> None:
     if what == "die":
         trainer(out, how, [Dies(int(rest[0]))]).train()
         raise AssertionError("it lives")
+    if what == "best":
+        print("told", json.dumps(best(out, how)), flush=True)
+        return
     again = trainer(out, how, [])
     again.train(resume_from_checkpoint=True if not rest else rest[0])
     resumed = ended(again)

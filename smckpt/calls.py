@@ -44,7 +44,7 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
 
 def _refuse_within(said: str, outer: bool) -> None:
     """Look for such a call on the stack. This is a separate function so that no frame refers to
-    itself: such a frame keeps the caller's tensors until the garbage collector runs."""
+    itself: a frame that does keeps the caller's tensors until the garbage collector runs."""
     code = sys._getframe(1).f_code
     frame = sys._getframe(1).f_back
     while frame is not None:

@@ -183,7 +183,7 @@ def error_from_json(data: Any) -> CheckpointError:
     """The inverse of `CheckpointError.to_json`. Other data, or an unknown type, becomes a
     `CheckpointError` that says so."""
     if not isinstance(data, dict) or not isinstance(data.get("message"), str):
-        return CheckpointError(f"an error that cannot be read: {str(data)[:200]}")
+        return CheckpointError(f"an error that cannot be decoded: {str(data)[:200]}")
     kind = globals().get(str(data.get("type")), CheckpointError)
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = CheckpointError

@@ -1,7 +1,7 @@
 """Finds things by name: built in, registered in this process, or from an installed package.
 
 A package declares a thing as an entry point with the thing's name. Entry points are read only for a
-name that is neither built in nor registered.
+name that is not built in and not registered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         known = self._built_in.get(name, self._registered.get(name, thing))
         if known != thing or name in self._built_in:
             raise UsageError(
-                f"there is a {self._word} {name!r} already", remedy="give yours another name"
+                f"the {self._word} {name!r} exists already", remedy="give yours another name"
             )
         self._registered[name] = thing
 
@@ -78,7 +78,8 @@ class Registry(Generic[T]):
     @cached_property
     def _points(self) -> tuple[metadata.EntryPoint, ...]:
         """The entry points of installed packages, read once: to read them takes milliseconds."""
-        from importlib import metadata  # many modules, which `smckpt ls` does not wait for
+        # it imports many modules, and `smckpt ls` need not wait for them
+        from importlib import metadata
 
         return tuple(metadata.entry_points(group=self._group))
 
@@ -92,7 +93,7 @@ class Registry(Generic[T]):
     def _loaded(self, point: metadata.EntryPoint) -> T:
         try:
             thing = point.load()
-        except Exception as error:  # the import of a package may raise anything
+        except Exception as error:  # importing a package may raise anything
             raise UsageError(
                 f"the {self._word} {point.name!r} ({point.value}) cannot be imported: {error}",
                 remedy="repair or uninstall the package that brings it",

@@ -41,8 +41,8 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class _Member:
-    """One group's manifest and where it stands; directories: where its ranks' files lie, by
-    turns."""
+    """One group's manifest and its directory. directories: rank r's files are in number r modulo
+    their count."""
 
     directory: str
     manifest: Manifest
@@ -138,8 +138,8 @@ class Catalogue:
 
     @cached_property
     def containers(self) -> dict[Path, str] | None:
-        """Path → kind, of the containers above tensors that are no dicts; None where the writer was
-        too old to say."""
+        """Path → kind, for each container above tensors that is not a dict; None if an older writer
+        recorded no kinds."""
         said = [decode_containers(m.layout, self.url) for m in self.manifests]
         if None in said:
             return None
@@ -313,10 +313,10 @@ class Catalogue:
             self._found.slots[holders] = found
         return self._found.slots[holders]
 
-    # -- values that are no tensors ----------------------------------------------------------------
+    # -- values that are not tensors ---------------------------------------------------------------
 
     def objects(self, rank: int) -> dict[str, tuple[Path, Any]]:
-        """The values of saved rank `rank` that are no tensors: key → (path, value).
+        """The values of saved rank `rank` that are not tensors: key → (path, value).
 
         Raises:
             CorruptCheckpointError: a value breaks the format.
@@ -368,7 +368,8 @@ def open_catalogue(
     """
     commit = choose_commit(storage, choose, name)
     members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
-    # All ranks read at once, and from all prefixes: each has its part of what all of them stand.
+    # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
+    # requests.
     share = storage.access.share.times(min(len(member.directories) for member in members))
     return Catalogue(storage.url, commit, members, _Found(storage.access.holding(share)))
 

@@ -178,8 +178,9 @@ def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manife
 
 
 def commits_at(storage: Storage) -> list[Candidate]:
-    """Candidates here, newest first, a record before a manifest of its own. Not yet read: what has
-    such a name and is no file is told then, and no older commit is taken in its place."""
+    """The candidates here, newest first, a record before its own manifests. Nothing is read yet. If
+    such a name belongs to something that is not a file, reading it raises, and no older commit is
+    taken instead."""
     names = [info.name for prefix in _COMMITS for info in storage.list(prefix)]
     names += storage.list_no_files(_COMMITS)
     return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)

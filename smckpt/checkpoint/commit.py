@@ -249,7 +249,7 @@ def _check_step(
 
 
 def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
-    """Create the file, once; what stands under the name afterwards.
+    """Create the file, once. Returns the content under the name afterwards.
 
     If the name exists with the same content, our own earlier call succeeded and its answer was
     lost. That counts as success.

@@ -1,6 +1,6 @@
 """Compare two checkpoints by logical name, bit for bit, with bounded memory: `compare_checkpoints`.
 
-Both may be of any kind, format version and sharding. What a rank keeps for itself is compared rank
+Both may be of any kind, format version and sharding. Per-rank tensors and values are compared rank
 by rank. If several groups have saved copies of one tensor, every copy is compared.
 """
 
@@ -34,8 +34,8 @@ _AT_ONCE = 8 << 20  # bytes of each side that a thread holds
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared, and what differs: values first, then what ranks keep for themselves, then
-    the rest, since causes stand there rather than effects.
+    """What was compared, and what differs: values first, then per-rank tensors, then the others. A
+    cause is more often among the first, an effect among the last.
 
     tensors, values: how many names were compared. nbytes: of A's tensors. ignored: names that were
         not compared.
@@ -154,9 +154,9 @@ def _of_one(name: str, holder: str, side: str, other: str) -> Difference:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of one side: what all ranks share (`holder` is ""), or what some keep.
+    """A tensor of one side. holder: the ranks that have it to themselves; "" if all share it.
 
-    unused: a rank keeps it beside shards without elements (a step that it never made).
+    unused: it belongs to shards without elements, such as the step of a rank that never stepped.
     """
 
     name: str
@@ -178,7 +178,7 @@ class _Side:
         catalogue = open_catalogue(access_to(url).open(url))
         if not catalogue.whole:
             raise UsageError(
-                "this is one group of a step; it is no checkpoint without the other groups",
+                "this is one group of a step, which is not a checkpoint without the other groups",
                 remedy=f"pass the directory of the step, {catalogue.above}",
                 path=catalogue.url,
             )
@@ -189,7 +189,7 @@ class _Side:
         return 0 if tensor is None else math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
     def tensors(self, name: str) -> dict[str, _Tensor]:
-        """By holder."""
+        """Holder → tensor."""
         pieces = self.catalogue.pieces
         found: list[_Tensor] = []
         for rows in self._grouped(pieces.by_name.get(name, [])):
@@ -214,7 +214,7 @@ class _Side:
         return {one.holder: one for one in found}
 
     def _grouped(self, rows: Sequence[tuple[Entry, str]]) -> list[list[tuple[Entry, str]]]:
-        """Rows of one tensor together; a per-rank row alone."""
+        """Groups of rows that belong to one tensor. A per-rank row is a group by itself."""
         known, groups = self.catalogue.pieces, list[list[tuple[Entry, str]]]()
         for row, fqn in rows:
             for group in groups:
@@ -232,10 +232,10 @@ class _Side:
         return groups
 
     def read(self, tensor: _Tensor, box: Box, pieces: Sequence[SavedPiece]) -> bytearray:
-        """The elements of a box, row-major, out of the first of the pieces that have them.
+        """The elements of a box, row-major. Each is read from the first piece that has it.
 
         Raises:
-            CorruptCheckpointError: some are in none of them.
+            CorruptCheckpointError: no piece has some of them.
         """
         itemsize = DTYPES[tensor.dtype].itemsize
         target = Piece(tensor.name, tensor.shape, box, 0, row_major_strides(box.sizes))
@@ -317,7 +317,8 @@ def _jobs(
     a: _Tensor, b: _Tensor
 ) -> Iterator[tuple[Box, Sequence[SavedPiece], Sequence[SavedPiece]]]:
     """Boxes to compare, and the pieces of each side that have their elements. Each saved piece is
-    compared once at least; where the same ranks hold the same box, piece with piece."""
+    compared at least once. If the same ranks hold the same box on both sides, the two pieces are
+    compared with each other."""
     alike = {(source.piece.box, source.holders): source for source in b.pieces}
     for source in a.pieces:
         same = alike.pop((source.piece.box, source.holders), None)
@@ -325,7 +326,7 @@ def _jobs(
     held = [sum(source.piece.box.numel for source in side.pieces) for side in (a, b)]
     whole = math.prod(b.shape)
     if held[0] < whole or held[1] > whole:
-        for source in alike.values():  # what A lacks; or copies, of which the above took the first
+        for source in alike.values():  # A lacks these, or the loop above took another copy
             yield source.piece.box, a.pieces, [source]
 
 
@@ -344,7 +345,7 @@ def _chunks(box: Box, most: int) -> Iterator[Box]:
 
 
 class _Apart:
-    """How two tensors differ, as far as they were compared."""
+    """How two tensors differ in the parts that were compared so far."""
 
     def __init__(self, tensor: _Tensor) -> None:
         self.count = 0

@@ -72,7 +72,7 @@ def contents_of(storage: Storage) -> Contents:
     Raises:
         CheckpointNotFoundError: nothing committed is here.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
-        UsageError: this is one group of a step; it is no checkpoint without the other groups.
+        UsageError: this is one group of a step, which is not a checkpoint without the other groups.
     """
     commit = choose_commit(storage)
     if commit.through_record:
@@ -86,7 +86,7 @@ def contents_of(storage: Storage) -> Contents:
     if manifest.record is not None:
         above = parent_url(join_url(directory, manifest.record))
         raise UsageError(
-            "this is one group of a step; it is no checkpoint without the other groups",
+            "this is one group of a step, which is not a checkpoint without the other groups",
             remedy=f"pass the directory of the step, {above}",
             path=storage.url,
         )

@@ -23,7 +23,7 @@ class ParallelCoordinates:
 
     alike: the saved ranks at its tensor-, expert- and pipeline-parallel coordinates; None if they
         are not known, or are not needed.
-    unknown: why it is not known which of several saved ranks it follows.
+    unknown: if it is not known which of several saved ranks it follows, the reason.
     """
 
     alike: frozenset[int] | None = None
@@ -79,7 +79,7 @@ class ParallelCoordinates:
             )
 
 
-ANYWHERE = ParallelCoordinates()  # for a checkpoint whose ranks all hold the same
+ANYWHERE = ParallelCoordinates()  # if all ranks of the checkpoint hold the same
 
 
 def _degrees(state: ParallelState) -> tuple[int, int, int]:

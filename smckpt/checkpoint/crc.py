@@ -1,4 +1,4 @@
-"""CRC-64/NVME: S3 computes and keeps it for an object, a core computes 9–11 GB/s, and the values of
+"""CRC-64/NVME. S3 computes and keeps it for an object. One core computes 9–11 GB/s. The values of
 two parts can be combined."""
 
 from __future__ import annotations

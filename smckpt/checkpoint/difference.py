@@ -27,7 +27,7 @@ class Difference:
     Args:
         what: "only A", "only B", "dtype", "shape", "bits", "value", or "ranks" (a rank that only
             one checkpoint has keeps something of its own).
-        holder: the ranks whose own it is; "" for what all ranks share.
+        holder: the ranks that have it to themselves; "" if all share it.
         detail: both sides, as text.
         count, of: how many of the compared elements differ, where they were compared.
         first: the index of the first of them.
@@ -63,13 +63,14 @@ class Difference:
 
 
 def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
-    """The values of a rank that are no tensors, as they are stored, by name: one for each number or
-    text, however its save has grouped them. Parameters of an optimizer have their names.
+    """The values of a rank that are not tensors, by name, in their stored form. Each number or text
+    has a name of its own, however the save grouped them. An optimizer's parameters have their
+    names, not numbers.
 
     Raises:
         As `Catalogue.objects`.
     """
-    catalogue.objects(rank)  # raises what breaks the format, before any of it is looked at
+    catalogue.objects(rank)  # raises if a value breaks the format
     found: dict[str, Any] = {}
     for leaf in catalogue.part(rank)["objects"].values():
         path, value = tuple(leaf["path"]), leaf["value"]
@@ -83,7 +84,7 @@ def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dicts and lists taken apart. A list of plain values stays whole."""
+    """The leaves of dicts and lists. A list of plain values is one leaf."""
     if isinstance(value, dict) and value and "~" not in value:
         for key, item in value.items():
             yield from _flat(f"{name}.{key}", item)
@@ -97,7 +98,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def value_difference(
     name: str, holder: str, a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> Difference | None:
-    """How a value differs, None where it is equal; both are `leaves_of` a rank."""
+    """How a value differs; None if it is equal. a, b: `leaves_of` a rank."""
     ours, theirs = a.get(name, _ABSENT), b.get(name, _ABSENT)
     if theirs is _ABSENT:
         return Difference(name, "only A", holder, f"only A has it: {_short(ours)}")
@@ -111,12 +112,12 @@ def value_difference(
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Also in type: 1, 1.0 and true are three values."""
+    """Whether value and type are equal: 1, 1.0 and true are three values."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def _lists_apart(name: str, holder: str, a: Any, b: Any) -> Difference | None:
-    """For two lists or two arrays alike in shape: how many elements differ."""
+    """For two lists of one length, or two arrays of one shape: how many elements differ."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not _same(x, y)]
         detail = f"at {apart[0]}: {_short(a[apart[0]])} and {_short(b[apart[0]])}"
@@ -141,7 +142,7 @@ def _tag(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A stored value for people: tagged ones by their content."""
+    """A text for a stored value. A tagged value is shown by its content."""
     if (tag := _tag(value)) is not None:
         if tag in ("int", "float", "path", "torch.dtype", "torch.device"):
             return str(value["v"])

@@ -23,7 +23,7 @@ __all__ = ["FoundCheckpoint", "find_checkpoints", "latest"]
 
 log = logging.getLogger("smckpt")
 
-# Errors that stay until somebody changes the place. The place is not ours, or useless to us.
+# Errors that stay until somebody changes the directory. It is not ours, or we cannot use it.
 _FOREIGN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 _SKEW = 60 * 10**9  # nanoseconds by which the clocks of healthy hosts may differ
 DEPTH = 3  # how many levels of directories below the root are searched
@@ -34,7 +34,7 @@ class FoundCheckpoint(str):
     """A committed checkpoint. It is the text of its path, or of its URL without the last slash.
 
     So you can pass it wherever a path is expected: `load(checkpoint_id=found)`, `open(found /
-    "notes.txt")`, `f"{found}/part0"`, `Path(found)`. It also knows what the commit says:
+    "notes.txt")`, `f"{found}/part0"`, `Path(found)`. It also has these facts from the commit:
 
     Args:
         path: the same text.
@@ -45,7 +45,7 @@ class FoundCheckpoint(str):
         nbytes: of all data files.
         groups: the groups' directories, relative to `path`.
         identity: the name of the file that commits it.
-        metadata: as the save was told.
+        metadata: the `metadata=` of the save.
     """
 
     path: str
@@ -139,7 +139,7 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
     """The newest commit in this very directory, or None.
 
     Args:
-        group: also where it is one group of a step.
+        group: whether one group of a step counts too.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -157,8 +157,8 @@ def latest(root: Storage, depth: int = DEPTH) -> FoundCheckpoint | None:
     """The newest of `found_below`, or None.
 
     Raises:
-        StorageError: the store fails to read a directory at this moment. It may hold the newest
-            checkpoint; without it a job would begin at an older step, or from the start.
+        StorageError: the store fails to read a directory at this moment. That directory may hold
+            the newest checkpoint. Without it a job would resume from an older step, or start anew.
     """
     found = found_below(root, depth, sure=True)
     return found[-1] if found else None

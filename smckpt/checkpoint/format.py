@@ -229,8 +229,8 @@ class PartRecord:
 @dataclass(frozen=True)
 class Manifest:
     """All parts of a group. `record` is the relative path to the record that commits it, or None if
-    the manifest itself is the commit. committed_at: nanoseconds since 1970. prefix_sharding: over
-    prefixes outside the directory, None where all files lie in it."""
+    the manifest itself is the commit. committed_at: nanoseconds since 1970. prefix_sharding: how
+    the ranks' files are spread over prefixes outside the directory; None if all files are in it."""
 
     checkpoint_id: str
     kind: str | None
@@ -401,7 +401,7 @@ def _ranks(ranks: tuple[Any, ...]) -> None:
 
 
 def _name(value: Any, kind: str) -> ParsedName:
-    """Accept only names of ours, so that a file's content can never lead a reader to a foreign
+    """Accept only names of smckpt's files, so a file's content can never lead a reader to a foreign
     file."""
     parsed = parse_name(_text(value, "a name"))
     if parsed is None or parsed.kind != kind:

@@ -28,7 +28,8 @@ __all__ = ["READERS", "Gathered", "gather_parts"]
 
 READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
 _BATCH = 256  # parts in memory at once
-_SAME = ("checkpoint_id", "kind", "step", "group_ranks")  # which ranks may pass differently
+# a rank may pass another value, which is refused
+_SAME = ("checkpoint_id", "kind", "step", "group_ranks")
 _OURS = ("attempt", "session", "number")  # the engine sets these
 _HEAD = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
 _NEEDED = {*_SAME, *_OURS, *_HEAD, "rank", "host", "files", "classes", "layout", "optimizers"}
@@ -80,15 +81,15 @@ def gather_parts(
 
 @dataclass(frozen=True)
 class _Read:
-    """A part that was read: the JSON of each section, and its files if all of them are as it
-    says."""
+    """A part that was read: the JSON of each section, and its files if all of them have the
+    recorded sizes."""
 
     sections: dict[str, bytes]
     files: tuple[FileRecord, ...]
 
 
 class _Group:
-    """The parts that were read so far. What is the same for many ranks is kept and parsed only
+    """The parts that were read so far. Content that is the same for many ranks is kept and parsed
     once."""
 
     def __init__(self, storage: Storage, attempt: str) -> None:

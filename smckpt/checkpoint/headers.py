@@ -23,7 +23,8 @@ _SIZES = {
 class StoredSlot(NamedTuple):
     """Bytes [start, stop) of a rank's array, at byte `offset` of the file.
 
-    code, shape: of what is there. part: the header marks it as a part, and else as the whole array.
+    code, shape: safetensors' dtype code and the shape of these elements. part: whether the header
+        marks them as a part of the array; otherwise they are the whole array.
     """
 
     start: int
@@ -74,7 +75,7 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
     slices = _slices(table.pop("__metadata__", {}), path)
     slots = _slots(table, start, size, slices, path)
     if stray := sorted(slices.keys() - slots.keys()):
-        _bad(path, f"it has slices of {stray[0]!r}, which is not in the file")
+        _bad(path, f"it lists slices of {stray[0]!r}, which is not in the file")
     return Header(start, slots)
 
 

@@ -1,9 +1,9 @@
-"""Leases: what a session holds on a directory, and by which a later run fences an earlier one.
+"""Leases. A session takes a lease on a directory, and so fences the sessions of earlier runs.
 
 A lease is a file that is created exclusively. The number in its name is the session's *fencing
-token*: it is above every token that any name in the directory has. A session looks for later leases
-before it publishes. A lease concerns its *scope*: the directory in which it stands or, for the lead
-of several groups, the groups' directories. So two jobs may keep their records in one parent.
+token*. It is higher than every token in the names of the directory. A session looks for later
+leases before it publishes. A lease covers its *scope*: its own directory or, for the lead of
+several groups, the groups' directories. So two jobs may keep their records in one parent.
 
 The format calls the token `epoch`: the file is `epoch-<token>.json`.
 """
@@ -48,9 +48,9 @@ _WITH_TOKEN = ("epoch-", "manifest-", "record-")
 
 @dataclass(frozen=True)
 class Lease:
-    """One lease. scope: URLs of the directories concerned; before: the sessions that had files
-    in the directory when it was made; prefix_sharding: of its session's files;
-    ranks: that save under it; taken_at: nanoseconds since 1970."""
+    """One lease. scope: URLs of the directories that it covers. before: the sessions that had files
+    in the directory when it was made. prefix_sharding: of its session's files. ranks: the ranks
+    that save under it. taken_at: nanoseconds since 1970."""
 
     name: str
     fencing_token: int
@@ -75,21 +75,21 @@ def take_lease(
     """Take the lease of a directory for a session, exclusively, with the next fencing token.
 
     Args:
-        directory: URL; of the group, or of the parent in which a record will stand.
-        session: that publishes under this lease.
-        host: of the caller, for people who read the file.
+        directory: URL of the group's directory, or of the parent in which a record will be.
+        session: the session that publishes under this lease.
+        host: the caller's, for people who read the file.
         groups: URLs of the groups' directories, for a record's parent. The token is above theirs
             too, so that it means the same in all of them.
         prefix_sharding: of the ranks' files, as `PrefixSharding.to_json` gives it.
-        ranks: that save under this lease; of all groups.
+        ranks: the ranks of all groups that save under this lease.
         since: when this job began, in nanoseconds since 1970.
 
     Returns:
-        {"fencing_token": int}, and "remark" if a file was passed over that the user should know of.
+        {"fencing_token": int}, and "remark" if a file was skipped that the user should know of.
 
     Raises:
-        UsageError: other ranks took a lease of one of the directories since this job began: two
-            groups of it have one checkpoint_id, and would take turns in superseding each other.
+        UsageError: other ranks took a lease on one of the directories since this job began. Two
+            groups of it have one checkpoint_id, and would supersede each other in turn.
         StorageError: others take every lease, or the store refused.
     """
     storage = access.open(directory)
@@ -98,7 +98,7 @@ def take_lease(
     remarks: dict[str, None] = {}
     fencing_token = 0
     for _ in range(_TURNS):
-        # above the last try too: a link that leads nowhere has the name, and no listing shows it
+        # above the last try too: a dangling link may have the name, and no listing shows it
         fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1
         for place in (storage, *inside) if ranks else ():
             remarks |= _refuse_shared(place, groups or [directory], session, ranks, since)
@@ -120,8 +120,8 @@ def take_lease(
             for info in storage.list(lease_name(fencing_token))
         ):
             remarks[
-                f"{file_url(storage.url, lease_name(fencing_token))} is no file: "
-                f"fencing token {fencing_token} is passed over; remove that link or directory"
+                f"{file_url(storage.url, lease_name(fencing_token))} is not a file: "
+                f"fencing token {fencing_token} is skipped; remove that link or directory"
             ] = None
     raise StorageError(
         f"others took the last {_TURNS} leases that this session tried to take",
@@ -133,8 +133,8 @@ def take_lease(
 def _refuse_shared(
     storage: Storage, scope: Sequence[str], session: str, ranks: Sequence[int], since: int
 ) -> dict[str, None]:
-    """Refuse a directory of which other ranks of this job hold a lease. Returns what to remark:
-    leases that no clock of this job can have stamped, and which are therefore not counted."""
+    """Refuse a directory on which other ranks of this job hold a lease. Returns remarks about
+    leases that were not counted, because no clock of this job can have stamped them."""
     urls = {normal_url(url) for url in scope}
     remarks: dict[str, None] = {}
     for lease in leases_at(storage):
@@ -166,10 +166,11 @@ def mark_lease(
     prefix_sharding: PrefixSharding | None = None,
     ranks: Sequence[int] = (),
 ) -> None:
-    """Make sure that the lease, taken in the parent, stands in this group's directory as ours.
+    """Put a copy of the parent's lease into this group's directory, or check that it is there.
 
     Raises:
-        StorageError: it stands as another session's, or something that is no file has its name.
+        StorageError: another session has the lease with this token, or something that is not a file
+            has its name.
     """
     path = file_url(storage.url, lease_name(fencing_token))
     try:
@@ -200,13 +201,13 @@ def mark_lease(
 def probe(
     access: Access, directory: str, session: str, create: bool, leave: bool = True
 ) -> dict[str, Any]:
-    """Find out whether saves can work here, and leave a small file for the peers; or say whether
-    what a peer left is seen from here.
+    """Check whether saves can work here, and leave a small file for the peers; or check whether
+    this host sees the file that a peer left.
 
     Args:
-        session: whose name the file has.
-        create: for the one who leads; False for the peers.
-        leave: False where there are no peers.
+        session: the session in the file's name.
+        create: True for the leader, False for its peers.
+        leave: False if there are no peers.
 
     Returns:
         {"seen": bool}, and "remark" if there is something that the user should know.
@@ -217,7 +218,9 @@ def probe(
     storage = access.open(directory)
     name = probe_name(session)
     if parse_name(name) is None:
-        raise UsageError(f"{session!r} is no session", remedy="pass 12 hex digits", path=directory)
+        raise UsageError(
+            f"{session!r} is not a session", remedy="pass 12 hex digits", path=directory
+        )
     if create:
         remark = storage.try_out(name)
         if leave:
@@ -233,12 +236,12 @@ def probe(
 def later_run(
     storage: Storage, fencing_token: int, scope: Iterable[str], attempt: str = ""
 ) -> StorageError | None:
-    """Why we may not publish any more, or None.
+    """The error if this session may not publish any more, or None.
 
     Args:
         fencing_token: ours.
         scope: URLs of the directories that we publish for.
-        attempt: whose files a sweep may be about to delete.
+        attempt: if given, also look for a fence of this attempt, whose files a sweep may delete.
     """
     names = {info.name for info in storage.list()}
     if attempt and fence_name(attempt) in names:
@@ -267,7 +270,7 @@ def later_run(
 
 
 def raise_fence(storage: Storage, attempt: str) -> None:
-    """Tell a session that may yet live that its attempt is given up; durable on return."""
+    """Tell a session, which may still be alive, that its attempt is given up. Durable on return."""
     storage.put_exclusive(fence_name(attempt), seal_json({"format": list(FORMAT_VERSION)}))
 
 
@@ -294,8 +297,8 @@ def _latest_token(storage: Storage) -> int:
 
 
 def places_at(storage: Storage, shardings: Iterable[PrefixSharding | None]) -> list[Storage]:
-    """All stores in which files of this directory may lie: its own, and those under the prefixes
-    that `shardings` say."""
+    """All stores in which files of this directory may be: its own, and those under the prefixes of
+    `shardings`."""
     places = {storage.url: storage}
     for prefix_sharding in shardings:
         for place in PrefixStores(storage, prefix_sharding).all():
@@ -315,7 +318,7 @@ def _create_lease(
     names: list[str] = []
     for place in places_at(storage, [] if groups else [prefix_sharding]):
         names += [info.name for info in place.list()]
-        with contextlib.suppress(StorageError):  # no right to look: then a sweep will say so
+        with contextlib.suppress(StorageError):  # no permission to list: a sweep will log it
             names += place.list_unfinished()
     before = sessions_at(names) - {session}
     body = {
@@ -345,7 +348,7 @@ def _read_lease(storage: Storage, name: str) -> Lease:
         ):
             raise ValueError(f"fencing token {fencing_token!r}, taken at {stamped!r}")
         if any(type(rank) is not int for rank in ranks):
-            raise ValueError("a rank is no number")
+            raise ValueError("a rank is not a number")
         return Lease(
             name,
             fencing_token,
@@ -358,8 +361,8 @@ def _read_lease(storage: Storage, name: str) -> Lease:
         )
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise CorruptCheckpointError(
-            f"the lease does not make sense: {error}",
-            remedy="no job of smckpt wrote this: look who writes here, and remove the file",
+            f"the lease cannot be decoded: {error}",
+            remedy="smckpt did not write this: find out what writes here, and remove the file",
             path=path,
         ) from error
 
@@ -372,7 +375,8 @@ def _listed(body: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _scope_of(storage: Storage, name: str) -> frozenset[str]:
-    """The directories that a lease, manifest or record speaks of; none if it is gone meanwhile."""
+    """The directories that a lease, manifest or record covers; none if the file was deleted
+    meanwhile."""
     kind = name.split("-", 1)[0]
     if kind == "manifest":
         return frozenset({storage.url})

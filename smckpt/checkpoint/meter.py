@@ -1,4 +1,4 @@
-"""How far a long piece of work is, told to the caller."""
+"""Reports the progress of long work to the caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Progress: TypeAlias = Callable[[int, int], None]  # called with bytes done and b
 
 
 class Meter:
-    """Counts bytes of several threads, and tells one count at a time."""
+    """Counts bytes of several threads, and reports one count at a time."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0

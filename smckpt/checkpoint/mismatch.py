@@ -46,7 +46,7 @@ def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, ra
 
 
 def differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say in words which names are in only one of checkpoint and target."""
+    """A text for the names that are in only one of checkpoint and target."""
 
     def listed(names: Sequence[str]) -> str:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are all there, by their sizes: one listing per directory."""
+"""Checks by size that all files of a checkpoint are there, with one listing per directory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ __all__ = ["what_is_missing"]
 
 
 def what_is_missing(storage: Storage, identity: str | None = None) -> str:
-    """What of the newest commit in a directory is missing or cut short; "" where it is whole.
+    """The first file of the newest commit that is missing or cut short, as a text; "" if all are
+    whole.
 
-    The record and the manifests are held against their checksums. Of the other files the sizes are
-    looked at: that their bytes are those that were written, only `verify_checkpoint` tells.
+    The record and the manifests are compared with their checksums. Of the other files only the
+    sizes are checked; `verify_checkpoint` checks their bytes.
 
     Args:
-        identity: of the commit that is meant.
+        identity: of the commit that is expected.
 
     Raises:
-        CheckpointError: the commit cannot be read, or is not the one that is meant.
+        CheckpointError: the commit cannot be read, or is not the expected one.
     """
     contents = contents_of(storage)
     if identity not in (None, contents.identity):
         raise CheckpointNotFoundError(
             f"the newest commit is {contents.identity}, not {identity}",
-            remedy="look again: another save has committed here",
+            remedy="try again: another save has committed here",
             path=storage.url,
         )
     for group in contents.groups:

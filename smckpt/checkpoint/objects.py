@@ -1,10 +1,10 @@
-"""Values that are no tensors: exact JSON if JSON can hold them, otherwise bytes of torch.save.
+"""Values that are not tensors: exact JSON if JSON can hold them, otherwise bytes of torch.save.
 
-What JSON cannot hold stands as {"~": tag, "v": …}: tuples, sets, bytes, complex numbers, non-finite
-floats, very large integers, dicts whose keys are not strings, paths, time spans, BytesIO,
-argparse's Namespace, numpy scalars and arrays, torch dtypes and sizes. Anything else is refused,
-unless it reads back with `weights_only=True`, for which its type may be allowed by name. Nothing
-that is read is ever executed.
+These are stored as {"~": tag, "v": …}, because JSON cannot hold them: tuples, sets, bytes, complex
+numbers, non-finite floats, very large integers, dicts whose keys are not strings, paths, time
+spans, BytesIO, argparse's Namespace, numpy scalars and arrays, torch dtypes and sizes. Anything
+else is refused, unless it reads back with `weights_only=True`, for which its type may be allowed by
+name. Nothing that is read is ever executed.
 """
 
 from __future__ import annotations

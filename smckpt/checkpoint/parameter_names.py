@@ -11,11 +11,12 @@ __all__ = ["under_names"]
 
 
 def under_names(optimizers: Mapping[str, Any], path: Path, value: Any) -> list[tuple[Path, Any]]:
-    """A value of an optimizer that numbers its parameters, under their names; else as it is.
+    """A value of an optimizer that numbers its parameters, under their names. Any other value is
+    unchanged.
 
     Args:
         optimizers: the saved names of each optimizer's parameters (`Catalogue.optimizers`).
-        value: decoded, or as it is stored: the containers of param_groups look alike.
+        value: decoded, or in its stored form; the containers of param_groups look the same in both.
     """
     for at, part in enumerate(path):
         ids = (optimizers.get(dotted(path[:at])) or {}).get("ids", [])

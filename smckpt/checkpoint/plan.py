@@ -95,12 +95,13 @@ def whole_tensors(
     group_ranks: Sequence[int],
     coordinates: ParallelCoordinates = ANYWHERE,
 ) -> Iterator[tuple[Path, str, Shape]]:
-    """All tensors that a rank can load, whole: the path by which `plan_logical` finds it, its
-    dtype and shape."""
+    """All tensors that a rank can load whole: for each the path by which `plan_logical` finds it,
+    its dtype and its shape."""
     finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
     for name in catalogue.logical:
         row, fqn = finder.rows(name)[0]
-        # Its own path where the name is that path: a fqn is text, a key may be a number.
+        # Where name and path agree, the row's own path is used: a fqn is text, but a key may be a
+        # number.
         yield (
             row.path if row.key == name else row.logical_path(fqn),
             row.dtype,
@@ -136,7 +137,7 @@ class _Finder:
                 self._candidates(entry, fqn)  # this checks shape and dtype
         pieces = [p for p in pieces if entry.logical_name(p.name) in known]
         if entry.geometry.per_rank:
-            pieces = pieces[:1]  # one value, for any number of names
+            pieces = pieces[:1]  # one value serves any number of names
         out = []
         for piece in pieces:
             if not piece.box.numel:
@@ -156,7 +157,7 @@ class _Finder:
         ]
         self._refuse_ambiguous(entry, piece, sources)
         # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
-        # meshes prefer its own, and so never mix two: they may hold experts of two ranks.
+        # meshes take only this rank's own: two meshes may hold the experts of two ranks.
         sources.sort(
             key=lambda source: (
                 self._rank not in self._pieces.family(source.row),
@@ -170,8 +171,8 @@ class _Finder:
         return [(sources[number], part) for number, part in shares]
 
     def _shared(self, box: Box, among: tuple[Box, ...]) -> list[tuple[int, Box]] | None:
-        """The parts of a box, each out of one of several boxes; None where the proof fails that
-        these fill it exactly once. The layers of a model are cut alike: each cut is proven once.
+        """The parts of a box, each out of one of several boxes. None if they do not fill it exactly
+        once. The layers of a model are cut in the same way, so each cut is proven once.
         """
         key = box, among
         if key not in self._cuts:
@@ -244,7 +245,7 @@ class _Finder:
                 raise self._ambiguous(entry, piece, like, source)
         common = {box: box.intersect(piece.box) for box in boxes}
         if sum(part.numel for part in common.values() if part is not None) == piece.box.numel:
-            return  # they do not overlap, or they leave a hole, which is found later
+            return  # they do not overlap, or leave a hole, which the proof finds later
         for one, other in itertools.combinations(boxes.values(), 2):
             part = common[one.piece.box]
             overlap = part is not None and part.intersect(other.piece.box) is not None
@@ -258,16 +259,16 @@ class _Finder:
         return ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
 
     def _one_tensor(self, one: Entry, other: Entry) -> bool:
-        """Whether two rows certainly belong to one tensor. Boxes that name no mesh do not say it:
-        a group may hold replicas, or the shards of several tensor-parallel ranks. Without their
-        coordinates only the values can tell."""
+        """Whether two rows certainly belong to one tensor. Boxes without a mesh do not show it: a
+        group may hold replicas, or the shards of several tensor-parallel ranks. Without coordinates
+        only the values can tell."""
         boxes = one.geometry.explicit and other.geometry.explicit
         if boxes and self._coordinates.alike is None:
             return one is other
         return self._pieces.one_tensor(one, other)
 
     def _is_own(self, entry: Entry, piece: Piece, source: SavedPiece) -> bool:
-        """Whether this rank saved this very box, and the ranks that saved load again."""
+        """Whether this rank saved this box, and the ranks that load are those that saved."""
         return (
             entry.geometry.explicit
             and self._same_ranks
@@ -276,7 +277,7 @@ class _Finder:
         )
 
     def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
-        """Whether equal boxes that name no mesh have the same values, so that either serves."""
+        """Whether equal boxes without a mesh have the same values, so that either can be used."""
         if not (one.row.geometry.explicit and other.row.geometry.explicit):
             return False
         itemsize = DTYPES[one.row.dtype].itemsize

@@ -50,7 +50,7 @@ def plan_local(
             them.
         coordinates: which saved ranks to take a tensor from, if ranks saved their own under one
             key.
-        asked: whether the target asks for what was saved at a path; the rest is left alone.
+        asked: whether the target asks for the values that were saved at a path. Others are ignored.
 
     Raises:
         TopologyError: the sharding differs; the message names both degrees.
@@ -68,7 +68,7 @@ def plan_local(
         if own is not None and (key in here or asked(own.path)):
             saved[key] = own, source
         elif own is None and key in here and all(row.geometry.per_rank for row in rows):
-            first = min(rows, key=lambda row: min(row.ranks))  # ranks may leave it to one of them
+            first = min(rows, key=lambda row: min(row.ranks))  # one rank may have saved it for all
             saved[key] = first, min(first.ranks)
     plan = ReadPlan(
         missing=tuple(sorted(here - saved.keys())),
@@ -167,8 +167,8 @@ def _same_shard(
 def _refuse_other_parameter(
     catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: Sequence[Entry], rank: int
 ) -> None:
-    """Refuse the optimizer state of another parameter. Optimizers number their parameters, so with
-    another order, or more parameters, a key means another parameter. If neither side knows the
+    """Refuse the optimizer state of another parameter. Optimizers number their parameters. So with
+    another order, or more parameters, a key belongs to another parameter. If neither side has the
     other's name, the parameters were renamed, and the key decides.
 
     Raises:
@@ -235,8 +235,8 @@ def _described(geometry: Geometry) -> str:
 
 
 def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -> None:
-    """Refuse arrays without a sharding rule if other ranks load than saved: nothing says whose they
-    are."""
+    """Refuse arrays without a sharding rule if the ranks that load are not those that saved:
+    nothing says which rank's array is needed."""
     for entry in entries:
         for row in catalogue.rows_by_key.get(entry.key, ()):
             if row.geometry.per_rank or row.geometry.shard_degree() == 1:
@@ -244,8 +244,8 @@ def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -
             if math.prod(row.geometry.local_shape(row.ranks[0])) != entry.numel:
                 raise other_degree(catalogue, rank, row.geometry.shard_degree(), 1)
             raise TopologyError(
-                f"{entry.key} was saved in shards, but the target does not say which shard it "
-                "holds, and other ranks load than saved",
+                f"{entry.key} was saved in shards, but the target does not say which shard "
+                "it holds, and the ranks that load are not those that saved",
                 remedy="take the target's state inside sm_state_dict_type(model, LOCAL), together "
                 "with the model's",
                 path=catalogue.url,

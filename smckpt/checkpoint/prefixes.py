@@ -1,12 +1,12 @@
-"""Prefix sharding: ranks' files under several stable prefixes, where one does not answer enough
-requests a second.
+"""Prefix sharding: ranks' files are under several stable prefixes if one prefix does not answer
+enough requests a second.
 
-S3 splits a bucket by the beginnings of keys that are busy, over tens of minutes. So what
-shards the requests must come before whatever changes from save to save, and be the same each time.
-Of a
-checkpoint in `<root>/<rest>/` rank r's files lie in `<root>/<prefix of r modulo n>/<rest>/`; what
-coordinators publish stays in the directory itself, where readers look. Which way leads to them
-follows from two numbers, so a manifest can point nowhere else.
+S3 splits a bucket by the beginnings of busy keys, over tens of minutes. So the prefix must come
+before every part of the path that changes from save to save, and must be the same each time.
+
+For a checkpoint in `<root>/<rest>/`, rank r's files are in `<root>/<prefix of r modulo n>/<rest>/`.
+Manifests and records stay in the directory itself, where readers look. The paths follow from two
+numbers, so a manifest cannot point anywhere else.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 MAX_PREFIXES = 256
-MAX_UP = 256  # levels: more than a path has room for where it matters
+MAX_UP = 256  # levels; no path has more
 _PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
 
 
 @dataclass(frozen=True)
 class PrefixSharding:
-    """Over how many prefixes, and how many levels above a checkpoint's directory they lie."""
+    """prefixes: how many. up: how many levels above a checkpoint's directory they are."""
 
     up: int
     prefixes: int
@@ -56,45 +56,47 @@ class PrefixSharding:
         return None if data is None else cls(data["up"], data["prefixes"])
 
     def directories(self, directory: str) -> list[str]:
-        """Where the files of ranks 0, 1, … n - 1 of a checkpoint in `directory` lie."""
+        """The directories of ranks 0, 1, … n - 1 for a checkpoint in `directory`."""
         root = self.root(directory)
         rest = relative_url(directory, root)
         return [join_url(join_url(root, _prefix(turn)), rest) for turn in range(self.prefixes)]
 
     def root(self, directory: str) -> str:
-        """The location below which all files of a checkpoint in `directory` lie."""
+        """The location below which all files of a checkpoint in `directory` are."""
         root = normal_url(directory)
         for _ in range(self.up):
             root = parent_url(root)
         return root
 
     def directory_of(self, directory: str, rank: int) -> str:
-        """Where the files of a rank lie."""
+        """The directory of a rank's files."""
         return self.directories(directory)[rank % self.prefixes]
 
     def fullest(self, ranks: Iterable[int]) -> int:
-        """How many of `ranks`, at most, have their files in one of the directories."""
+        """The largest number of `ranks` that have their files in one directory."""
         return max(Counter(rank % self.prefixes for rank in ranks).values(), default=1)
 
 
 def _prefix(turn: int) -> str:
-    """The names of the first n lie evenly among all, whatever n is: 00, 80, 40, c0, 20, …"""
+    """For any n, the first n names are spread evenly over all names: 00, 80, 40, c0, 20, …"""
     return f"{int(f'{turn:08b}'[::-1], 2):02x}-smckpt"
 
 
 def is_prefix(name: str) -> bool:
-    """Whether a directory of this name holds files of ranks, and no checkpoint of its own."""
+    """Whether a directory of this name holds ranks' files and no commit of its own."""
     return _PREFIX.fullmatch(name) is not None
 
 
 def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | None:
-    """How the options of a directory's store shard a save there; None where they do not.
+    """The prefix sharding of a save that the options of the directory's store ask for; None if they
+    ask for none.
 
     Args:
-        groups: of the step. One group's directory is the step's; of several groups it lies in it.
+        groups: how many groups make the step. A single group saves to the step's directory. Several
+            groups save to directories in it.
 
     Raises:
-        UsageError: the directory does not lie below `prefix_root`.
+        UsageError: the directory is not below `prefix_root`.
     """
     if storage.prefixes == 1:
         return None
@@ -107,21 +109,21 @@ def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | N
         at, up = parent_url(at), up + 1
     if at != root:
         raise UsageError(
-            f"the checkpoint does not lie below prefix_root={storage.prefix_root!r}",
-            remedy="give the place under which all of the run's checkpoints lie",
+            f"the checkpoint is not below prefix_root={storage.prefix_root!r}",
+            remedy="pass the location that contains all of the run's checkpoints",
             path=storage.url,
         )
     return PrefixSharding(up, storage.prefixes)
 
 
 def _is_bucket(url: str, up: int) -> bool:
-    """Whether `url` is, `up` levels higher, a whole bucket."""
+    """Whether the location `up` levels above `url` is a whole bucket."""
     return normal_url(url).partition("://")[2].count("/") - 1 <= up
 
 
 class PrefixStores:
-    """The stores in which the files of a group's ranks lie: all of them the directory's own where
-    nothing is sharded."""
+    """The stores of a group's rank files. Without prefix sharding, each is the directory's own
+    store."""
 
     def __init__(self, storage: Storage, prefix_sharding: PrefixSharding | None) -> None:
         self.directory = storage
@@ -146,11 +148,12 @@ class PrefixStores:
 def found_prefix_sharding(
     storage: Storage, prefix_sharding: PrefixSharding | None, part: str
 ) -> PrefixSharding | None:
-    """How a committed checkpoint is sharded where it stands now. A copy on a file system has all
-    files in its directory; one that shows a bucket's keys as they are has not.
+    """The prefix sharding of a committed checkpoint in its present place. A copy on a file system
+    has all files in its directory. A file system that shows a bucket's keys has them under the
+    prefixes.
 
     Args:
-        part: the name of one of its part records.
+        part: the name of one of the checkpoint's part records.
     """
     if prefix_sharding is None or storage.shards_prefixes:
         return prefix_sharding

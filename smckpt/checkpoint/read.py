@@ -45,7 +45,8 @@ _ALONE = 64 << 20  # bytes of a request of one thread
 _FEW_WAITS = 2  # a task with more waits than this has waited for data
 
 
-RUN_BYTES = 64 << 10  # shorter contiguous runs go through scratch: own reads would cost more
+# shorter contiguous runs go through scratch: a read of its own would cost more
+RUN_BYTES = 64 << 10
 
 
 class StoredCopy(NamedTuple):
@@ -238,9 +239,10 @@ def same_bytes(
     nbytes: int,
     readers: Readers,
 ) -> bool:
-    """Whether `nbytes` of two stored arrays, each from a byte on, are the same.
+    """Whether `nbytes` bytes of two stored arrays, each from its own start, are the same.
 
-    Where both lie alike in their files, equal checksums of a block prove it. Other blocks are read.
+    If both arrays have the same offset within their blocks, equal checksums prove a block equal.
+    Other blocks are read.
     """
     mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
     for at, file, offset, length in mine:
@@ -280,7 +282,8 @@ def _processors() -> int:
 
 
 def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
-    """Run tasks in this thread as long as none of them waits. Returns the tasks that are left."""
+    """Run tasks in this thread until one of them has waited for data. Returns the tasks that are
+    left."""
     for done, task in enumerate(tasks, 1):
         before = _waits()
         task()

@@ -1,4 +1,4 @@
-"""Removing a committed checkpoint: what its record and manifests name, and nothing else."""
+"""Removes a committed checkpoint: the files that its record and manifests name, and no others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class RemoveReport:
-    """What was removed. left: the commit that counts there now, an older one that was kept."""
+    """What was removed. left: the older commit that is the newest there now, if there is one."""
 
     path: str
     identity: str
@@ -44,7 +44,7 @@ class RemoveReport:
 @dataclass(frozen=True)
 class DoomedGroup:
     """The files of a group. directory: relative to the checkpoint's. parts: (rank, names of its
-    part, data and checksums, in the order in which they go)."""
+    part, data and checksums, in the order of deletion)."""
 
     directory: str
     manifest: str
@@ -56,7 +56,8 @@ class DoomedGroup:
 
 @dataclass(frozen=True)
 class Doomed:
-    """All files of a checkpoint that is to go: enough to finish when what named them is gone."""
+    """All files of a checkpoint to delete. It is enough to finish a deletion after the manifests
+    are gone."""
 
     record: str | None
     groups: tuple[DoomedGroup, ...]
@@ -68,7 +69,8 @@ class Doomed:
     def from_json(cls, data: Mapping[str, Any]) -> Doomed:
         """
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: it names what is no file of ours.
+            ValueError, TypeError, KeyError, AttributeError: it names something that is not a file
+                of smckpt's.
         """
         groups = tuple(
             DoomedGroup(
@@ -93,7 +95,7 @@ class Doomed:
 def _ours(name: Any, *kinds: str) -> str:
     parsed = parse_name(name) if isinstance(name, str) else None
     if parsed is None or parsed.kind not in kinds:
-        raise ValueError(f"{name!r} is no {' or '.join(kinds)}")
+        raise ValueError(f"{name!r} is not the name of a {' or '.join(kinds)}")
     return str(name)
 
 
@@ -127,11 +129,11 @@ def doomed_of(contents: Contents) -> Doomed:
 
 
 def remove_checkpoint(contents: Contents) -> RemoveReport:
-    """Delete the files of a checkpoint: first what commits it, so that a removal which is cut short
-    leaves no half checkpoint, but files that nothing takes for one.
+    """Delete the files of a checkpoint. The record and manifests are deleted first, so a removal
+    that is cut short leaves no half checkpoint, only files that no reader takes for one.
 
-    Files that are already gone are fine. Where nothing of ours is left, its leases go
-    last, and directories that are empty then, the checkpoint's own included.
+    Files that are already gone are fine. If no file of a save is left, the leases are deleted last,
+    and then empty directories, the checkpoint's own included.
 
     Raises:
         UsageError: a group's directory is a link, which would lead to somebody else's files.
@@ -141,13 +143,14 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     carry_out(top, doomed_of(contents))
     try:
         left = choose_commit(top).identity
-    except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept one
+    except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
         left = None
     return RemoveReport(contents.url, contents.identity, contents.files, contents.nbytes, left)
 
 
 def carry_out(top: Storage, doomed: Doomed) -> None:
-    """Delete the files, in the directory `top` and below; again after it was cut short, too.
+    """Delete the files in the directory `top` and below. After a call that was cut short, call it
+    again.
 
     Raises:
         As `remove_checkpoint`.
@@ -157,7 +160,7 @@ def carry_out(top: Storage, doomed: Doomed) -> None:
         PrefixStores(place, group.prefix_sharding)
         for place, group in zip(places, doomed.groups, strict=True)
     ]
-    for stores in sharded:  # all, before anything goes
+    for stores in sharded:  # all places, before anything is deleted
         for place in stores.all():
             place.refuse_links()
     if doomed.record is not None:
@@ -175,8 +178,8 @@ def _tidy(
 ) -> None:
     """Remove the lease under which the checkpoint was made, and directories that are empty now.
 
-    Leases tell later runs from earlier ones: those before it go only where no save has left
-    anything, and those after it stay.
+    Leases tell later runs from earlier ones. So earlier leases are deleted only if no file of a
+    save is left, and later ones stay.
     """
     urls = {place.url for place in places}
     names = {i.name for stores in sharded for place in stores.all() for i in place.list()}

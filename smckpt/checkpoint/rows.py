@@ -28,7 +28,7 @@ __all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merg
 # These limits keep a forged table of a kilobyte from filling the memory or keeping a reader busy
 # for minutes.
 _MOST_RANKS = 1 << 20  # in all runs of meshes, holders and rows together
-_MOST_REPLICAS = 64  # and so many more for each row
+_MOST_REPLICAS = 64  # plus this many for each row
 _MOST_DIMS = 64  # of a mesh and of a tensor; torch has no more
 _MOST_CHUNKS = 1 << 12  # per rank, into which placements may cut one tensor
 
@@ -65,8 +65,8 @@ def encode_rows(
     """One rank's table: {"meshes": […], "units": […], "rows": […], "containers": […]}.
 
     Args:
-        containers: path of a container above tensors → its kind, where it is no dict; None where
-            that is not known.
+        containers: path of a container above tensors → its kind, if it is not a dict; None if kinds
+            are not known.
     """
     meshes, units = _Table(), _Table()
     rows = [
@@ -216,10 +216,11 @@ def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") 
 
 
 def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, str] | None:
-    """Path → kind, of the containers that are no dicts; None where an older writer does not say.
+    """Path → kind, for each container that is not a dict; None if an older writer recorded no
+    kinds.
 
     Raises:
-        CorruptCheckpointError: the table does not make sense.
+        CorruptCheckpointError: the table is malformed.
     """
     if "containers" not in table:
         return None
@@ -227,7 +228,7 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
         return {_path(where): _text(kind) for where, kind in table["containers"]}
     except SENSELESS as error:
         raise CorruptCheckpointError(
-            f"the kinds of containers do not make sense: {type(error).__name__} {error}",
+            f"the kinds of containers cannot be decoded: {type(error).__name__} {error}",
             remedy="use an older checkpoint",
             path=path,
         ) from error
@@ -236,7 +237,7 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
 def _path(keys: Iterable[Any]) -> Path:
     path = tuple(keys)
     if not all(type(key) in (str, int) for key in path):
-        raise ValueError(f"{path} for a path")
+        raise ValueError(f"the path of a container is {path}")
     return path
 
 

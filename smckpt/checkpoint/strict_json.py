@@ -1,4 +1,4 @@
-"""Parse JSON of files that anybody may have written."""
+"""Parse JSON from files that anybody may have written."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path, *, given: bool = False) -> Any:
-    """The value of a JSON file that others wrote for other readers, as those take it: NaN and a key
-    that occurs twice are accepted.
+    """The value of a JSON file that other programs wrote for other readers. It accepts NaN and a
+    key that occurs twice, as those readers do.
 
     Args:
-        given: the caller named this very file, which may then be a pipe. A name that was found in
-            a directory must be a regular file: to open a pipe there may never end.
+        given: whether the user named this file. Then it may be a pipe. A name that was found in a
+            directory must be a regular file, because opening a pipe may never return.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no file, is not JSON, is nested too deeply, or is too long.
+        ValueError: it is not a file, is not JSON, is nested too deeply, or is too long.
     """
     with open(path, "rb", opener=None if given else _at_once) as file:
         found = os.fstat(file.fileno())
         regular = stat.S_ISREG(found.st_mode)
         if not given and not regular:
             raise ValueError("a pipe or device has the name of a file")
-        # a read reserves the memory that it may need: so no more than a regular file has
+        # a read allocates the memory that it may need, so ask for no more than a regular file has
         text = file.read(min(found.st_size, _MAX_BYTES) + 1 if regular else _MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
@@ -56,7 +56,7 @@ def read_json(path: Path, *, given: bool = False) -> Any:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open what may be a pipe without waiting for somebody who writes to it."""
+    """Open a path that may be a pipe, without waiting for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,9 +1,9 @@
-"""Deleting what a newer commit supersedes, and what dead attempts left.
+"""Deletes the files that a newer commit supersedes, and those that dead attempts left.
 
-Only files whose names are ours, only of attempts that are over: of sessions with earlier leases,
-or of earlier numbers of the same session. Nothing goes before the commit that supersedes it has
-been looked at. Records go first, then manifests, then what they name, so that nothing half deleted
-can be taken for a checkpoint.
+A sweep deletes only files with smckpt's names, and only those of attempts that are over: attempts
+of sessions with earlier leases, and earlier numbers of the same session. Before it deletes
+anything, it checks the commit that supersedes them. It deletes records first, then manifests, then
+the files that they name, so a half-deleted checkpoint cannot be taken for a whole one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
-# What names others goes before what it names; leases, which tell old from new, near the end.
+# A file that names others is deleted before them. Leases, which tell old from new, come near the
+# end.
 _ORDER = ("record", "manifest", "part", "data", "crc", "probe", "lease", "fence")
 
 
@@ -50,16 +51,16 @@ def sweep(
     record_directory: str | None = None,
     keep_records: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Delete what the manifests in `keep` supersede in a group's directory.
+    """Delete the files that the manifests in `keep` supersede in a group's directory.
 
     Args:
         directory: URL of the group's directory.
         keep: names of manifests to keep, with all that they name. Each must be committed, and its
             files must be here.
-        fencing_token: of the caller. If a later run has a lease of the directory nothing is
+        fencing_token: of the caller. If a later run has a lease on the directory, nothing is
             deleted.
-        record_directory, keep_records: given by the lead of several groups alone: the superseded
-            records go first.
+        record_directory, keep_records: only the lead of several groups passes them. The superseded
+            records are deleted first.
 
     Returns:
         {"deleted": number of files}.
@@ -71,7 +72,7 @@ def sweep(
     if not keep:
         raise UsageError(
             "no manifest to keep",
-            remedy="name the newest: only it says what is old",
+            remedy="name the newest manifest, which says what is old",
             path=directory,
         )
     storage = access.open(directory)
@@ -119,8 +120,8 @@ def sweep(
 def sweep_records(
     access: Access, directory: str, keep: Sequence[str], fencing_token: int
 ) -> dict[str, Any]:
-    """Delete the records that those in `keep` supersede: older ones that speak of a directory of
-    theirs. Records of other jobs, which may stand beside them, are not touched.
+    """Delete the records that those in `keep` supersede: older records that cover one of the same
+    directories. Records of other jobs in the same parent stay.
 
     Returns:
         {"deleted": number of files}.
@@ -150,14 +151,15 @@ def sweep_records(
 
 
 def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
-    """Delete the records of steps of several groups that lose this group's share, where no lead
-    does: the ranks were grouped otherwise then. Such a step would be found, and lack files.
+    """Delete the records of steps that lose this group's files, if no lead deletes them, because
+    the ranks were grouped differently then. A load would find such a step, and its files would be
+    missing.
 
     Args:
         doomed: names of manifests.
 
     Returns:
-        How many.
+        How many were deleted.
     """
     tokens = {manifest.fencing_token for manifest in kept}
     led = {parent_url(join_url(storage.url, m.record)) for m in kept if m.record is not None}
@@ -165,7 +167,7 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
     for name in doomed:
         parsed = parse_name(name)
         if parsed is None or parsed.fencing_token in tokens:
-            continue  # grouped as what is kept
+            continue  # same groups as the kept manifests
         with contextlib.suppress(CheckpointError):  # damaged, or without its record
             way = read_manifest(storage, name).record
             at = storage.url if way is None else join_url(storage.url, way)
@@ -181,7 +183,7 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
 
 
 def discard_attempt(stores: PrefixStores, attempt: str) -> int:
-    """Delete the files of an attempt that was not, and will not be, committed; how many."""
+    """Delete the files of an attempt that is not committed and never will be. Returns how many."""
     deleted = 0
     for place in stores.all():
         names = [info.name for info in place.list()]
@@ -191,9 +193,9 @@ def discard_attempt(stores: PrefixStores, attempt: str) -> int:
 
 
 class _Files:
-    """What lies in the stores of a directory, of which its own is the first. sizes: of whole files,
-    by name. begun: names of what was begun and not finished. unseen: why that is not known, a
-    reason to complain but not to leave everything else lying."""
+    """The files in the stores of a directory; its own store is the first. sizes: of whole files, by
+    name. begun: names of unfinished files. unseen: why the unfinished files are not known; the
+    sweep logs that, and deletes the others."""
 
     def __init__(self, here: Sequence[FileInfo], places: Sequence[Storage]) -> None:
         self._places = places
@@ -221,12 +223,11 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Attempts:
-    """Which attempts in a directory are over, seen by the session with `fencing_token`.
+    """Which attempts in a directory are over, as the session with `fencing_token` sees it.
 
-    kept: (session, number) of what is kept. newest: the highest number kept, by session. older:
-    sessions that have, or published under, an earlier lease and no later one. without_lease: those
-    that had files here when our lease was taken, and never took one. leases: files of those that
-    ours supersedes.
+    kept: (session, number) of kept commits. newest: the highest kept number, by session. older:
+    sessions whose last lease is earlier than ours. without_lease: sessions that had files here when
+    our lease was taken, and never took one. leases: the lease files that ours supersedes.
     """
 
     fencing_token: int
@@ -277,7 +278,7 @@ def _written(names: Iterable[str]) -> list[tuple[str, ParsedName]]:
 
 
 def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
-    """The latest fencing token that each session has, or published under, here."""
+    """The latest fencing token of each session here, from its leases and manifests."""
     last: dict[str, int] = {}
     for lease in leases:
         last[lease.session] = max(last.get(lease.session, 0), lease.fencing_token)
@@ -291,11 +292,12 @@ def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
 def _give_up(
     storage: Storage, names: Iterable[str], attempts: _Attempts
 ) -> frozenset[tuple[str, int]]:
-    """Attempts of sessions that began before us and never took a lease: dead, most likely.
+    """Attempts of sessions that began before ours and never took a lease. They are most likely
+    dead.
 
-    One of them may yet wake up and publish. So each is fenced first and looked at again: a session
-    takes its lease before it publishes, and looks for a fence before it counts its files. So one of
-    the two sees the other.
+    One of them may still wake up and publish. So this fences each attempt, and then reads the
+    leases again. A session takes its lease before it publishes, and looks for a fence before it
+    checks its files. So one of the two sees the other.
     """
     found = {
         (p.session, p.number) for _, p in _written(names) if p.session in attempts.without_lease
@@ -312,21 +314,21 @@ def _give_up(
 def _old_shardings(
     storage: Storage, names: Iterable[str], leases: Iterable[Lease]
 ) -> Iterator[PrefixSharding | None]:
-    """Over which prefixes sessions before this one sharded their files: they said so in their
-    leases, and a checkpoint that was copied here in its manifest."""
+    """The prefix shardings of sessions before this one. Their leases record them. For a checkpoint
+    that was copied here, its manifest does."""
     for lease in leases:
         yield lease.prefix_sharding
     for name in names if storage.shards_prefixes else ():
         parsed = parse_name(name)
         if parsed is not None and parsed.kind == "manifest":
-            with contextlib.suppress(CheckpointError):  # damaged: it goes all the same
+            with contextlib.suppress(CheckpointError):  # damaged: it is deleted nevertheless
                 yield read_manifest(storage, name).prefix_sharding
 
 
 def _refuse_unwhole(
     storage: Storage, name: str, manifest: Manifest, sizes: Mapping[str, int]
 ) -> None:
-    """A manifest to keep must be committed, and its files here."""
+    """Check that a manifest to keep is committed and that its files are here."""
     path = file_url(storage.url, name)
     for part in manifest.parts:
         if part.name not in sizes:
@@ -360,7 +362,7 @@ def _urls(storage: Storage, record: Record) -> frozenset[str]:
 
 
 def _delete(delete: Callable[[Sequence[str]], None], doomed: Iterable[tuple[str, str]]) -> int:
-    """Delete (kind, name) in order of `_ORDER`, those of a kind at once; how many."""
+    """Delete (kind, name) in order of `_ORDER`, all names of a kind together. Returns how many."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
     for kind, name in doomed:
         by_kind[kind].append(name)

@@ -1,7 +1,7 @@
 """Copy a committed checkpoint to another place, between any two stores.
 
 Bytes are compared with the checkpoint's checksums on the way, so the copy is what was saved. Data
-goes first, then the manifests, then the record. A copy that is killed is no checkpoint, and the
+goes first, then the manifests, then the record. A copy that was killed is not a checkpoint, and the
 next copy skips the files that are already whole.
 """
 
@@ -247,7 +247,7 @@ class _Copy:
 
 
 class _GroupCopy:
-    """Where a group's files come from and go to.
+    """The stores from which and to which a group's files are copied.
 
     there: the sizes of the target's files. unfinished: names of files that were begun there and not
         finished.
@@ -280,7 +280,8 @@ class _GroupCopy:
         self.there = {info.name: info.size for place in places for info in place.list()}
         try:
             self.unfinished = frozenset(n for place in places for n in place.list_unfinished())
-        except StorageError as error:  # we may have no right to list uploads, although we may write
+        # we may lack the right to list uploads, although we may write
+        except StorageError as error:
             log.warning("unfinished uploads may stay and cost storage: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs, so that the others start at once.
+"""The commands. Each command imports its modules when it runs, so that the others start at once.
 
 Exit status: 0 success, 1 the checkpoint is bad or the two differ, 2 the command failed.
 
@@ -41,7 +41,7 @@ threads = click.option(
     type=click.IntRange(1, 256),
     default=4,
     show_default=True,
-    help="Threads that read, and write where something is written.",
+    help="Threads that read and write.",
 )
 
 
@@ -187,8 +187,12 @@ def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bo
 @app.command()
 @click.argument("checkpoint", required=False)
 @click.option("--hf", metavar="DIR", help="Check a Hugging Face directory instead.")
-@click.option("--against", metavar="CHECKPOINT", help="With --hf: its weights are this one's.")
-@click.option("--reference", metavar="DIR", help="With --hf: it computes what this one does.")
+@click.option(
+    "--against", metavar="CHECKPOINT", help="With --hf: compare the weights with this checkpoint."
+)
+@click.option(
+    "--reference", metavar="DIR", help="With --hf: compare the logits with this directory's model."
+)
 @click.option("--layout", help="With --against: its tensor-parallel layout, as for export.")
 @click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
@@ -205,8 +209,8 @@ def verify(
     as_json: bool,
     **of_layout: Any,
 ) -> None:
-    """Read every byte of CHECKPOINT against its checksum, or check an exported model with --hf;
-    exit with 1 if anything is wrong."""
+    """Compare every byte of CHECKPOINT with its checksum, or check an exported model with --hf.
+    Exit with 1 if anything is wrong."""
     if (checkpoint is None) == (hf is None):
         raise click.UsageError("give either CHECKPOINT or --hf DIR")
     if hf is not None:
@@ -291,7 +295,7 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
 def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
-    """Remove the newest CHECKPOINT in a directory: the files that its manifests name, no others."""
+    """Remove the newest checkpoint in CHECKPOINT: the files that its manifests name, no others."""
     from smckpt.checkpoint.contents import contents_of
     from smckpt.checkpoint.remove import remove_checkpoint
     from smckpt.storage import open_storage
@@ -337,11 +341,14 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option("--prefix", help="The model's key in the saved state. By default found.")
 @threads
 @click.option("--overwrite", is_flag=True, help="Replace a model that is in OUT.")
-@click.option("--allow-nonfinite", is_flag=True, help="Export weights that hold NaN or infinity.")
+@click.option(
+    "--allow-nonfinite", is_flag=True, help="Export weights that contain NaN or infinity."
+)
 @click.option(
     "--against-model/--no-against-model",
     default=True,
-    help="Compare names and shapes with transformers' model of the config, where it is installed.",
+    help="Compare names and shapes with transformers' model of the config, if transformers "
+    "is installed.",
 )
 @click.option(
     "--naming",
@@ -455,7 +462,9 @@ def export(
 )  # fmt: skip
 @threads
 @click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
-@click.option("--allow-nonfinite", is_flag=True, help="Import weights that hold NaN or infinity.")
+@click.option(
+    "--allow-nonfinite", is_flag=True, help="Import weights that contain NaN or infinity."
+)
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,

@@ -42,8 +42,8 @@ def diff(
 ) -> None:
     """Compare checkpoints A and B by logical name, bit for bit: tensors, random states, values.
 
-    They may have another kind of state, another sharding or number of ranks. Exit status: 0 equal,
-    1 they differ, 2 they could not be compared.
+    The two may differ in kind of state, sharding and number of ranks. Exit status: 0 equal, 1 they
+    differ, 2 they could not be compared.
     """
     from smckpt.checkpoint.compare import compare_checkpoints
 
@@ -75,7 +75,7 @@ def _at(root: str, step: int) -> str:
 
 
 def _print(found: Compared) -> None:
-    """One line; where something differs, below a table of it."""
+    """Print one line. If anything differs, print a table of it first."""
     size = (
         f"{count_text(found.tensors, 'tensor')}, {count_text(found.values, 'value')}, "
         f"{bytes_text(found.nbytes)}"

@@ -1,6 +1,6 @@
 """How the command prints: sizes, times, JSON, tables and progress bars.
 
-rich is imported where a table is drawn: `smckpt --json` and `smckpt --version` do without.
+rich is imported when a table is drawn. `smckpt --json` and `smckpt --version` do not need it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def bytes_text(size: int) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """1 file, 2 files."""
+    """ "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -58,7 +58,7 @@ def print_json(value: Any) -> None:
 
 
 def visible(text: str) -> str:
-    """Without terminal codes: names and values of a checkpoint may hold anything."""
+    """The text without terminal codes. Names and values of a checkpoint may contain any."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -23,8 +23,9 @@ __all__ = ["prove"]
               help="Kill at the commit of this step, or the first later one. "
               "By default at the first commit.")  # fmt: skip
 @click.option("--out", metavar="DIR",
-              help="A new directory, or URL, for the checkpoints; it stays. By default one in the "
-              "working directory, which goes if the proof succeeds.")  # fmt: skip
+              help="A new directory, or URL, for the checkpoints, which is kept. By "
+                  "default one in the working directory, which is removed if the resume "
+                  "is exact.")  # fmt: skip
 @click.option("--chdir", is_flag=True,
               help="Run the command in the run's directory. For scripts that save below their "
               "working directory.")  # fmt: skip
@@ -44,9 +45,10 @@ def prove(
 ) -> None:
     """Prove that COMMAND resumes exactly: smckpt prove -- torchrun … train.py --out {root}
 
-    Runs it until a step is committed and kills it (SIGKILL), runs it again to its end, runs it in
-    another directory without a kill, and compares their checkpoints bit for bit. {root} stands for
-    the directory of checkpoints; the variable SMCKPT_PROVE_ROOT names it too.
+    It runs COMMAND until a step is committed and kills it (SIGKILL). It runs COMMAND again to its
+    end, and once more in another directory without a kill. Then it compares the checkpoints bit for
+    bit. {root} stands for the directory of checkpoints; the variable SMCKPT_PROVE_ROOT names it
+    too.
 
     Exit status: 0 exact, 1 not exact, 2 not proved (a run failed, or committed nothing).
     """
@@ -54,7 +56,7 @@ def prove(
     from smckpt.run.prove import Proving
 
     ending.watch()
-    logging.getLogger("smckpt").setLevel(logging.ERROR)  # steps come and go while we look
+    logging.getLogger("smckpt").setLevel(logging.ERROR)  # steps may be saved and deleted meanwhile
     root = _root_of(out, chdir)
     done = False
     try:
@@ -73,7 +75,7 @@ def prove(
 
 
 def _root_of(out: str | None, chdir: bool) -> str:
-    """The directory of the runs. What is in it already would be resumed."""
+    """The directory of the runs. It must be empty, or the first run would resume from it."""
     from smckpt.storage.urls import is_local, local_path
 
     if out is None:
@@ -84,7 +86,9 @@ def _root_of(out: str | None, chdir: bool) -> str:
         if chdir:
             raise UsageError("--chdir needs a directory", remedy="pass a directory to --out")
         if find_checkpoints(out):
-            raise UsageError("there are checkpoints already", remedy="pass a new --out", path=out)
+            raise UsageError(
+                "there are checkpoints in it already", remedy="pass a new --out", path=out
+            )
         return out
     place = Path(local_path(out)).absolute()
     if place.exists() and any(place.iterdir()):

@@ -92,7 +92,7 @@ def status(root: str, as_json: bool) -> None:
 
 
 def _run_of(place: Storage) -> dict[str, Any] | None:
-    """What the manager has told of its run in the newest step."""
+    """The manager's record of its run in the newest step."""
     from smckpt.checkpoint.discover import found_at
     from smckpt.manager.record import run_of
 
@@ -131,7 +131,7 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Delete the steps below ROOT that the rules do not keep, of any run.
+    """Delete the steps of any run below ROOT that the rules do not keep.
 
     It deletes nothing if the newest step is not whole, and keeps steps that a reader has pinned. It
     finishes deletions that were cut short.

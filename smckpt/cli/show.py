@@ -105,7 +105,7 @@ def _held(rows: list[Entry]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A short plain value as it is; any other as a text that describes it."""
+    """A short plain value unchanged; for any other, a text that describes it."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = value if isinstance(value, str) else _text(value)

@@ -151,7 +151,7 @@ def async_save(
         )
         if directory:
             refuse_save(request.storage, group.world_size)
-    except Exception as error:  # the peers hear of it (they count this save too), then it is raised
+    except Exception as error:  # tell the peers, which count this save too, and then raise
         refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
     return _RUNTIME.queue(group, queue or "default").submit(state_dict, request, refusal)
 
@@ -244,18 +244,18 @@ def load(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> MutableMapping[str, Any] | None:
-    """Fill `state_dict` from the newest commit at `checkpoint_id`; or, without one, give back all
-    that was saved.
+    """Fill `state_dict` from the newest commit at `checkpoint_id`. Without a `state_dict`, return
+    the whole saved state.
 
-    Live tensors are filled in place. Values that are no tensors are put into the dict and into the
-    optimizers that it came from. Structure, shapes, dtypes and coverage are checked on all ranks
-    before a tensor is changed. Runs no collective.
+    Live tensors are filled in place. Values that are not tensors go into the dict, and into the
+    live optimizers whose state it holds. Structure, shapes, dtypes and coverage are checked on all
+    ranks before a tensor is changed. Runs no collective.
 
     Args:
-        state_dict: the target, made in the same way as the saved one. Its top keys say what is
-            wanted: `{"model": …}` loads the model and leaves what was saved beside it. What stands
-            under a key must match, and tensors at the top belong together. None: nested containers
-            as they were saved are made, with whole tensors on the CPU, by name.
+        state_dict: the target, made in the same way as the saved one. Its top keys say what to
+            load: `{"model": …}` loads the model alone. The content of each key must match, and
+            tensors at the top belong together. None: `load` makes the containers as they were
+            saved, with whole tensors on the CPU, by name.
         checkpoint_id: for a LOCAL load the group's directory; for any other the directory above the
             groups' directories, or that of a single group. `storage_reader` may give it instead.
         process_group: the ranks that load together; None: all ranks.
@@ -264,8 +264,8 @@ def load(
         storage_reader: a `DistributedFileSystemReader`; or another DCP reader, with which DCP
             loads.
         planner: a DCP load planner; DCP then plans, with its collectives.
-        only: without a target: the top keys that are wanted.
-        check_keys_matched: False loads what both have and logs the rest.
+        only: without a target, the top keys to load.
+        check_keys_matched: False loads the names that both sides have, and logs the others.
         preverify: read everything twice, the first time only to check, so that a bad block leaves
             the targets untouched.
         threads: reading threads per rank. A rank with one processor first reads in the calling
@@ -276,15 +276,14 @@ def load(
             tensors this rank takes. A job of another size must pass it.
 
     Returns:
-        `state_dict`, or what was made in its place; None for a process that is no member of
-        `process_group`.
+        `state_dict`, or the new state; None for a process that is not a member of `process_group`.
 
     Raises:
         CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: raised
             before anything is changed. CorruptCheckpointError: a block is damaged; the message
             names file and offset. Every rank raises it, and the targets are undefined unless
-            `preverify`. CheckpointReplacedError: newer saves replaced the checkpoint while it was
-            read, several times. After the first times the load begins again by itself.
+            `preverify`. CheckpointReplacedError: newer saves replaced the checkpoint three times
+            while it was read. After the first and second time the load starts again by itself.
     """
     group = group_of(process_group)
     if group is None:
@@ -306,7 +305,7 @@ def load(
         )
         if state_dict is None:
             raise UsageError(
-                "a DCP reader or planner fills a target, and there is none",
+                "a DCP reader or planner needs a target to fill, and there is none",
                 remedy="pass a state_dict",
             )
         loaded: MutableMapping[str, Any] = _dcp().foreign_load(
@@ -334,7 +333,7 @@ def load(
                 f"only is {only!r}" + ("" if state_dict is None else ", and there is a target"),
                 remedy="pass a list of top keys, without a target; or a target with those keys",
             )
-    except Exception as error:  # the peers hear of it (they count this load too), then it is raised
+    except Exception as error:  # tell the peers, which count this load too, and then raise
         request = LoadRequest(
             "", Access(), True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, refusal=error
         )
@@ -375,23 +374,24 @@ def remove(
     s3client_config: Any = None,
 ) -> RemoveReport:
     """Remove the newest committed checkpoint in a directory: the files that its manifests name.
+    Only one process calls it.
 
-    One process calls it, and no other need know. What commits the checkpoint goes first, so a
-    removal that is cut short leaves no half of one; call it again then.
+    It deletes the record and manifests first, so a removal that is cut short leaves no half
+    checkpoint. Call it again then.
 
     Args:
-        checkpoint_id: the directory that the group saved to; of a step of several groups the one
-            above theirs.
+        checkpoint_id: the directory that the group saved to. For a step of several groups, the
+            directory above theirs.
         s3_region, s3client_config: as for `async_save`.
 
     Returns:
-        What went, and which older commit counts there now, if there is one.
+        What was removed, and the older commit that is the newest there now, if there is one.
 
     Raises:
         CheckpointNotFoundError: nothing committed is there.
-        UsageError: it is one group of a step, or a save of this process goes there now.
+        UsageError: it is one group of a step, or a save of this process to it is in flight.
         StorageError: the store refused. CorruptCheckpointError, FormatVersionError: the commit
-            cannot be read, so what belongs to it is not known.
+            cannot be read, so its files are not known.
     """
     directory = _url(checkpoint_id, "checkpoint_id")
     if flying := _RUNTIME.in_flight(directory):
@@ -424,7 +424,7 @@ def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:
     if ours and theirs and ours != theirs:
         raise UsageError(
             f"checkpoint_id is {ours}, but {argument} is for {theirs}",
-            remedy="give one of the two, or the same path in both",
+            remedy="pass one of the two, or the same path in both",
             path=ours,
         )
     return ours or theirs
@@ -441,15 +441,15 @@ def _url(path: Any, argument: str) -> str:
 
 
 def _wait_for_own(directory: str) -> None:
-    """A load finds what this process has begun to save there. The wait is bounded by the timeouts
-    of the save's stages; a failure is told as always."""
+    """Wait for the saves of this process to the directory, so that a load finds them. The timeouts
+    of the save's stages bound the wait. A failed save is reported at the usual place."""
     for handle in _RUNTIME.in_flight(directory) if directory else ():
         handle.ended()
 
 
 def _dcp() -> Any:
-    """The module that saves and loads if DCP plans. It belongs to a room above the engine, so it is
-    imported by name, and only when it is needed."""
+    """The module for saves and loads that DCP plans. It belongs to a room above the engine, so it
+    is imported by name, and only when it is needed."""
     return importlib.import_module("smckpt.integrations.dcp")
 
 
@@ -469,7 +469,7 @@ def _coordinator(group: Group, coordinator_rank: int | None) -> int:
 
 
 def _other_than_lowest(group: Group, coordinator_rank: int | None) -> int | None:
-    """The coordinator, if it is not the lowest rank, which is the one that DCP always takes."""
+    """The coordinator, if it is not the lowest rank. DCP always takes the lowest."""
     chosen = _coordinator(group, coordinator_rank)
     return None if chosen == group.ranks[0] else chosen
 

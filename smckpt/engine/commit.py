@@ -1,7 +1,7 @@
 """The rounds that commit a save: written → gathered → manifest → record → verdict.
 
-They run in the queue's thread on every rank. Every rank brings what it wrote, or its error. The
-coordinator makes one verdict of them, and all ranks hear it.
+They run in the queue's thread on every rank. Every rank brings its part, or its error. The
+coordinator decides, and all ranks hear the one verdict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("smckpt")
 
 
 T = TypeVar("T")
-Brought = Callable[[], dict[int, T]]  # returns what all members of a round brought
+Brought = Callable[[], dict[int, T]]  # returns the messages of all members of a round
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Committer:
         return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
 
     def _checked(self, written: dict[int, Written]) -> dict[int, Written]:
-        """Check that what all ranks wrote belongs to one save, and return it."""
+        """Check that the parts of all ranks belong to one save, and return them."""
         coordinators = {part.coordinator for part in written.values()}
         if len(coordinators) > 1:
             raise UsageError(
@@ -299,7 +299,8 @@ class Committer:
             if lease.remark is not None:
                 log.warning("%s", lease.remark)
             self._tokens[key] = lease.fencing_token
-            if len(self._tokens) > LEASES_KEPT:  # a directory for each step: old ones are over
+            # if each step has a directory, the oldest ones are done
+            if len(self._tokens) > LEASES_KEPT:
                 del self._tokens[next(iter(self._tokens))]
         return self._tokens[key]
 
@@ -424,8 +425,7 @@ class Committer:
     def _ticket(
         self, step: Meeting, job: SaveJob, groups: dict[int, Apart], timeout: float
     ) -> Ticket:
-        """On the lead: choose the record's directory and name, under which fencing token and
-        name."""
+        """On the lead: choose the record's directory, fencing token and name."""
         refuse_unequal(job, groups)
         urls = [groups[member].directory for member in sorted(groups)]
         if len(set(urls)) != len(urls):

@@ -40,8 +40,8 @@ class Steps:
         self._failed = 0
 
     def count(self, job: SaveJob) -> None:
-        """Count a save. Coordinators of other groupings that wait for its number hear that it is
-        not theirs."""
+        """Count a save. Coordinators of other groupings that wait for its number learn that it is
+        not for them."""
         mine = job.partition.groups
         if job.error is None:
             self._made[mine] = self._made.get(mine, 0) + 1

@@ -91,8 +91,9 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
     cuts = cuts_of(entries)
     if not cuts:
         log.info(
-            "nothing says which groups make a step, so the checkpoint of process group %s stands "
-            "alone; pass parallel_state= or groups= if other ranks save the same step",
+            "nothing says which groups make a step, so process group %s saves a "
+            "checkpoint by itself; pass parallel_state= or groups= if other ranks save "
+            "the same step",
             group.ranks,
         )
         return alone
@@ -110,8 +111,9 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
     if all(set(cell) & set(group.ranks) for cell in cells):
         return alone  # every shard is in this group, so it is whole by itself
     log.warning(
-        "process group %s is not among the groups of the model's sharding (%s …), so its "
-        "checkpoint stands alone; pass groups= to commit the groups of a step together",
+        "process group %s is not among the groups of the model's sharding (%s …), so it "
+        "saves a checkpoint by itself; pass groups= to commit the groups of a step "
+        "together",
         group.ranks,
         cells[0],
     )

@@ -97,7 +97,7 @@ class SaveRequest:
                     path=self.directory,
                 )
         if self.directory:
-            prefix_sharding_for(self.storage)  # refuses before anything is staged
+            prefix_sharding_for(self.storage)  # raises here, before anything is staged
 
     @classmethod
     def refused(cls, coordinator: int, options: Any, groups: Any) -> SaveRequest:
@@ -107,7 +107,7 @@ class SaveRequest:
 
     @property
     def storage(self) -> Storage:
-        """Of the directory."""
+        """The access to the directory's store."""
         return self.access.open(self.directory)
 
     def recorded(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Timings:
 
 
 class SaveHandle(concurrent.futures.Future[Timings]):
-    """A save under way: a future whose result are its `Timings`. It cannot be cancelled.
+    """A save in flight, as a future. Its result is the save's `Timings`. It cannot be cancelled.
 
     number: counts the saves of its queue from 0. error: why it was not committed. alarms: what the
     save warned of, once it is committed; the same on all ranks of the group.
@@ -169,7 +169,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         self.timings: Timings | None = None
         self.error: CheckpointError | None = None
         self.alarms: tuple[str, ...] = ()
-        self.told = False  # somebody asked, and heard that it failed
+        self.told = False  # whether a caller has seen its failure
         self._announced_by: int | None = None  # the thread that runs on_commit
         self.set_running_or_notify_cancel()
 
@@ -201,13 +201,13 @@ class SaveHandle(concurrent.futures.Future[Timings]):
     wait = result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait likewise; why the save was not committed, or None."""
+        """Wait as `result` does. Returns the error of a save that was not committed, or None."""
         self.ended(timeout, or_raise=True)
         self.told = self.error is not None
         return None if self.error is None else self.failure()
 
     def ended(self, timeout: float | None = None, *, or_raise: bool = False) -> bool:
-        """Wait for the verdict, and ask nothing of it; whether it is there."""
+        """Wait for the verdict without raising it. Returns whether it is there."""
         if self._announced_by == threading.get_ident():  # in on_commit it would wait for itself
             return True
         try:
@@ -220,8 +220,8 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         return True
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """`fn` is called with the handle when the verdict is there: in the queue's thread, or at
-        once. What it raises is logged."""
+        """Call `fn` with the handle once the verdict is there: in the queue's thread, or at once.
+        An exception in `fn` is logged."""
         super().add_done_callback(functools.partial(_called, fn))
 
     def failure(self) -> SaveFailedError:
@@ -238,7 +238,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         return failed
 
     def finish(self, timings: Timings, error: CheckpointError | None) -> None:
-        """Give the verdict, and call those who wait for it."""
+        """Set the verdict and run the callbacks."""
         self.timings, self.error = timings, error
         if error is None:
             self.set_result(timings)
@@ -246,7 +246,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
             self.set_exception(self.failure())
 
     def given_up(self, waited: float) -> SaveHandle:
-        """Mark this save as failed, because the process ends and waits no longer."""
+        """Mark this save as failed, because the process ends and no longer waits for it."""
         lost = SaveHandle(self.number, self.checkpoint_id, self.step)
         lost.error = SaveFailedError(
             f"the save had not finished {waited:.0f} s after the end of the program",
@@ -256,7 +256,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
 
 
 def _called(function: Callable[[Any], object], handle: SaveHandle) -> None:
-    """Also what exits: it would end the queue's thread."""
+    """Call a callback. SystemExit is logged too, since it would end the queue's thread."""
     try:
         function(handle)
     except BaseException:
@@ -301,8 +301,7 @@ class SaveJob:
         return f"{session}-{self.handle.number:08d}"
 
     def prefix_sharding(self) -> dict[str, Any] | None:
-        """The prefix sharding of the ranks' files: how the options of the call shard the ranks'
-        files over prefixes."""
+        """How the options of the call shard the ranks' files over prefixes."""
         if not self.request.directory:
             return None
         prefix_sharding = prefix_sharding_for(self.request.storage, len(self.partition.groups))

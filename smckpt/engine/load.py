@@ -51,14 +51,14 @@ _TURNS = 3  # how often a load begins, if newer saves sweep what it reads
 
 @dataclass(frozen=True)
 class Chosen:
-    """The commit that a load follows. catalogue: set on the rank that looked."""
+    """The commit that a load follows. catalogue: set on the rank that found it."""
 
     commit: Choice
     catalogue: Catalogue | None
 
 
 class _Clock:
-    """The seconds from the begin of a load to each of its steps."""
+    """The seconds from the start of a load to each of its steps."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -85,8 +85,8 @@ class Loader:
     def load(
         self, state_dict: MutableMapping[str, Any] | None, request: LoadRequest
     ) -> MutableMapping[str, Any]:
-        """Fill `state_dict` (and the live objects behind it) in place, or give back all that was
-        saved. See `smckpt.load`."""
+        """Fill `state_dict` (and the live objects behind it) in place, or return the whole saved
+        state. See `smckpt.load`."""
         clock = _Clock()
         planned: LoadPlan | None = None
         error: Exception | None = None
@@ -94,7 +94,7 @@ class Loader:
         try:
             try:
                 tree = opened.open(state_dict)
-            except Exception as failed:  # the peers hear it
+            except Exception as failed:  # the peers get the error
                 tree, request = state_dict, replace(request, refusal=request.refusal or failed)
             with _without_collections():  # the plan's objects are freed inside the block
                 planned = self._fill(tree, request, clock)
@@ -137,8 +137,8 @@ class Loader:
             number, self._numbers = self._numbers, self._numbers + 1
             count, self._loads = self._loads, self._loads + 1  # the other groups count too
         meeting = self.membership.meeting(request.timeout)
-        # Each concurrent load has a selector of its own. That of an earlier load knows most of this
-        # state.
+        # Each concurrent load has a selector of its own. The selector of an earlier load already
+        # knows most of this state.
         selector = self._selectors.pop() if self._selectors else Selector(self.group.rank)
         try:
             while True:
@@ -157,7 +157,7 @@ class Loader:
                             "partly filled"
                         )
                         raise
-                    log.warning("%s. The load begins again with the newest", error)
+                    log.warning("%s. The load starts again with the newest", error)
         finally:
             self._selectors.append(selector)
 
@@ -285,9 +285,9 @@ class Loader:
         """Choose the commit that this load follows. One rank of the group looks and sends the name
         to the others, which list nothing. That rank also has the catalogue.
 
-        The first group of a step that looks posts its choice, which cannot be changed. The others
-        follow it, so a commit that is made meanwhile cannot split the groups. A failure on any rank
-        up to here fails on all ranks of every group.
+        The first group of a step that chooses posts its choice, which cannot be changed. The others
+        follow it, so a commit that is made meanwhile cannot split the groups. If any rank fails up
+        to here, all ranks of all groups raise its error.
         """
         leads, failure = rounds.group.member == 0, target.failure
         early = _glance(request.storage) if leads and failure is None else None
@@ -340,7 +340,7 @@ class Loader:
         log.warning(
             "only the gathered (FULL) state on rank 0 was filled, because %s: call "
             "load_state_dict on all ranks, in the context",
-            "not all ranks loaded the same parts of it"
+            "not all ranks loaded the same parts"
             if gathered
             else "the dict is not the one that FULL gave",
         )
@@ -359,8 +359,8 @@ class Loader:
         )
 
     def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
-        """Move what was read elsewhere to where it belongs: tensors from their stand-ins, values
-        into the dict and through it into live optimizers."""
+        """Move tensors from their stand-ins to the targets, and values into the dict and through it
+        into live optimizers."""
         planned.memory.settle(planned.state_dict)
         if planned.objects is not None:
             restore(
@@ -373,8 +373,8 @@ class Loader:
 
 @contextmanager
 def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
-    """Undo changes to optimizers if the load fails, here or on a peer. They get the saved slots
-    before the plan is made."""
+    """Undo changes to optimizers if the load fails, here or on a peer. Optimizers get the saved
+    slots before the plan is made."""
     before = [
         (tree, tree["state"], binding.optimizer.state, {p: dict(s) for p, s in live.items()})
         for _, tree, binding in optimizer_dicts(state_dict)
@@ -411,8 +411,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def _glance(storage: Storage) -> Catalogue | None:
-    """Open the newest commit while the peers look at their states. A failure is not raised here; it
-    shows again later."""
+    """Open the newest commit while the peers look at their states. A failure here is only logged,
+    because the choice fails in the same way."""
     try:
         return open_catalogue(storage)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The memory that a load reads into: that of the targets, or of stand-ins."""
+"""The memory that a load reads into: the targets' own, or stand-ins."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Memory:
     """Writable bytes for each tensor.
 
     late: (live tensor, stand-in) pairs that are copied at the end.
-    shared: (entry, an earlier entry, stand-in) of the same memory. Read into that memory itself,
-        two saved values would look like a bad block, or the last one would win.
+    shared: (entry, an earlier entry, stand-in) of the same memory. If both were read into that
+        memory, two different saved values would look like a bad block, or the last one would win.
     """
 
     selection: Selection
@@ -40,17 +40,17 @@ class Memory:
         """
         devices = {tensor.device for tensor, _ in self.late if not tensor.is_cpu}
         for device in devices:
-            torch.accelerator.synchronize(device)  # a stream of it may still write to them
+            torch.accelerator.synchronize(device)  # a stream of the device may still write to them
         for tensor, staged in self.late:
             tensor.copy_(staged)
         put_back(self.selection.tensors)
-        for device in devices:  # kernels fill strided tensors, for which no other stream waits
+        for device in devices:  # kernels fill strided tensors, and no other stream waits for them
             torch.accelerator.current_stream(device).synchronize()
         for number, first, staged in self.shared:
             live, entry = self.selection.tensors[number], self.selection.entries[number]
             if _same_bits(live.detach(), staged):
                 continue
-            # A scheduler's rates are one tensor or several, depending on its step.
+            # Depending on its step, a scheduler keeps its rates in one tensor or in several.
             number_alone = live.numel() == 1 and tag_of(live) is None and not live.requires_grad
             if number_alone and _put_apart(state_dict, entry.path, staged.to(live.device)):
                 continue
@@ -65,7 +65,7 @@ class Memory:
 def memory_of(selection: Selection, *, partly: bool) -> Memory:
     """
     Args:
-        partly: some tensors may not be read and then keep their values.
+        partly: some tensors may not be read. They keep their values.
 
     Raises:
         StateError: elements of a tensor share memory, so they cannot hold what was saved.
@@ -94,7 +94,7 @@ def memory_of(selection: Selection, *, partly: bool) -> Memory:
 
 
 def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) -> bool:
-    """Put a value of its own into the tree, also if the list around it is shared with another."""
+    """Put the value into the tree, also if another place shares the list around it."""
     *above, key = path
     around: Any = tree
     for step in above:

@@ -1,6 +1,6 @@
-"""The plan of a load: what a rank asks for, what it will read, and where to.
+"""The plan of a load: what a rank asks for, which bytes it reads, and into which tensors.
 
-All of it is known, and held against the checkpoint, before a tensor is touched.
+The whole plan is checked against the checkpoint before a tensor is touched.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a caller of `load` asked, checked. only: the top keys of a whole state that are wanted.
-    refusal: why it cannot be done, to tell the peers."""
+    """The checked arguments of a call of `load`. only: the top keys to load if there is no target.
+    refusal: why the call fails, for the peers."""
 
     directory: str
     access: Access
@@ -54,19 +54,19 @@ class LoadRequest:
         ):
             if not isinstance(value, kinds) or value <= 0:
                 raise UsageError(
-                    f"{name} is {value!r}", remedy="give a positive number, or leave it out"
+                    f"{name} is {value!r}", remedy="pass a positive number, or leave it out"
                 )
 
     @property
     def storage(self) -> Storage:
-        """Of the directory."""
+        """The access to the directory's store."""
         return self.access.open(self.directory)
 
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What is to be filled, by a selector that may look at it again; or why there is none.
-    state_dict: None where all that was saved is asked for."""
+    """The selected target and its selector, which may select it again; or the error. state_dict:
+    None if the whole saved state is asked for."""
 
     state_dict: MutableMapping[str, Any] | None
     selector: Selector
@@ -76,12 +76,11 @@ class LoadTarget:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a rank will read, and where to.
+    """What a rank reads, and into which tensors.
 
-    selection: of `state_dict`, with what was made in it to hold what was saved.
-    objects: values that are no tensors, by key, to be put there; None where they stand there.
-    gathered: FULL state in it, with its path.
-    told: what all ranks say of their plans.
+    selection: of `state_dict`, with the slots that were made in it for saved state. objects: values
+    that are not tensors, by key, to put into it; None if they are in it already. gathered: FULL
+    state in it, with its path. told: what all ranks say of their plans together.
     """
 
     commit: Choice
@@ -115,7 +114,7 @@ def plan_of(
         state_dict, tensors = whole_state(catalogue, saved, group, coordinates, request.only)
         selection = target.selector.select(tensors)
     else:
-        assert selection is not None  # else all ranks have raised
+        assert selection is not None  # otherwise all ranks have raised
         objects = _values(catalogue, saved, selection, state_dict)
         renewed = prepare_optimizers(
             state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
@@ -126,7 +125,7 @@ def plan_of(
     by_key = by_key and selection.kind in ("LOCAL", None)
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
-        tops = ("", *tops)  # tensors that are no part of anything
+        tops = ("", *tops)  # tensors at the top are one part, called ""
     asked = functools.partial(_asked, tops=tops) if request.strict else _everything
     plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group)
     if objects is not None:
@@ -168,7 +167,8 @@ def _read_plan(
         coordinates=coordinates,
     )
     if request.strict and plan.missing:
-        # What this rank lacks a peer may have (`refuse_spare`); alone, it is said now.
+        # A peer may ask for a name that this rank does not (`refuse_spare`). Without peers it is
+        # refused now.
         spare = plan.unexpected if len(ranks) == 1 else ()
         spare = tuple(name for name in spare if asked(catalogue.logical[name].path))
         refuse_names(plan.missing, spare, catalogue.url, rank)
@@ -177,12 +177,12 @@ def _read_plan(
 
 
 def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: Group) -> None:
-    """Names that were saved and that no rank of the load has. One rank need not have all: pipeline
-    stages hold different layers, and ranks may keep tensors of their own. What stands under a top
-    key that no rank has was not asked for.
+    """Refuse saved names that no rank of the load asks for. One rank need not have all names:
+    pipeline stages hold different layers, and ranks may have tensors of their own. Names under a
+    top key that no rank has were not asked for.
 
     Raises:
-        KeysMismatchError: there are such, and the load is strict.
+        KeysMismatchError: there are such names, and the load is strict.
     """
     catalogue = planned.catalogue
     logical = catalogue.logical
@@ -194,8 +194,8 @@ def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: G
 
 
 def _asked(path: Path, *, tops: Sequence[str]) -> bool:
-    """Whether a target with these top keys asks for what was saved at `path`. Tensors at the top
-    are one part: a model's own state dict must be loaded whole."""
+    """Whether a target with these top keys asks for the value that was saved at `path`. Tensors at
+    the top are one part: a model's own state dict must be loaded whole."""
     return str(path[0]) in tops or (len(path) == 1 and "" in tops)
 
 
@@ -203,7 +203,7 @@ def _everything(_: Path) -> bool:
     return True
 
 
-# -- values that are no tensors -----------------------------------------------------------------
+# -- values that are not tensors ----------------------------------------------------------------
 
 
 def _asked_for(
@@ -213,22 +213,23 @@ def _asked_for(
     request: LoadRequest,
     group: Group,
 ) -> dict[str, tuple[Path, Any]]:
-    """The values under the target's top keys. What stands under others, tensors too, one rank says
-    aloud."""
+    """The values under the target's top keys. One rank logs the other keys, also of tensors."""
     tensors = (tensor.path for tensor in catalogue.logical.values())
     left = {str(path[0]) for path in tensors if not _asked(path, tops=tops)}
     left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
     if left and group.index == 0:
         names = ", ".join(sorted(left)[:12])
-        log.warning("left in %s, for the target has no such keys: %s", request.directory, names)
+        log.warning(
+            "not loaded from %s, because the target has no such keys: %s", request.directory, names
+        )
     return {key: found for key, found in objects.items() if str(found[0][0]) in tops}
 
 
 def _values(
     catalogue: Catalogue, saved: int, selection: Selection, state_dict: MutableMapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """The saved values, by the target's keys. What the followed rank did not save is that of the
-    lowest rank that saved: ranks may leave it to one of them."""
+    """The saved values, by the target's keys. A value that the followed rank did not save comes
+    from the lowest rank that did, because one rank may save a value for all."""
     objects = catalogue.objects(saved)
     first = min(catalogue.object_ranks)
     tensors = {entry.key for entry in selection.entries}
@@ -253,7 +254,7 @@ def _check_objects(
     extra = sorted(objects.keys() - here - empty)
     if request.strict and (missing or extra):
         raise KeysMismatchError(
-            f"values that are no tensors differ: missing in the checkpoint {missing[:8]}, "
+            f"values that are not tensors differ: missing in the checkpoint {missing[:8]}, "
             f"not in the target {extra[:8]}",
             remedy="give the target the same structure, or pass check_keys_matched=False",
             path=request.directory,
@@ -263,8 +264,8 @@ def _check_objects(
 
 
 def _say_left(missing: Sequence[str], unexpected: Sequence[str], url: str, group: Group) -> None:
-    """What a load with check_keys_matched=False did not take. One rank of a group says it aloud: it
-    is much the same on all."""
+    """Log the names that a load with check_keys_matched=False skipped. Only one rank of a group
+    logs them, since they are nearly the same on all."""
     if missing or unexpected:
         level = logging.WARNING if group.index == 0 else logging.INFO
         left = differing_names(missing, unexpected)
@@ -282,7 +283,7 @@ def _marked(names: Sequence[str], catalogue: Catalogue) -> str:
 
 def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
     names = sorted(catalogue.logical)
-    if not marks or int(marks, 16).bit_length() > len(names):  # of a group with names of its own
+    if not marks or int(marks, 16).bit_length() > len(names):  # a group that has other names
         return ()
     bits = f"{int(marks, 16):0{len(names)}b}"
     return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")

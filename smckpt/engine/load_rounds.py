@@ -24,9 +24,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Common:
-    """What a rank, or all of them, say of a plan. spare: a bit for each name of the checkpoint that
-    they have no use for. tops: the top keys of their targets. gathered: paths of FULL state that
-    they hold."""
+    """What one rank says of its plan, or what all ranks say together. spare: a bit for each name of
+    the checkpoint that they do not use. tops: the top keys of their targets. gathered: paths of
+    FULL state that they hold."""
 
     spare: str = ""
     tops: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ class Rounds:
         )
 
     def choose(self, bring: Callable[[], None], look: Callable[[], Choice]) -> Choice:
-        """One rank of the group looks. A group that fails here brings its error to the other
-        groups' plan round, where they wait for it."""
+        """One rank of the group finds the commit. A group that fails here brings its error to the
+        other groups' plan round, where they wait for it."""
 
         def decide(brought: Callable[[], dict[int, None]]) -> Choice:
             try:
@@ -114,11 +114,12 @@ def _raising(error: Exception) -> Callable[[], Any]:
 
 
 def nothing(*_: object) -> None:
-    """Used as `bring` or `decide` in a round that only says that all have come so far."""
+    """Used as `bring` or `decide` in a round that only shows that all have reached it."""
 
 
 def in_common(bodies: dict[int, Common]) -> Common:
-    """What no member has a use for, what any asks for, and the gathered state that all have."""
+    """The names that no member uses, the top keys that any member asks for, and the gathered state
+    that all have."""
     spare = -1
     for body in bodies.values():
         spare &= int(body.spare or "0", 16)

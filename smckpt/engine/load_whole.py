@@ -1,4 +1,4 @@
-"""A load without a target: all that was saved, in containers of its own."""
+"""A load without a target: the whole saved state, in new containers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def whole_state(
     coordinates: ParallelCoordinates,
     only: Sequence[str] | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The nested state that was saved, with room for its tensors in place of their values; and the
-    tensors alone, nested in dicts: values may hold arrays too, which are no tensors of the state.
+    """The saved nested state, with empty tensors to fill; and these tensors alone, nested in dicts.
+    (Values may hold arrays too, which are not tensors of the state.)
 
-    Tensors are whole, on the CPU, by logical name: an optimizer's state under the names of its
-    parameters where they are known. Values are those of the rank that this one follows, and what
-    it did not save is of the lowest that saved.
+    Tensors are whole, on the CPU, by logical name. An optimizer's state has the names of its
+    parameters if they are known. Values come from the rank that this one follows, or, if that did
+    not save them, from the lowest rank that did.
 
     Args:
         saved: the rank that is followed.
-        only: the top keys that are wanted.
+        only: the top keys to load.
 
     Raises:
         KeysMismatchError: one of `only` was not saved.
@@ -63,8 +63,8 @@ def whole_state(
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
         raise KeysMismatchError(
-            f"only= names {sorted(lacking)}, which was not saved; saved is {had[:12]}",
-            remedy="name top keys of the state that was saved",
+            f"only= names {sorted(lacking)}, which was not saved; the saved keys are {had[:12]}",
+            remedy="name top keys of the saved state",
             path=catalogue.url,
             rank=group.rank,
         )
@@ -83,7 +83,7 @@ def _built(catalogue: Catalogue, leaves: Mapping[Path, Any]) -> dict[str, Any]:
             nodes.setdefault(path[:depth], {})[path[depth]] = None
     made = dict(leaves)
     for path in sorted(nodes, key=len, reverse=True):
-        if path in leaves:  # a value of one rank, where another has tensors below
+        if path in leaves:  # one rank has a value where another has tensors below
             continue
         items = {key: made[at] for key in nodes[path] for at in [(*path, key)]}
         made[path] = _container(catalogue, path, items)
@@ -106,8 +106,8 @@ def _container(catalogue: Catalogue, path: Path, items: dict[Any, Any]) -> Any:
 
 
 def _looks_like_list(catalogue: Catalogue, path: Path, items: Mapping[Any, Any]) -> bool:
-    """Of a checkpoint of format 1.0 or 2.0, which does not say: a container whose keys are 0, 1, …
-    was a list, unless it is the state of an optimizer, which numbers its parameters."""
+    """For format 1.0 and 2.0, which do not record kinds: a container with the keys 0, 1, … was a
+    list, unless it is the state of an optimizer, whose keys number its parameters."""
     of_optimizer = path[-1:] == ("state",) and dotted(path[:-1]) in catalogue.optimizers
     return (
         not of_optimizer

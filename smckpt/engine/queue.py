@@ -22,7 +22,7 @@ from smckpt.meeting.membership import Membership
 
 __all__ = ["SaveQueue"]
 
-LEAVE_SECONDS = 30.0  # at exit the store's host waits so long for peers that read from it
+LEAVE_SECONDS = 30.0  # seconds that the store's host waits at exit for peers that read from it
 
 log = logging.getLogger("smckpt")
 
@@ -36,7 +36,7 @@ class SaveQueue:
 
     Args:
         since: see `Committer`.
-        sinks: get an event for every save that has ended.
+        sinks: they get an event for every save that has ended.
     """
 
     def __init__(self, group: Group, name: str, since: int, sinks: Sinks) -> None:
@@ -54,7 +54,7 @@ class SaveQueue:
         self._durable: float | None = None  # when the state of the newest committed save was taken
         self.flying: SaveHandle | None = None
         self._lock = threading.Lock()
-        self._front = threading.Lock()  # threads use the arena in turn
+        self._front = threading.Lock()  # only one thread uses the arena at a time
         self._inbox: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -187,8 +187,8 @@ class SaveQueue:
         self._inbox.put((job, commit))
 
     def _raise_failures(self) -> None:
-        """Raise failures, even if later saves succeeded: a failure is told, once; by its handle, or
-        here."""
+        """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
+        or here."""
         with self._lock:
             failed, self._unreported = self._untold(), []
         if not failed:

@@ -58,7 +58,7 @@ def replication_group(model: Any) -> ReplicationGroup:
 
 
 def replicas_of(model: Any) -> tuple[tuple[int, ...], str]:
-    """The ranks and the name of that group; all ranks and "" where there is one. Asks nobody.
+    """The ranks and the name of that group. For a single group: all ranks and "". No communication.
 
     Raises:
         As `replication_group`.

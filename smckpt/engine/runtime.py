@@ -25,13 +25,13 @@ from smckpt.meeting.membership import Membership
 
 __all__ = ["Runtime"]
 
-EXIT_SECONDS = 600.0  # a normal exit waits so long, unless SMCKPT_EXIT_TIMEOUT is set
+EXIT_SECONDS = 600.0  # seconds that a normal exit waits, unless SMCKPT_EXIT_TIMEOUT is set
 
 log = logging.getLogger("smckpt")
 
 
 class Finalizable(Protocol):
-    """A queue of saves, as seen by code that waits for it. flying: its last save, if it has one."""
+    """A queue of saves, as code that waits for it sees it. flying: its last save, if it has one."""
 
     @property
     def flying(self) -> SaveHandle | None: ...

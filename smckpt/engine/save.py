@@ -83,7 +83,7 @@ class Saver:
         self._committer = committer
         self._selector = Selector(group.rank)
         self._compiled: Compiled | None = None
-        # entries, largest file with the kinds of containers
+        # entries; max_file_bytes and the kinds of containers
         self._compiled_from: tuple[object, object] | None = None
         self._partition: Partition | None = None
         self._partition_from: tuple[object, object] | None = None  # entries, passed groups
@@ -244,8 +244,8 @@ class Saver:
     # -- what the steps need -----------------------------------------------------------------
 
     def _refuse_other_coordinator(self, job: SaveJob) -> None:
-        """Refuse another coordinator than before. The coordinator holds the leases, and the other
-        groups listen to it: it stays who it was."""
+        """Refuse another coordinator than before. The coordinator holds the leases, and other
+        groups listen to it, so it must stay the same."""
         known, asked = self._coordinator, job.request.coordinator
         if known is None:
             self._coordinator = asked
@@ -343,7 +343,8 @@ class Saver:
         except concurrent.futures.TimeoutError as error:
             arena, self._arena, self._arena_id = staged.arena, None, None
             assert arena is not None
-            staged.copies.add_done_callback(lambda _: arena.close())  # until then it is written to
+            # until then the copies still write to it
+            staged.copies.add_done_callback(lambda _: arena.close())
             raise StateError(
                 f"the stager's copies did not end within {timeout:.0f} s",
                 remedy="find out what delays the stager, or raise SaveOptions(timeout=)",

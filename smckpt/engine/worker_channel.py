@@ -53,7 +53,7 @@ class Channel:
             deadline: in `time.monotonic()`; None: wait as long as the other side lives.
 
         Raises:
-            PeerGone: the other side is no more.
+            PeerGone: the other side has ended.
             TimeoutError: the deadline passed.
         """
         body = to_text(message).encode()
@@ -73,7 +73,7 @@ class Channel:
         """Receive the next message and its descriptors. The caller closes them.
 
         Raises:
-            PeerGone: the other side is no more.
+            PeerGone: the other side has ended.
             TimeoutError: the deadline passed.
         """
         fds: list[int] = []

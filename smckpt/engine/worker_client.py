@@ -312,7 +312,7 @@ def _spawn(niceness: int, threads: int) -> _Process:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=inherited,
-            cwd="/",  # the user's directory may be unmounted, and has no module of ours
+            cwd="/",  # the user's directory may be unmounted, and smckpt imports nothing from it
             start_new_session=True,  # the trainer handles Ctrl-C
         )
     except OSError as error:

@@ -79,7 +79,7 @@ def sm_state_dict_type(
             included, where trainers would not round vocab_size up to it; as in `export_hf`.
 
     Raises:
-        UsageError: an argument is not known.
+        UsageError: an argument is unknown, or is not honoured here.
     """
     chosen = _kind_of(kind)
     if isinstance(only, str) and only != "trainable":

@@ -32,7 +32,7 @@ _GENERATED = ("__init__", "__repr__", "__eq__", "__dataclass_fields__", "__match
 
 @dataclass(frozen=True)
 class TorchExtension:
-    """What `extend_torch_config` did; `undo()`, or the end of a `with` block, takes it back."""
+    """What `extend_torch_config` did; `undo()`, or the end of a `with` block, reverts it."""
 
     kept: tuple[tuple[Any, str, Any], ...]
 
@@ -117,7 +117,7 @@ def _translated(
     stock = module.state_dict
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:  # a part of something larger
+        if args or kwargs:  # a part of a larger model
             return stock(*args, **kwargs)
         view = view_of(module)
         gathers = isinstance(view, Fsdp1View)

@@ -78,7 +78,7 @@ def wishes_of(config: Any, translation: Mapping[str, Any]) -> FullWishes:
     """What a config asks for, of ours or torch's; None: rank 0 alone, on the device.
 
     Raises:
-        UsageError: it is no config of FULL state.
+        UsageError: it is not a config of FULL state.
     """
     names = ("FullStateDictConfig", "FullOptimStateDictConfig")
     if config is not None and not any(kind.__name__ in names for kind in type(config).__mro__):
@@ -103,18 +103,19 @@ def _rank() -> int:
 def translated_or_none(
     view: ModelView, wishes: FullWishes, *, gathers: bool = True
 ) -> dict[str, Any] | None:
-    """The full state of a tensor-parallel model; None for others, which `full_model` gathers.
+    """The full state of a tensor-parallel model; None for other models, which `full_model` gathers.
 
-    The answer depends on arguments that a rank may pass alone. So the ranks that would gather
-    together ask each other first. If one sees a tensor-parallel model, all meet and compare their
-    arguments. Without a gathering (`gathers` false) a rank may be alone here, and asks nobody.
+    The answer depends on arguments that only some ranks may pass. So the ranks that would gather
+    together ask each other first. If one of them sees a tensor-parallel model, all meet and compare
+    their arguments. If nothing is gathered (`gathers` false), this rank may be the only caller, and
+    asks nobody.
     """
     transformed = anywhere(is_transformed(view, wishes), view.groups() if gathers else ())
     return full_state(view, wishes) if transformed else None
 
 
 def check_optimizer(view: ModelView, wishes: FullWishes) -> None:
-    """Refuse the full optimizer state where it would be that of one tensor-parallel rank."""
+    """Refuse the full optimizer state if it would be that of one tensor-parallel rank."""
     attempt = Attempt()
     attempt(lambda: check_full_optimizer(view, wishes.parallel_state))
     attempt.settle(view.groups())
@@ -123,7 +124,7 @@ def check_optimizer(view: ModelView, wishes: FullWishes) -> None:
 def check_load(view: ModelView, state_dict: Mapping[str, Any], wishes: FullWishes) -> None:
     """Refuse, for a tensor-parallel model, a full state that is not in its own names and shapes."""
     if anywhere(is_transformed(view, wishes), (None,)):  # rank 0 broadcasts to the whole job
-        # The ranks need not agree on how the state was taken.
+        # the ranks may have taken the state in different ways
         check_full_load(view, state_dict, replace(wishes, translate=False))
 
 
@@ -223,7 +224,7 @@ def full_optimizer(
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
     whole_state = FullStateDict(state)
     whole_state.holds = _holds(wishes)
-    if gathers():  # else the tensors are live, as in SHARDED state
+    if gathers():  # otherwise the tensors are live, as in SHARDED state
         groups.binding = replace(groups.binding, kind="FULL")
     return OptimizerStateDict(state=whole_state, param_groups=groups)
 
@@ -371,7 +372,7 @@ def load_full_optimizer(
                 optimizer.state[owners[fqn]][slot] = described
                 continue
             value = _from_rank0(whole, fqn, slot, described, wire)
-            if fqn in live:  # else this rank holds nothing of the parameter
+            if fqn in live:  # otherwise this rank holds nothing of the parameter
                 _fill(live[fqn][slot], value, fqn)
     fill_groups(binding, outline["param_groups"])
 
@@ -425,7 +426,7 @@ def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
 
 
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What all ranks need to know before rank 0 sends the tensors."""
+    """The facts that all ranks need before rank 0 sends the tensors."""
     state = {
         fqn: {
             slot: _Coming(tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type)

@@ -83,9 +83,9 @@ def is_transformed(view: ModelView, wishes: FullWishes) -> bool:
 
 
 def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
-    """The whole model on rank 0 or on all ranks; {} on ranks that get nothing. None where torch's
-    own gathering suffices: nothing to translate and no tensor-parallel ranks. Every rank of the job
-    takes part.
+    """The whole model on rank 0 or on all ranks; {} on ranks that get nothing. None if torch's own
+    gathering suffices, because nothing is translated and no rank is tensor-parallel. Every rank of
+    the job takes part.
 
     Raises:
         UsageError, KeysMismatchError: there is no config; names fit no layout, or several; ranks
@@ -197,7 +197,7 @@ def check_full_optimizer(view: ModelView, state: ParallelState | None) -> None:
 def job_of(
     model: nn.Module, metadata: list[dict[str, ArrayMetadata]], wishes: FullWishes
 ) -> MoveJob | None:
-    """Rank 0's job, made from the array metadata of all ranks; None where there is nothing to do.
+    """Rank 0's plan, made from the array metadata of all ranks; None if there is nothing to do.
 
     Raises:
         as `full_state`.
@@ -238,7 +238,7 @@ def _tied(side: Side) -> tuple[tuple[str, str], ...]:
 def _tasks(
     places: LiveTensors, side: Side, blocks: Mapping[TensorKey, list[tuple[str, Block]]]
 ) -> Iterator[MoveTask]:
-    """One task a tensor, and one more for a replica of each kind, to detect a wrong
+    """One task for each tensor, and one more for a replica of each kind, to detect a wrong
     parallel_state."""
     copies = {copy: first for first, copy in side.copies}
     seen: set[tuple[str, int, int]] = set()

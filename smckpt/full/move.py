@@ -176,8 +176,8 @@ class _Check:
 
 
 class _Making:
-    """The unfinished targets. Computed ones add up in float64 and are rounded once, on the CPU, as
-    in an export."""
+    """The unfinished targets. Computed targets are summed in float64 and rounded once, on the CPU,
+    as in an export."""
 
     def __init__(self, job: MoveJob) -> None:
         self.under_way: dict[str, torch.Tensor] = {}

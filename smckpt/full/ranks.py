@@ -41,8 +41,8 @@ def live_tensors(
     )
     if len(sizes) > 1 or (sizes == {(1, 1)} and not everywhere):
         raise TopologyError(
-            "ranks hold tensors of their own, and which are of which tensor-parallel rank is not "
-            "known",
+            "ranks hold tensors of their own, and it is not known which tensor-parallel "
+            "rank each of them is",
             remedy="pass parallel_state= to sm_state_dict_type",
         )
     ((tp, ep),) = sizes
@@ -57,8 +57,8 @@ def _from_state(state: ParallelState, ranks: int) -> list[Coordinate]:
         )
     if state.pp_size > 1:
         raise TopologyError(
-            f"parallel_state has {state.pp_size} pipeline stages, which number their layers each "
-            "for itself",
+            f"parallel_state has {state.pp_size} pipeline stages, and each numbers its "
+            "layers from 0",
             remedy="take the full state of a model without pipeline parallelism",
         )
     return [(state.ranker.get_tp_rank(r), state.ranker.get_ep_rank(r)) for r in range(ranks)]
@@ -150,7 +150,7 @@ class LiveTensors:
                 raise TopologyError(
                     f"{name} is shared by ranks {list(row.ranks)}, which are neither all tensor- "
                     "and expert-parallel ranks nor one of them, or its shapes differ",
-                    remedy="see that parallel_state= and the model's meshes are of one job",
+                    remedy="check that parallel_state= and the model's meshes are of one job",
                 )
         if whole is not None and shards:
             raise TopologyError(
@@ -180,7 +180,7 @@ class LiveTensors:
         if sum(box.numel for box in seen) != math.prod(shape):
             raise TopologyError(
                 f"the ranks' parts of {key.name} do not cover its shape {list(shape)} exactly",
-                remedy="see that parallel_state= and the model's meshes are of one job",
+                remedy="check that parallel_state= and the model's meshes are of one job",
             )
         return tuple(out)
 
@@ -195,8 +195,8 @@ class LiveTensors:
 
 
 class _Lazily(Mapping[str, RankTensors]):
-    """Looks at a tensor only when it is asked for: names alone tell the layout, and what is not a
-    weight may have any form."""
+    """Looks at a tensor only when a caller asks for it. Names alone show the layout, and a tensor
+    that is not a weight may have any form."""
 
     def __init__(self, places: LiveTensors) -> None:
         self._places = places

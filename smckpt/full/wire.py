@@ -93,7 +93,7 @@ def arrays_of(view: ModelView) -> dict[str, Array]:
 
 
 def _told(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> ArrayMetadata:
-    (fqn,) = geometry.fqns  # SHARDED state has one parameter an entry
+    (fqn,) = geometry.fqns  # SHARDED state has one parameter per entry
     return ArrayMetadata(
         dtype, geometry.shape_of(fqn), tensor.numel(), tuple(geometry.pieces(rank)),
         tuple(geometry.ranks), geometry.place(rank), tensor.device.type,
@@ -112,7 +112,8 @@ def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
 
 
 class Attempt:
-    """Calls functions until one fails, then none, and releases what it holds.
+    """Calls functions until one fails, and none after that. Then it releases the objects that it
+    holds.
 
     step: the number of the current step; the caller counts it.
     """

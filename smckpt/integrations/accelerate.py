@@ -1,9 +1,9 @@
 """Hugging Face's accelerate: `save_state` and `load_state` through smckpt.
 
-One line of a script changes: `SmckptAccelerator` in the place of `Accelerator`. smckpt saves models
-and optimizers, under FSDP, DDP and in one process. accelerate itself writes the rest (schedulers,
+One line of a script changes: `SmckptAccelerator` replaces `Accelerator`. smckpt saves models and
+optimizers, under FSDP, DDP and in one process. accelerate itself writes the rest (schedulers,
 samplers, random numbers, the scaler, registered objects) into a folder of this process, and smckpt
-packs that into the checkpoint. So one commit holds all of it, or nothing.
+packs that into the checkpoint. So one commit has all of it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
     """accelerate's `Accelerator`. Arguments and calls stay as they are.
 
     `save_state` returns when the state is copied; it is committed in the background, and only then
-    does `total_limit` remove older checkpoints. With automatic naming `load_state` takes the newest
-    that is committed. What accelerate itself wrote is still loaded.
+    does `total_limit` remove older checkpoints. With automatic naming, `load_state` takes the
+    newest committed checkpoint. It still loads checkpoints that accelerate itself wrote.
 
-    smckpt_root: in the place of `project_dir`, such as "s3://bucket/run"; None: `project_dir`.
+    smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `project_dir`.
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
     """
 
@@ -80,8 +80,9 @@ def save_state(
         Where the checkpoint will be.
 
     Raises:
-        UsageError: an argument, a hook or a kind of training that is not honoured; names it.
-        ValueError: there is a committed checkpoint of this iteration, as accelerate says it.
+        UsageError: an argument, a hook or a kind of training is not honoured; the message names it.
+        ValueError: there is a committed checkpoint of this iteration. accelerate raises the same
+            error.
         SaveFailedError: an earlier save was not committed.
     """
     _refuse(accelerator, accelerator._save_model_state_pre_hook, "save", kwargs)
@@ -134,7 +135,7 @@ def load_state(
     """
     _refuse(accelerator, accelerator._load_model_state_pre_hook, "load", {})
     arguments = _arguments(accelerator)
-    smckpt.maybe_finalize_async_calls()  # the newest may be on its way
+    smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     place = _newest(accelerator) if input_dir is None else os.fspath(input_dir)
     if not place or not _is_committed(place, arguments):
         stock(input_dir, load_kwargs, **kwargs)
@@ -148,7 +149,7 @@ def load_state(
         target = {**_live(accelerator), "files": b"", "own_files": b""}
         smckpt.load(target, checkpoint_id=place, **arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
-        for name in ("files", "own_files"):  # the second replaces
+        for name in ("files", "own_files"):  # files of the second replace those of the first
             with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
                 packed.extractall(folder)
         stock(folder, load_kwargs)
@@ -176,7 +177,8 @@ def _kinds(accelerator: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rest_alone(accelerator: Any) -> Iterator[None]:
-    """accelerate's own methods see neither models nor optimizers, and take the folder they get."""
+    """accelerate's own methods see no models and no optimizers, and use the folder that they are
+    given."""
     models, optimizers = accelerator._models, accelerator._optimizers
     configuration = accelerator.project_configuration
     named = configuration.automatic_checkpoint_naming
@@ -215,7 +217,7 @@ def _is_committed(place: str, arguments: dict[str, Any]) -> bool:
 
 
 def _iterations(accelerator: Any) -> list[int]:
-    """Of the committed checkpoints with automatic names, oldest first."""
+    """The iterations of the committed checkpoints with automatic names, oldest first."""
     found = smckpt.find_checkpoints(_folder(accelerator), **_arguments(accelerator))
     names = (_NAME.fullmatch(os.path.basename(str(one).rstrip("/"))) for one in found)
     return sorted(int(name[1]) for name in names if name)
@@ -229,7 +231,7 @@ def _newest(accelerator: Any) -> str:
 
 
 def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle], None] | None:
-    """What the coordinator does once the save is committed."""
+    """The function that the coordinator calls after the commit."""
     limit = accelerator.project_configuration.total_limit
     if limit is None:
         return None
@@ -254,8 +256,8 @@ def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> 
         )
     if hooks:
         raise UsageError(
-            f"hooks of register_{what}_state_pre_hook are not honoured: they would write and read "
-            "files that do not belong to the checkpoint",
+            f"hooks of register_{what}_state_pre_hook are not honoured: their files would "
+            "not belong to the checkpoint",
             remedy="register an object with register_for_checkpointing instead",
         )
     if kwargs:

@@ -1,6 +1,6 @@
 """Replacements for calls of torch to which SMP's scripts pass arguments that stock torch refuses.
 
-`smckpt.run` puts them in place of torch's own functions, and undoes it.
+`smckpt.run` replaces torch's functions with them, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def with_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
         Args:
             model_state_dict: of the model, SHARDED, loaded.
             optimizer_key: the key of the saved state.
-            process_group: the shard group, `model.process_group`; None does as stock torch.
+            process_group: the shard group, `model.process_group`. None: all ranks, as in stock
+                torch.
 
         Returns:
             `{optimizer_key: …}`, each tensor a ShardedTensor over the group; scalars are plain.

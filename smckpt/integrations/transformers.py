@@ -36,13 +36,13 @@ class SmckptTrainerMixin:
 
     A save commits in the background, and only then does `save_total_limit` remove older
     checkpoints. A resume takes the newest whole checkpoint, also one of the stock Trainer. `train`
-    ends when the last save is committed, or raises.
+    returns when the last save is committed; if a save failed, it raises.
 
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `output_dir`.
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
 
     Raises:
-        UsageError: an argument of the Trainer is not honoured; names it.
+        UsageError: an argument of the Trainer is not honoured; the message names it.
         SaveFailedError: from the next save, or the end of `train`: a save was not committed.
     """
 
@@ -177,7 +177,7 @@ class SmckptTrainerMixin:
         return found
 
     def _bring_trainer_state(self, directory: str) -> None:
-        """Write the file that the Trainer reads first, on a machine that did not save it."""
+        """Write the file that the Trainer reads first, if this machine did not save it."""
         path = os.path.join(directory, TRAINER_STATE_NAME)
         told = self._loaded(directory, "trainer")
         if os.path.isfile(path):

@@ -30,7 +30,7 @@ class FlatUnit:
     """One FSDP1 flat parameter: its segments in order, cut in shards of `shard_numel` elements.
 
     Shard i holds elements [i * shard_numel, (i + 1) * shard_numel) of the concatenated segments;
-    what lies beyond the last segment is padding.
+    elements beyond the last segment are padding.
     """
 
     segments: tuple[Segment, ...]

@@ -355,7 +355,7 @@ class BoxGeometry(GeometryDefaults):
 
 @dataclass(frozen=True)
 class PerRankGeometry(GeometryDefaults):
-    """A tensor without sharding, of which each of `ranks` has its own: a buffer, RNG, a scalar.
+    """A tensor without sharding; each of `ranks` has its own: a buffer, RNG state, a scalar.
 
     Every rank writes its own. `fqns` are the logical names that the array stands for: a flat
     parameter's `step` is the step of each of its members.

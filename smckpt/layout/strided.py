@@ -48,7 +48,8 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common block, or None where it has no element. Boxes without dimensions meet."""
+        """The common block, or None where it has no element. Two boxes without dimensions always
+        meet."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -59,8 +60,9 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def shared(self, among: Iterable[Box]) -> list[tuple[int, Box]]:
-        """Each element to the first of the boxes that has it: (which of them, a part of this box).
-        The parts are disjoint; `covered` proves whether they are all of it."""
+        """Assign each element to the first of the boxes that has it. Yields (number of the box,
+        part of this box). The parts are disjoint; `covered` proves whether they cover all of this
+        box."""
         out, left = [], [self]
         for number, other in enumerate(among):
             if not left:
@@ -70,7 +72,7 @@ class Box:
         return out
 
     def subtract(self, *others: Box) -> list[Box]:
-        """What the others leave of this box, as disjoint boxes."""
+        """The elements of this box that are in none of the others, as disjoint boxes."""
         left = [self]
         for other in others:
             left = [part for rest in left for part in rest._without(other)]
@@ -141,7 +143,7 @@ class Strided:
                 unit *= shape[along]
                 along -= 1
             if along < 0 or stride % unit or found[along].number != 1:
-                raise ValueError(f"{self} is no grid of an array of shape {tuple(shape)}")
+                raise ValueError(f"{self} is not a grid of an array of shape {tuple(shape)}")
             at, step = found[along].at, stride // unit
             if at + (count - 1) * step >= shape[along]:
                 raise ValueError(f"{self} reaches beyond dimension {along} of {tuple(shape)}")
@@ -334,9 +336,9 @@ def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]]) -> tuple[int, in
         return 0, 1
     edges: dict[int, list[int]] = {0: [], shape[0]: []}
     for number, (along, *_) in enumerate(grids):
-        edges.setdefault(along.at, []).append(number)  # comes in
+        edges.setdefault(along.at, []).append(number)  # begins here
         last = along.at + (along.number - 1) * along.step
-        edges.setdefault(last + 1, []).append(number)  # goes
+        edges.setdefault(last + 1, []).append(number)  # ends before here
     known: dict[frozenset[int], tuple[int, int]] = {}
     within: frozenset[int] = frozenset()
     never = often = 0

@@ -87,7 +87,8 @@ class Book:
         return relative_url(found.path, self.root.url)
 
     def forget(self) -> None:
-        """Read everything again: other processes may have saved or deleted."""
+        """Forget everything, so that the next look reads it again: other processes may have saved
+        or deleted."""
         self._known = {}
 
     def changed(self, way: str) -> None:

@@ -1,12 +1,12 @@
 """A notice that the job must end: one rank receives a signal, and all ranks agree on a last step.
 
-A signal handler may only set a flag. Each rank has a thread that watches its own flag, and the
-notice that another rank may have put in the job's store. When the thread finds either, it brings
-the step that its rank has passed to a round. From then on the rank's loop waits for the decision at
-its next step. The last step is the first one after the furthest that any rank has passed. So no
-rank is beyond it, no rank waits for another's training, and a rank inside a collective still
-answers. If a rank does not answer, no further step can be saved, and the others end at once. When
-the grace time is over, each rank ends, whatever it is waiting for.
+A signal handler may only set a flag. Each rank has a thread that watches its own flag, and looks in
+the job's store for a notice of another rank. When the thread finds either, it brings the step that
+its rank has passed to a round. From then on the rank's loop waits for the decision at its next
+step. The last step is the first one after the furthest that any rank has passed. So no rank is
+beyond it, no rank waits for another's training, and a rank inside a collective still answers. If a
+rank does not answer, no further step can be saved, and the others end at once. When the grace time
+is over, each rank ends, whatever it is waiting for.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ class Watch:
         for number in numbers:
             self._before[number] = signal.signal(number, self._heard)
         # A Python handler waits for the main thread, which may be in a collective that never ends.
-        # The interpreter writes to the pipe at once.
+        # The interpreter itself writes to the pipe at once.
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         others = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if others != -1:  # an event loop's descriptor, which needs the signals more
+        if others != -1:  # an event loop uses this descriptor and needs the signals more
             signal.set_wakeup_fd(others)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
@@ -170,7 +170,7 @@ class Watch:
             notice = self._first_notice()
             if notice is not None and not self._ended.is_set():
                 self._obey(notice)
-        except Exception as error:  # of any kind: a training thread may wait for this one
+        except Exception as error:  # any exception: a training thread may wait for this one
             self._deaf = True
             if self._ended.is_set():
                 return
@@ -225,7 +225,7 @@ class Watch:
             "last",
             self._hold,
             lambda brought: max(brought().values()),
-            timeout=notice.grace / 3,  # the rest is for the save
+            timeout=notice.grace / 3,  # the rest of the time is for the save
         )
 
     def _hold(self) -> int:

@@ -109,7 +109,7 @@ def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> boo
     doomed = doomed_of(contents)
     body = {"format": list(FORMAT_VERSION), **doomed.to_json()}
     top.put_exclusive(mark, seal_json(body))
-    if _held(top):  # between our first look and our mark
+    if _held(top):  # a reader came between our first look and our mark
         top.delete(mark)
         return False
     carry_out(top, doomed)
@@ -168,9 +168,10 @@ def _held(storage: Storage) -> bool:
             data = storage.read(info.name, most=_MAX_PIN)
             until = open_json(data, file_url(storage.url, info.name))["until"]
         except CheckpointNotFoundError:
-            continue  # its reader has ended
+            continue  # its time is over
         except (CorruptCheckpointError, FormatVersionError, KeyError):
-            held = True  # half written: its reader is about to look for marks. Or a newer version's
+            # half written, so its reader is about to look for marks; or written by a newer version
+            held = True
             continue
         if type(until) is not int or until + _SKEW > time.time_ns():
             held = True

@@ -34,7 +34,7 @@ FIRST_SECONDS = 60.0  # until the first save of "auto", which measures
 ASSUMED_SECONDS = 86400.0  # "auto" adds one assumed failure a day
 POLL_SECONDS = 0.5
 EAGER_SECONDS = 0.01  # between looks while a rank waits
-RANKS_A_SECOND = 4000  # how many ranks may ask the store, one process
+RANKS_A_SECOND = 4000  # how many ranks may ask the store, which is one process
 LOOKS_AHEAD = 6  # how often each rank reads the store between a decision and its step
 FEWEST = 2  # steps ahead, however long they take
 MEASURED = 5  # the median of this many saves counts
@@ -51,8 +51,8 @@ class ChosenInterval:
 
 
 def choose(stall: float, write: float, history: History) -> ChosenInterval:
-    """Young's and Daly's rule: the time between saves that minimises the sum of the time for which
-    saves block training and the time that failures lose.
+    """Young's and Daly's rule. It gives the time between saves for which the least time is lost to
+    blocked training and to failures together.
 
     Args:
         stall: seconds for which a save blocks training.
@@ -212,7 +212,7 @@ class Schedule:
             while True:
                 left = self._since + seconds - now
                 if left > 0 and not self._step_seconds:
-                    break  # nobody knows yet how long a step takes
+                    break  # the duration of a step is not known yet
                 at = settled + 1
                 if left > 0:
                     at = max(at, step + math.ceil(left / self._step_seconds))
@@ -258,7 +258,7 @@ class Schedule:
             transport = self._membership.meeting(self._timeout).transport
             assert isinstance(transport, OverStore)
             (self._tell if self._decides else self._listen)(transport.keys)
-        except Exception as error:  # whatever it is, the training thread waits for this one
+        except Exception as error:  # any exception: the training thread waits for this one
             with self._news:
                 self._error = error
                 self._news.notify_all()

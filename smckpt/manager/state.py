@@ -141,7 +141,7 @@ class Failed(Mapping[str, Any]):
 # -- random numbers ------------------------------------------------------------------------------
 
 
-_NO_CUDA = 255  # each byte of the generator's state where a rank has used no device
+_NO_CUDA = 255  # each byte of the device generator's state on a rank that has used no device
 
 
 def random_state() -> dict[str, Any]:
@@ -160,7 +160,8 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        # A rank that has used no device gets no context on one by this, and yet has the same keys.
+        # A rank that has used no device does not get a context on one here, and still has the same
+        # keys.
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state() if used else _no_cuda()
     return state
@@ -188,7 +189,7 @@ def _no_cuda() -> torch.Tensor:
 
 
 def seed_random(seed: int) -> None:
-    """Seed all of these."""
+    """Seed all generators of this process."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -16,7 +16,8 @@ _FIELD = re.compile(r"\{(step|epoch)(?::0([1-9]\d?)d)?\}")
 class Template:
     """A relative path with {step} and perhaps {epoch}: "{step}", "{epoch}/{step:08d}".
 
-    A directory that does not fit it is no checkpoint of the run, and the manager leaves it alone.
+    A directory that does not fit it is not a checkpoint of the run, and the manager does not touch
+    it.
     """
 
     text: str

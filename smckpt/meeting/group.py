@@ -30,7 +30,7 @@ class Group:
         return self.ranks.index(self.rank)
 
     def same_life(self, other: Group) -> bool:
-        """Whether both come from one initialisation of the job's process group."""
+        """Whether both groups come from one initialisation of the job's process group."""
         return self == other and self.store is other.store
 
 

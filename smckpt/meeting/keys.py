@@ -73,7 +73,7 @@ class Keys:
         return _value(stands, key)
 
     def count(self, key: str) -> int:
-        """The number of calls so far, this one included."""
+        """Count a call. Returns the number of calls so far, this one included."""
         return int(_asked(self._store.add, self._at(key), 1))
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ def _value(text: bytes, key: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PeerError(
-            f"what stands under {key} of the job's store makes no sense: {error}",
+            f"the value under {key} in the job's store cannot be decoded: {error}",
             remedy="all ranks must run one version of smckpt, and no other program write there",
         ) from error
 

@@ -33,7 +33,7 @@ class Membership:
         self.name = name
         self._lock = threading.Lock()
         self._meetings: dict[str, Meeting] = {}
-        self._own = threading.local()  # gone, and closed, with its thread
+        self._own = threading.local()  # the client is closed when its thread ends
         self._farewell: Store | None = None  # the client for `leave`: no thread waits on it
 
     def meeting(self, timeout: float) -> Meeting:
@@ -54,8 +54,8 @@ class Membership:
     def leave(self, timeout: float) -> None:
         """Leave all meetings. The leader waits at most `timeout` seconds for the others to leave.
 
-        The last answers vanish with the process that hosts the store. So its group's members leave
-        first, then the coordinators of the other groups, then the lead.
+        The last answers vanish with the process that hosts the store. So the members of each group
+        leave first, then the coordinators of the other groups, then the lead.
         """
         with self._lock:
             meetings, self._meetings = self._meetings, {}
@@ -66,7 +66,7 @@ class Membership:
                 if store is not None:
                     _over(meetings[prefix], store).leave(timeout)
             except CheckpointError as error:
-                log.info("a peer left without a good-bye: %s", error)
+                log.info("a peer ended without leaving the meeting: %s", error)
 
     def rank_name(self, member: int) -> str:
         return f"rank {self.group.ranks[member]}"

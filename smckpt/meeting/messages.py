@@ -41,5 +41,5 @@ def from_json(kind: Any, data: Any) -> Any:
 
 def _fields(message: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(message):
-        raise TypeError(f"a {type(message).__name__} is no message")
+        raise TypeError(f"a {type(message).__name__} is not a message")
     return {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}

@@ -1,6 +1,6 @@
-"""Signs of life, for rounds that take as long as they take.
+"""Signs of life, for rounds without a time limit.
 
-A member reports its progress at least once a second. The others give it up after `timeout` seconds
+A member reports its progress about once a second. The others give it up after `timeout` seconds
 without a report, however long the whole round takes.
 """
 
@@ -15,7 +15,7 @@ from smckpt.meeting.keys import Keys
 
 __all__ = ["PAUSES", "Pulse"]
 
-PAUSES = (0.01, 0.2)  # seconds between two looks for what is waited for: at first, at most
+PAUSES = (0.01, 0.2)  # seconds between two looks for a value: at first, at most
 _BEAT = 1.0  # seconds between two signs of life
 
 
@@ -35,11 +35,12 @@ class Pulse:
         self._count = count
         self._name = name
         self._timeout = timeout
-        self.tell: Callable[[int], None] | None = None  # gets the progress of all, on member 0
+        # on member 0: called with the progress of all
+        self.tell: Callable[[int], None] | None = None
         self._own = 0
         self._waits = 0
         self._due = 0.0  # the time of the next sign of life
-        self._signs: dict[str, int] = {}  # of others, as last seen
+        self._signs: dict[str, int] = {}  # the others' progress, as last seen
 
     def beat(self, done: int) -> None:
         """Report this member's progress, at most once a second.
@@ -61,7 +62,7 @@ class Pulse:
         self._keys.first("failed", {"error": error.to_json()})
 
     def wait(self, keys: Keys, key: str, whose: Sequence[int]) -> Any:
-        """Wait for a value while one of the members `whose` gives signs of life.
+        """Wait for a value while any of the members `whose` gives signs of life.
 
         Raises:
             PeerError: none of them gives a sign any more.

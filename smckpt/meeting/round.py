@@ -1,4 +1,5 @@
-"""The one round: each brings a message or an error, one decides, all hear, all raise or none."""
+"""The one round: each member brings a message or an error, one decides, all hear, and all raise or
+none."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Said:
-    """A member's message, or the answer for all: a value or an error, and the member's rank."""
+    """A member's message, or the answer for all: a value or an error, with the member's rank."""
 
     member: int
     value: Any = None
@@ -45,7 +46,7 @@ class Round:
 
 
 class Transport:
-    """How messages travel in a round. `refuse` and `first` are the store's alone."""
+    """How messages travel in a round. Only the store has `refuse` and `first`."""
 
     def collect(self, held: Round, said: Said) -> Iterator[Said]:
         """Bring `said`. On the leader, yield the messages of all members as they arrive; a member
@@ -61,7 +62,7 @@ class Transport:
         raise NotImplementedError
 
     def first(self, key: str, value: Any) -> Any:
-        """The value of the first member that called this."""
+        """The value that the first caller brought."""
         raise NotImplementedError
 
     def leave(self, timeout: float) -> None:
@@ -172,14 +173,14 @@ class Meeting:
 
         try:
             return Said(self.member, decide(brought)), None
-        except Exception as error:  # of any kind: the members wait for an answer
+        except Exception as error:  # any exception: the members wait for an answer
             if failed is not None and error is failed.error:
                 return failed, None
             return Said(self.member, error=as_checkpoint_error(error, self.rank)), error
 
 
 class Alone(Transport):
-    """One member, which meets itself."""
+    """A meeting of one member."""
 
     def collect(self, held: Round, said: Said) -> Iterator[Said]:
         yield said

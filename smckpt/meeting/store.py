@@ -1,7 +1,7 @@
 """Rounds over the job's c10d store, and the agreement before the first round.
 
-torchrun keeps its store across restarts (pytorch #135712), so a dead attempt may have left keys.
-Members therefore agree by new nonces before they trust any other key:
+torchrun keeps its store across restarts (pytorch #135712), so a dead attempt may have left keys. So
+members first agree on a meeting through new nonces, before they trust any other key:
 
 1. Every member posts a nonce under its index, and waits for `accept/<its nonce>`, a key that no
    earlier attempt can have written.
@@ -27,7 +27,7 @@ from smckpt.meeting.round import Meeting, Round, Said, Transport
 
 __all__ = ["OverStore", "agree"]
 
-_STAGES = 6  # gathering, deciding, and two rounds beyond, each of which gathers and decides
+_STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
 
@@ -122,9 +122,9 @@ class OverStore(Transport):
         return self.keys.wait(key, until - time.monotonic())
 
     def _part(self, held: Round, message: str) -> None:
-        """Delete this member's message; the last member also deletes the keys that all read. Else
-        the store, in the memory of one process, would collect tens of thousands of keys with each
-        save of a large job."""
+        """Delete this member's message; the last member also deletes the keys that all read.
+        Otherwise the store, in the memory of one process, would collect tens of thousands of keys
+        with each save of a large job."""
         self.keys.drop([message])
         left = f"{held.point}/left"
         try:
@@ -189,8 +189,8 @@ def agree(
         timeout: seconds, for all of it.
         name: how errors call member i.
         rank: see `Meeting`.
-        silence: seconds without a sign of life until a member is given up; rounds then have no
-            time limit. None: each round has its `timeout`.
+        silence: seconds without a sign of life until a member is given up. Rounds then have no time
+            limit. None: each round has its `timeout`.
 
     Raises:
         PeerError: members did not come; names them.

@@ -1,4 +1,4 @@
-"""Where the door to accelerate goes: three methods of its `Accelerator`."""
+"""The door to accelerate: replaces three methods of its `Accelerator`."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
         stock["end_training"](self)
 
     provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
-    provided.attribute(kind, "load_state", load, "loads what was committed")
+    provided.attribute(kind, "load_state", load, "loads committed checkpoints")
     provided.attribute(kind, "end_training", end, "waits for the last commit")

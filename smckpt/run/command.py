@@ -15,10 +15,10 @@ __all__ = ["run"]
     "--for",
     "doors",
     metavar="NAME[,NAME…]",
-    help=f"Which of {', '.join(DOORS)}. sagemaker by default.",
+    help=f"Doors, separated by commas: {', '.join(DOORS)}. By default sagemaker.",
 )
-@click.option("--force", is_flag=True, help="Also with versions that were not tested.")
-@click.option("--shadow", is_flag=True, help="Also where the real package is installed.")
+@click.option("--force", is_flag=True, help="Also use versions that were not tested.")
+@click.option("--shadow", is_flag=True, help="Also shadow a real package that is installed.")
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(

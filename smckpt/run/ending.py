@@ -1,8 +1,10 @@
-"""A signal ends a command with all that it started: one line, and the signal's own exit status.
+"""Ends a command and all processes that it started after a signal, with one line and the signal's
+own exit status.
 
-SIGINT, SIGTERM and SIGHUP raise `Ended` in the main thread once `watch` was called. What started
-processes ends them on its way out; what is left then is killed, with the children of children that
-torchrun puts into sessions of their own. Only the standard library is needed: ./dev uses it too.
+SIGINT, SIGTERM and SIGHUP raise `Ended` in the main thread once `watch` was called. Code that
+started processes ends them as the exception passes. Processes that are left are killed then, also
+grandchildren that torchrun puts into sessions of their own. The module needs only the standard
+library, because ./dev uses it too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _LOOK_SECONDS = 0.02  # between two calls of `until`
 
 
 class Ended(BaseException):
-    """A signal came. `line` is what is printed at the end."""
+    """A signal came. `line` is printed at the end."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
@@ -35,20 +37,21 @@ class Ended(BaseException):
 
 
 def watch() -> None:
-    """From now on a signal raises `Ended`, once, and an uncaught one ends this process by it."""
-    # children whose parent dies become ours, so that we can end them
+    """From now on a signal raises `Ended`, once. An uncaught `Ended` ends this process by that
+    signal."""
+    # children whose parent dies become children of this process, so that it can end them
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     sys.excepthook = _report
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored before, as under nohup
             signal.signal(number, _raise)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def hand_over(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become `command`, a Python program that imports this module before all that takes long.
+    """Become `command`, a Python program that imports this module before anything slow.
 
-    A signal that comes before it can watch waits until it does.
+    A signal that comes earlier waits until the program watches for it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.execve(command[0], list(command), dict(environment))
@@ -63,12 +66,13 @@ def run(
     stdout: int | None = None,
     until: Callable[[], bool] | None = None,
 ) -> int:
-    """The exit status of a command; nothing that it started outlives it.
+    """Run a command and return its exit status. No process that it started outlives it.
 
     Args:
         grace: seconds that the command has to end by itself after a signal, which is passed on.
         stdout: a file descriptor instead of our own stdout.
-        until: asked again and again; when it says so, or raises, all is killed.
+        until: called again and again; when it returns True or raises, all processes of the command
+            are killed.
     """
     others = {pid for pid, _ in _tree().get(os.getpid(), ())}
     try:
@@ -94,12 +98,13 @@ def run(
 
 
 def end_children(spared: Collection[int] = ()) -> None:
-    """Kill every process that descends from this one, but `spared` ones and theirs; wait for it."""
+    """Kill every descendant of this process except `spared` and their descendants, and wait for the
+    end."""
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         tree = _tree()
         alive = _descendants(tree, os.getpid(), spared)
-        for pid in alive:  # parents first: none starts another, or tells of a lost child
+        for pid in alive:  # parents first, so that none starts another child or reports a lost one
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid, _ in tree.get(os.getpid(), ()):
@@ -108,7 +113,7 @@ def end_children(spared: Collection[int] = ()) -> None:
                     os.waitpid(pid, os.WNOHANG)
         if not alive:
             return
-        time.sleep(0.01)  # it is not our child, so there is nothing to wait for
+        time.sleep(0.01)  # it is not our child, so nothing can wait for it
 
 
 def _descendants(
@@ -124,7 +129,7 @@ def _descendants(
 
 
 def _tree() -> dict[int, list[tuple[int, bool]]]:
-    """The children of each process of this machine, and whether each lives."""
+    """The children of each process on this machine, and whether each process lives."""
     tree: dict[int, list[tuple[int, bool]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -138,7 +143,8 @@ def _tree() -> dict[int, list[tuple[int, bool]]]:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # one is enough: what follows must not be cut short
+        # one is enough: a second signal must not interrupt the clean-up
+        signal.signal(each, signal.SIG_IGN)
     raise Ended(number)
 
 
@@ -153,6 +159,6 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     os.kill(os.getpid(), error.signal)
 
 
-# handed over to us: watch before anything that takes long is imported
+# `hand_over` started us: watch before anything slow is imported
 if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
     watch()

@@ -13,12 +13,13 @@ from smckpt.errors import UsageError
 
 __all__ = ["DOORS", "Provided", "provide"]
 
-# What `--for` names → "module:function" that puts the door in its place.
+# A name for `--for` → "module:function" that puts the door in place.
 DOORS = {
     name: f"smckpt.run.{name}:put"
     for name in ("sagemaker", "transformers", "accelerate", "lightning")
 }
-# what is absent, and so in nobody's way; names that are there are replaced only where asked for
+# torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
+# used only on request.
 _BY_DEFAULT = ("sagemaker",)
 
 _ABSENT = object()
@@ -35,14 +36,14 @@ class Provided:
         self._back: list[Callable[[], None]] = []
 
     def module(self, name: str, module: ModuleType) -> None:
-        """Make `import name` give this module.
+        """Make `import name` return this module.
 
         Raises:
             UsageError: there is a module of that name already.
         """
         if name in sys.modules:
             raise UsageError(
-                f"{name} is imported already", remedy="undo() the earlier provide first"
+                f"{name} is imported already", remedy="undo() the earlier provide() first"
             )
         sys.modules[name] = module
         self._back.append(lambda: _forget(name, module))
@@ -55,7 +56,7 @@ class Provided:
         """Replace one name of a module or class.
 
         Args:
-            what: a text for what the replacement does and the original does not.
+            what: a text that says what the replacement does and the original does not.
         """
         self._set(owner, name, value)
         where = owner.__name__
@@ -80,7 +81,7 @@ class Provided:
         self.undo()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner).get(name, _ABSENT)  # of a class, the descriptor itself
+        before = vars(owner).get(name, _ABSENT)  # for a class, the descriptor itself
         setattr(owner, name, value)
 
         def back() -> None:
@@ -95,8 +96,8 @@ class Provided:
 def provide(
     doors: Sequence[str] | None = None, *, force: bool = False, shadow: bool = False
 ) -> Provided:
-    """Provide smckpt under other packages' names, in this process. A module that imported a name
-    before keeps the old one.
+    """Provide smckpt under other packages' names in this process. A module that has already
+    imported a name keeps the original.
 
     Args:
         doors: names as for `smckpt run --for`; None provides sagemaker.
@@ -104,13 +105,13 @@ def provide(
         shadow: also where the real package is installed.
 
     Raises:
-        UsageError: an unknown door; an untested version or a real package, without `force` or
-            `shadow`. Nothing is changed then.
+        UsageError: a door is unknown; or a version is untested and `force` is not set; or the real
+            package is installed and `shadow` is not set. Nothing is changed then.
     """
     chosen = list(_BY_DEFAULT if doors is None else doors)
     for name in chosen:
         if name not in DOORS:
-            raise UsageError(f"{name!r} is not a door", remedy=f"there are {', '.join(DOORS)}")
+            raise UsageError(f"{name!r} is not a door", remedy=f"the doors are {', '.join(DOORS)}")
     provided = Provided()
     try:
         for name in chosen:
@@ -126,14 +127,14 @@ def provide(
 def refuse_version(package: str, version: str, tested: Sequence[str], force: bool) -> None:
     """
     Args:
-        tested: beginnings of versions, as "2.13".
+        tested: the beginnings of tested versions, such as "2.13".
 
     Raises:
         UsageError: the version is none of those, and `force` is not set.
     """
     if not force and not any(version == t or version.startswith(f"{t}.") for t in tested):
         raise UsageError(
-            f"{package} {version} was not tested with this ({', '.join(tested)} was)",
+            f"{package} {version} was not tested; {', '.join(tested)} was",
             remedy="install that version, or pass --force (force=True)",
         )
 
@@ -150,7 +151,8 @@ def refuse_shadow(name: str, shadow: bool) -> None:
     if found and not shadow:
         raise UsageError(
             f"{name} is installed or provided here already",
-            remedy="leave it out of --for; or pass --shadow (shadow=True) to put smckpt before it",
+            remedy="leave it out of --for, or pass --shadow (shadow=True) to use smckpt in "
+            "its place",
         )
 
 

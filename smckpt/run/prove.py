@@ -1,5 +1,5 @@
-"""Proves that a script resumes exactly: runs it to a commit, kills it, resumes it, runs it again
-without a kill, and compares what both have saved."""
+"""Proves that a script resumes exactly. It runs the script to a commit, kills it and resumes it,
+runs it again without a kill, and compares the checkpoints of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PLACEHOLDER", "VARIABLE", "ProofResult", "Proving"]
 
 PLACEHOLDER = "{root}"
 VARIABLE = "SMCKPT_PROVE_ROOT"
-_SHARE = 10  # a look takes at most one part in so many of the time
+_SHARE = 10  # at most one part in this many of the time is spent looking
 _HOW = (
     f"write {PLACEHOLDER} into the command where it names the directory of checkpoints, let the "
     f"script read {VARIABLE}, or pass --chdir if it saves below its working directory"
@@ -37,7 +37,7 @@ class ProofResult:
         step: the step whose checkpoints were compared: the last of both runs, or the first in
             which they differ.
         comparison: of the resumed run (A) with the uninterrupted one (B).
-        why: what is wrong, besides the differences; "" if nothing is.
+        why: what is wrong besides the differences, or "".
     """
 
     killed_at: int
@@ -65,7 +65,7 @@ class ProofResult:
             text += f"{';' if self.why else ''} at step {self.step}, {first.name}{whose}: "
             text += f"{first.text} (A resumed, B uninterrupted)"
             names = dict.fromkeys(one.name for one in found.differences)
-            # one of the ranks' own tensors and one of the shared ones may tell more
+            # show one per-rank tensor and one shared tensor too
             kinds = {(one.what == "bits", bool(one.holder)): one.name
                      for one in reversed(found.differences)}  # fmt: skip
             others = [name for name in kinds.values() if name != first.name]
@@ -83,7 +83,7 @@ class ProofResult:
 
 @dataclass
 class Proving:
-    """The three runs of a script below `root`, a directory or URL in which nothing is yet.
+    """The three runs of a script below `root`, an empty directory or URL.
 
     Args:
         command: the script's command. `{root}` in it becomes the directory of a run.
@@ -91,7 +91,7 @@ class Proving:
         chdir: run it in the directory of its run, with paths of existing files made absolute.
         timeout: seconds for each run.
         ignore: globs of names that are not compared.
-        say: is called with a line at the begin of each run, and for warnings.
+        say: called with a line at the start of each run, and for warnings.
     """
 
     root: str
@@ -106,8 +106,8 @@ class Proving:
     def prove(self) -> ProofResult:
         """
         Raises:
-            UsageError: it could not be proved: a run failed or took too long, or has not committed
-                what is needed. The message says which, and how it ended.
+            UsageError: nothing was proved: a run failed, took too long, or did not commit the steps
+                that the comparison needs. The message says which run, and how it ended.
             CheckpointError: a checkpoint cannot be read.
         """
         with tempfile.TemporaryDirectory(
@@ -158,7 +158,7 @@ class Proving:
                 command,
                 environment={**os.environ, VARIABLE: root, "TMPDIR": self._scratch},
                 directory=Path(root) if self.chdir else None,
-                stdout=2,  # the answer alone goes to stdout
+                stdout=2,  # only the verdict goes to stdout
                 until=until,
             )
         except OSError as error:
@@ -176,7 +176,7 @@ class Proving:
                 remedy="its output is above: the command must end with status 0 by itself",
             )
         if not watch.found:
-            watch.refuse_elsewhere(f"{name} ended, and has committed nothing below {watch.root}")
+            watch.refuse_elsewhere(f"{name} ended and has committed nothing below {watch.root}")
 
     def _refuse_end(self, watch: _Watch, status: int) -> NoReturn:
         if status:
@@ -185,7 +185,7 @@ class Proving:
                 remedy="its output is above: the command must end with status 0 by itself",
             )
         if not watch.found:
-            watch.refuse_elsewhere(f"the script ended, and never committed below {watch.root}")
+            watch.refuse_elsewhere(f"the script ended and has committed nothing below {watch.root}")
         steps = ", ".join(str(one.step) for one in watch.found)
         raise UsageError(
             f"the script ended before it could be killed; it has committed steps {steps}",
@@ -194,7 +194,7 @@ class Proving:
 
 
 class _Watch:
-    """What a run commits, seen by looking at names below its root."""
+    """The commits of a run, found from names below its root."""
 
     def __init__(self, root: str, timeout: float, say: Callable[[str], None]) -> None:
         self.root = root
@@ -216,7 +216,7 @@ class _Watch:
         )
 
     def due(self) -> bool:
-        """Look again, if the last look was long enough ago; whether it did.
+        """Look again if the last look was long enough ago. Returns whether it looked.
 
         Raises:
             UsageError: the run's time is over.
@@ -225,7 +225,7 @@ class _Watch:
         if began - self._began > self._timeout:
             what = f"after {self._timeout:g} s the run had not ended"
             if not self.fresh:
-                self.refuse_elsewhere(f"{what}, and had committed nothing below {self.root}")
+                self.refuse_elsewhere(f"{what} and had committed nothing below {self.root}")
             raise UsageError(what, remedy="pass a longer --timeout, or train fewer steps")
         if began < self._next:
             return False
@@ -250,7 +250,8 @@ class _Watch:
             self._say(f"{there} was committed, and nothing yet below {self.root}; {_HOW}")
 
     def _elsewhere(self) -> FoundCheckpoint | None:
-        """What was committed meanwhile below the working directory, but not below the root."""
+        """A checkpoint that was committed meanwhile below the working directory, but not below the
+        root."""
         here = os.getcwd()
         try:
             found = find_checkpoints(here, depth=2)
@@ -289,19 +290,19 @@ def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[s
     if not common or common[-1] <= at:
         raise UsageError(
             f"the runs have no step after {at} in common: the resumed run has kept "
-            f"{sorted(ours)}, the uninterrupted one {sorted(theirs)}",
-            remedy="save at fixed steps, not by time, and keep the last",
+            f"{sorted(ours)}, and the uninterrupted run {sorted(theirs)}",
+            remedy="save at fixed steps and not by time, and keep the last step",
         )
     why = ""
     if again:
-        why = f"it began anew: after its restart it saved step {again[0]} again"
+        why = f"it did not resume: after its restart it saved step {again[0]} again"
     elif max(ours) != max(theirs):
-        why = f"the last step is {max(ours)} after the kill, and {max(theirs)} without"
+        why = f"the last step is {max(ours)} with the kill and {max(theirs)} without it"
     for step in common:
         comparison = compare_checkpoints(ours[step], theirs[step], ignore=ignore)
         if not comparison.equal:
             break
     if not comparison.equal and step <= at and not again:
-        why = "two runs differ before the kill, so the script is not deterministic "
+        why = "the two runs differ before the kill, so the script is not deterministic "
         why += "(seed every generator, or pass names that do not matter to --ignore)"
     return ProofResult(at, step, comparison, why)

@@ -1,4 +1,4 @@
-"""Puts smckpt in the place of an absent `torch.sagemaker`, and replaces three calls of torch."""
+"""Provides smckpt as the absent `torch.sagemaker`, and replaces three calls of torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _torch_calls(provided: Provided) -> None:
         provided.attribute(owner, name, loads, "takes process_group=")
     name = "optim_state_dict_to_load"
     orders = staticmethod(either_order(FSDP.optim_state_dict_to_load))
-    provided.attribute(FSDP, name, orders, "takes the state dict first, too")
+    provided.attribute(FSDP, name, orders, "also takes the state dict as its first argument")
     extension = smckpt.extend_torch_config(parallel_state=lambda: state.parallel)
     provided.by(
         extension.undo,

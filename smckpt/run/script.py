@@ -58,13 +58,13 @@ def run_script(
     try:
         with open(path, "rb") as source:
             exec(compile(source.read(), script, "exec"), main.__dict__)
-    except Exception:  # of the script: show it as Python does
+    except Exception:  # an error of the script is shown as Python shows it
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
 
 def main_of_child() -> dict[str, Any]:
-    """The names of the script, for a child that the script spawned."""
+    """The global names of the script, for a child that the script spawned."""
     told = json.loads(os.environ[_VARIABLE])
     provide(told["doors"], force=told["force"], shadow=told["shadow"])
     return runpy.run_path(told["script"], run_name="__mp_main__")

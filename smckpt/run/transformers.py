@@ -1,4 +1,4 @@
-"""Where the door to transformers goes: the names of its trainers."""
+"""The door to transformers: replaces its trainer classes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     refuse_version("transformers", __version__, TESTED, force)
     from smckpt.integrations.transformers import SmckptTrainer, SmckptTrainerMixin
 
-    transformers = sys.modules["transformers"]  # it puts another module there while it is imported
+    # transformers puts another module there during its import
+    transformers = sys.modules["transformers"]
 
     seq2seq = type("SmckptSeq2SeqTrainer", (SmckptTrainerMixin, trainer_seq2seq.Seq2SeqTrainer), {})
-    told = "saves in the background, resumes from what was committed"
+    told = "saves in the background, resumes from committed checkpoints"
     for owner in (transformers, trainer):
         provided.attribute(owner, "Trainer", SmckptTrainer, told)
     for owner in (transformers, trainer_seq2seq):

@@ -49,7 +49,7 @@ class Arena:
             raise UsageError(f"an arena of {size} bytes", remedy="make it only if there is data")
         self.size = -(-size // ALIGNMENT) * ALIGNMENT
         self.plan: object = None  # the last layout's slots as tensors, released with the memory
-        self.pinned: bool | None = None  # None: nobody has asked for it
+        self.pinned: bool | None = None  # None: not asked for yet
         self._pinned_on: torch.device | None = None
         try:
             self.fd = _anonymous_file()
@@ -82,7 +82,7 @@ class Arena:
         rate. If CUDA refuses, copies are slower, and the log says why.
 
         Args:
-            device: one that has something to copy. No other gets a context by this.
+            device: a device with tensors to copy. No other device gets a context here.
         """
         if self.pinned is not None:
             return
@@ -121,7 +121,7 @@ class Arena:
         try:
             self._map.close()
         except BufferError:
-            # A view lives on; the mapping ends with it.
+            # A view still exists. The mapping ends with it.
             del self._map
 
 
@@ -208,7 +208,7 @@ def _cuda_runtime() -> Any:  # torch gives the module no type
 
 
 def _forget_in_child(reference: weakref.ref[Arena]) -> None:
-    """Make a forked child release the arena, whose memory must end with the trainer.
+    """Make a forked child release the arena, so that its memory is freed when the trainer ends.
 
     The child does not inherit the mapping (MADV_DONTFORK). `mmap` holds a descriptor of its own. It
     and the arena's are pointed at /dev/null, so that a later close of them closes nothing else.

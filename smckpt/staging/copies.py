@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Copies", "Local", "StagePlan", "Stager", "copies_of", "copy_all", "stage"]
 
 Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
-Local: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # a local array; or what it is made of
+# a local array, or the parts that it is made of
+Local: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 
 _TEMPORARY = 64 << 20  # device memory for the elements of a strided source, in bytes
 
@@ -101,8 +102,9 @@ def copy_all(copies: Copies) -> None:
 
 
 def _copy_from_device(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue a copy on the current stream. What is not contiguous is made so on the device, piece by
-    piece. torch itself would copy a view that conjugates or negates without doing either."""
+    """Queue a copy on the current stream. A source that is not contiguous is made contiguous on the
+    device, piece by piece. torch's own copy of a view that conjugates or negates would do neither.
+    """
     resolved = not (source.is_conj() or source.is_neg())
     if source.is_contiguous() and resolved:
         target.copy_(source, non_blocking=True)
@@ -184,7 +186,7 @@ def copies_of(data: torch.Tensor, local: Local, itemsize: int, start: int, stop:
 def _copies_of(
     target: torch.Tensor, local: Local, slot: Slot
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What goes into a slot: of a local array, or of the parts that it is made of."""
+    """The elements that go into a slot: of a local array, or of the parts that it is made of."""
     parts = _parts_of(local)
     if len(parts) == 1:
         yield from _copies(target, parts[0].detach(), slot.start)

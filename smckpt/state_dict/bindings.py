@@ -118,7 +118,7 @@ def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Bindin
 
 def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, after: Path) -> Any:
     """The value itself; a tensor gets a tag with its parameter. It is the live tensor, and later
-    takes find the same tag, so the tag does not record the kind of this take. The dict does."""
+    takes find the same tag. So the dict, not the tag, records the kind of this take."""
     if isinstance(value, dict):
         return {k: _tagged(v, parameter, held, (*after, k)) for k, v in value.items()}
     if not isinstance(value, torch.Tensor) or held is None:

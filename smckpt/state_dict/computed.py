@@ -1,7 +1,7 @@
 """Values that modules compute for their state dict: extra state, and values from hooks.
 
-They are no memory of the model that a load could fill, so modules get them back through their own
-methods.
+A load cannot fill them in place, because they are not memory of the model. So modules get them back
+through their own methods.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def is_extra_state(key: Any) -> bool:
 
 
 def own_state_dict(model: nn.Module) -> dict[str, Any]:
-    """By the class's own method, not detached by torch where it can be told so: see `detached`."""
+    """Call the class's own `state_dict`, if possible without torch's detaching (see `detached`)."""
     method: Any = type(model).state_dict
     try:
         inspect.signature(method).bind(model, keep_vars=True)
-    except TypeError:  # a class's own, with arguments of its own
+    except TypeError:  # the class's own method, which takes other arguments
         return dict(method(model))
     return dict(method(model, keep_vars=True))
 
@@ -66,7 +66,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
     """Give modules their computed values: extra state to `set_extra_state`, other values to the
-    class's own `load_state_dict`, which undoes what hooks do.
+    class's own `load_state_dict`, which reverts what hooks do.
 
     Args:
         given: values under the names that `name_of` makes from the model's own.

@@ -136,7 +136,8 @@ class Fsdp1View(ModelView):
                 set_tag(shard, whole)
                 out[unit.key] = shard
                 continue
-            values = shard.split_with_sizes(unit.cuts)[1::2]  # one call: a view each costs 5 µs
+            # one call, because a view for each costs 5 µs
+            values = shard.split_with_sizes(unit.cuts)[1::2]
             for fqn, value, tag in zip(unit.held.fqns, values, of_members, strict=True):
                 set_tag(value, tag)
                 out[fqn] = value
@@ -237,7 +238,7 @@ class Fsdp1View(ModelView):
         return cached
 
 
-@lru_cache(maxsize=1024)  # one warning a place
+@lru_cache(maxsize=1024)  # one warning for each place
 def _say_left_out(kind: str, at: str) -> None:
     log.warning(
         "%s (%s) overrides _save_to_state_dict, which smckpt does not call under FSDP1, where the "

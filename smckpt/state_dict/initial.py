@@ -51,7 +51,8 @@ def _initialise(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        return  # one state for all parameters, of the history of steps: there is none yet
+        # one state for all parameters: the history of steps, which is empty before the first step
+        return
     initialise = getattr(optimizer, "_init_group", None)
     if initialise is None:
         raise UsageError(
@@ -63,7 +64,7 @@ def _initialise(
     before = parameter.grad
     try:
         parameter.grad = torch.zeros_like(parameter)
-        # It fills one list for each argument but the first.
+        # `_init_group` fills one list for each argument except the first.
         lists: list[list[Any]] = [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
         with torch.no_grad():
             initialise({**group, "params": [parameter]}, *lists)
@@ -71,7 +72,7 @@ def _initialise(
         parameter.grad = before
     _momentum_of_sgd(optimizer, group, parameter)
     if parameter in optimizer.state and not optimizer.state[parameter]:
-        del optimizer.state[parameter]  # the look-up made an empty dict
+        del optimizer.state[parameter]  # the lookup made an empty dict
 
 
 def make_slots(

@@ -51,7 +51,7 @@ def prepare_optimizers(
         Whether the tensors in `state_dict` changed.
 
     Raises:
-        StateError: nothing tells how to make a slot, or in which optimizer.
+        StateError: nothing says how to make a slot, or in which optimizer.
     """
     renewed = False
     for path, tree, binding in optimizer_dicts(state_dict):
@@ -221,7 +221,7 @@ def _align(
 def _align_full(
     binding: Binding, state: Any, slots: dict[str, dict[str, Wanted]], strict: bool
 ) -> bool:
-    """As `_align`, for full state, whose tensors are not live, on the rank that holds it."""
+    """As `_align`, for full state on the rank that holds it. Its tensors are not live."""
     changed = False
     for index, parameter in enumerate(binding.parameters() if state.holds else ()):
         for name in binding.names(parameter, index):
@@ -248,7 +248,7 @@ def _has_state_where_empty(
     names: Sequence[str],
     held_empty: Callable[[str], bool],
 ) -> bool:
-    """Whether a parameter without elements on this rank has state all the same. A DTensor gets it
+    """Whether a parameter without elements on this rank has state nevertheless. A DTensor gets it
     in the first step, a view into a flat parameter never. Under LOCAL each rank has the saved
     slots, which `init_optim_state` may have skipped."""
     if binding.optimizer.state.get(parameter):
@@ -277,7 +277,7 @@ def named_as_target(
     for path, _, binding in optimizer_dicts(state_dict):
         record = records.get(dotted(path)) or {}
         if binding is None or (binding.by_id and record.get("form") == "id"):
-            continue  # both are by id, as their tensors are
+            continue  # both are by id, like their tensors
         ids = record.get("ids", [])
         owners = _owners(binding)
         for key in list(out):

@@ -58,7 +58,8 @@ def restore(
                 fill_groups(binding, groups)
             continue
         if last == "params" and _is_in_groups(path, live.values()):
-            continue  # the target's own names: the checkpoint's may be of the other form
+            # the target's own names, because those of the checkpoint may have the other form
+            continue
         if last == "state" and prefix in live and value == {}:
             continue  # a rank without elements saved it; this rank's own values are filled
         if not put(state_dict, path, value) and strict:
@@ -232,8 +233,8 @@ def make_extra_state(
     saved: int,
 ) -> bool:
     """Give tensors of modules' extra state the saved shapes and dtypes; returns whether any
-    changed. Nothing else tells their size: Transformer Engine pickles its scales into bytes, of
-    which there are none before the first step.
+    changed. Nothing else says their size: Transformer Engine pickles its scales into bytes, and has
+    none before the first step.
 
     Args:
         selection: of `state_dict`.

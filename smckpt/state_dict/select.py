@@ -107,7 +107,7 @@ class Selector:
                 kinds.add(tag.kind)
             try:
                 entry, local = self._entry(path, tensor, tag)
-            except RuntimeError as error:  # torch's, of a tensor without shape or memory
+            except RuntimeError as error:  # torch raises it for a tensor without shape or memory
                 raise _unsupported(dotted(path), f"has no shape ({error})", self._rank) from error
             if entry is None:
                 continue

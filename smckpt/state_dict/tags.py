@@ -110,7 +110,7 @@ def renew_tag(
 
 def tag_of(tensor: torch.Tensor) -> Tag | None:
     tag = getattr(tensor, _ATTRIBUTE, None)
-    return tag if isinstance(tag, Tag) else None  # of what was pickled little is left
+    return tag if isinstance(tag, Tag) else None  # after pickling, little of it is left
 
 
 class RememberingDict(dict):  # type: ignore[type-arg]
@@ -126,15 +126,15 @@ class RememberingDict(dict):  # type: ignore[type-arg]
         return copy.deepcopy(dict(self), memo)
 
     def like(self, items: dict[Any, Any]) -> RememberingDict:
-        """One that remembers the same, with other items."""
+        """A dict with other items that remembers the same optimizer."""
         made = type(self)(items)
         made.__dict__.update(self.__dict__)
         return made
 
 
 class FullStateDict(RememberingDict):
-    """A model's full state, or the slots of an optimizer's. On ranks that hold nothing of it, it is
-    empty, and a save skips it.
+    """A model's full state, or the slots of an optimizer's full state. On ranks that hold nothing
+    of it, it is empty, and a save skips it.
 
     put_through: puts the dict's values into the model that it was gathered from, on all ranks
         together; None where that is not possible.

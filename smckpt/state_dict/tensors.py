@@ -27,7 +27,7 @@ __all__ = [
 
 
 def lacking(strategy: str, name: str) -> StateError:
-    """The error of a torch that lacks a private name."""
+    """The error if the installed torch lacks a private name."""
     return StateError(
         f"torch {torch.__version__} lacks {name}, which {strategy} state needs",
         remedy="use a torch from 2.11 to 2.13, or report this version",

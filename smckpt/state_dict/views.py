@@ -65,7 +65,7 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.computed: set[str] = set()  # names from the last `tensors` that modules computed
+        self.computed: set[str] = set()  # names in the last `tensors` whose values modules computed
 
     def name(self, raw: str) -> str:
         """The fully qualified name, without any wrapper's components.

@@ -303,8 +303,8 @@ class Storage(ABC):
         return ""
 
     def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
-        """The names directly here that start with one of `prefixes` and are no files: pipes,
-        directories, links that lead nowhere. A store of objects has none."""
+        """The names directly here that start with one of `prefixes` and are not files: pipes,
+        directories, dangling links. An object store has none."""
         return []
 
     def list_unfinished(self) -> Sequence[str]:
@@ -410,7 +410,7 @@ def refuse_outside(offset: int, nbytes: int, size: int, path: str) -> None:
 
 
 def refuse_incomplete(written: int, size: int, path: str) -> None:
-    """Refuse to finish a file of `size` bytes of which other than all were written."""
+    """Refuse to finish a file of `size` bytes if not exactly `size` bytes were written."""
     if written != size:
         raise StorageError(
             f"{written} of {size} bytes were written",
@@ -420,7 +420,7 @@ def refuse_incomplete(written: int, size: int, path: str) -> None:
 
 
 def refuse_size(size: int, path: str) -> None:
-    """Refuse to begin a file of less than no bytes."""
+    """Refuse to begin a file of a negative size."""
     if size < 0:
         raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=path)
 
@@ -456,7 +456,7 @@ def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointErr
 # -- which stores there are ---------------------------------------------------------------------
 
 _OTHERS = "smckpt.storage.fsspec_store:FsspecStorage"  # for schemes without a store of their own
-# Scheme → "module:name" of what makes its stores, or the object itself if a package brings it.
+# Scheme → "module:name" of the factory of its stores, or the factory itself if a package brings it.
 _STORES: Registry[Any] = Registry(
     "store",
     object,

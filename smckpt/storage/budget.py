@@ -221,7 +221,7 @@ class TokenBucket:
             self._refill()
             if self._at - self._slowed < _EPISODE:
                 return False
-            # To halve a rate that was never reached would slow nobody down.
+            # Halving a rate that was never reached would slow nobody down.
             reached = max(self._lately, self._sent, _FEW)
             self._rate = max(min(self._rate, reached) / 2, min(self.most / 64, 1.0))
             self._tokens = min(self._tokens, 0.0)
@@ -253,7 +253,7 @@ class TokenBucket:
 
     def _seconds_for(self, tokens: float) -> float:
         """Seconds until so many tokens have come. The growth of the rate is counted: at the
-        present, lowered rate a turn would still wait when the store has long recovered."""
+        present, lowered rate a request would still wait long after the store has recovered."""
         pause, growing = self._ahead()
         slow, grown = self._rate * pause, (self.most - self._rate) / _GROWTH
         if tokens <= slow:

@@ -30,7 +30,7 @@ def rank_in_job(mesh_size: int) -> int | None:
     if dist.get_world_size() != mesh_size:
         raise TopologyError(
             f"the mesh has {mesh_size} of the job's {dist.get_world_size()} ranks",
-            remedy="pass the mesh over all ranks that the others were cut from",
+            remedy="pass the mesh over all ranks from which the others were cut",
         )
     return dist.get_rank()
 
@@ -56,7 +56,7 @@ def roles_of(dim_names: tuple[str, ...], names: Mapping[str, str]) -> tuple[str,
 
 
 def role_of(dim: str) -> str | None:
-    """The role of a mesh dimension that has a usual name."""
+    """The role of a mesh dimension with a usual name."""
     return next((role for role, usual in _USUAL_NAMES.items() if dim in usual), None)
 
 
@@ -84,14 +84,14 @@ def order_of(dims: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) ->
     if list(ranks) != list(_numbered(dims, dict(zip(dims, shape, strict=True)), order)):
         raise TopologyError(
             f"the mesh {dict(zip(dims, shape, strict=True))} numbers its ranks {list(ranks)}",
-            remedy="pass a mesh over all ranks of the job, in an order that some nesting of its "
-            "dimensions gives",
+            remedy="pass a mesh over all ranks of the job, numbered by some nesting of its "
+            "dimensions",
         )
     return order
 
 
 def _numbered(dims: Sequence[str], sizes: Mapping[str, int], order: Sequence[str]) -> Iterator[int]:
-    """The ranks of a mesh, flattened row-major, if `order` numbered them."""
+    """The flattened, row-major ranks that a mesh would have if `order` numbered them."""
     steps: dict[str, int] = {}
     step = 1
     for dim in order:

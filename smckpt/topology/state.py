@@ -88,7 +88,7 @@ class ParallelState:
 
     def _check_product(self) -> None:
         factors = [(name, getattr(self, name)) for name in _FACTORS]
-        # 0 means the ranks that are left, so it is not part of the product
+        # 0 means all remaining ranks, so it is not part of the product
         shown = [(name, value) for name, value in factors if value > 1] or factors[:1]
         product = math.prod(value for _, value in shown)
         if self.world_size % product:

@@ -33,7 +33,7 @@ def check_paths(**given: Any) -> None:
 
 
 def refuse_given(when: str, **given: Any) -> None:
-    """Raises UsageError: some are given, which have no meaning then."""
+    """Raise UsageError if some of the arguments are given, since they have no effect then."""
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if names:
-        raise UsageError(f"{', '.join(names)} has no meaning {when}", remedy="leave it out")
+        raise UsageError(f"{', '.join(names)} has no effect {when}", remedy="leave it out")

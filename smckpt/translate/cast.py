@@ -15,7 +15,7 @@ __all__ = ["CASTABLE", "cast", "stored_type"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
-# torch's names; the NumPy type that holds an element's bits
+# torch's name → the NumPy type that holds an element's bits
 CASTABLE: dict[str, str] = {
     "float64": "<f8",
     "float32": "<f4",
@@ -63,7 +63,7 @@ def _to_bfloat16(values: Array) -> Array:
         values = _to_odd_float32(values)
     single = np.ascontiguousarray(values, np.float32)
     bits = single.view(np.uint32)
-    # Half of the last kept place, less one where that place is even: a tie then stays below.
+    # Half of the last kept place, minus one if that place is even, so that a tie rounds down.
     work = bits >> np.uint32(16)
     work &= np.uint32(1)
     work += np.uint32(0x7FFF)
@@ -71,15 +71,16 @@ def _to_bfloat16(values: Array) -> Array:
     work >>= np.uint32(16)
     out: Array = work.astype(np.uint16)
     nan = np.isnan(single)
-    if nan.any():  # one whose payload is cut off must not become infinity
+    if nan.any():  # a NaN whose payload is cut off must not become infinity
         out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x0040)
     return out
 
 
 def _to_odd_float32(values: Array) -> Array:
-    """float64 to float32, inexact results to the odd neighbour: the next rounding is then exact.
+    """float64 to float32, with inexact results rounded to the odd neighbour, so that the next
+    rounding is exact.
 
-    Rounding twice to nearest can fall on the wrong side of a tie.
+    Rounding to nearest twice can fall on the wrong side of a tie.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = values.astype(np.float32)

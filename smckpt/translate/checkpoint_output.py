@@ -1,5 +1,4 @@
-"""The checkpoint that an import writes: the parts of ranks that never ran, as they would have
-written them."""
+"""The checkpoint that an import writes: one part for each rank, as if ranks had saved it."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from smckpt.translate.translated import Translated
 
 __all__ = ["CheckpointOutput", "RankFile", "new_session", "rank_files"]
 
-_NUMBER = 0  # of the save: the first of its session, and the only one
-_ONE_FILE = 1 << 62  # bytes: no rank's data is split
+_NUMBER = 0  # number of the save, the only one of its session
+_ONE_FILE = 1 << 62  # bytes; large enough that no rank's data is split
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ _COMPARED = 64 << 10  # bytes of a tensor
 def degrees_of(
     catalogue: Catalogue, tp: int | None, ep: int | None, etp: int | None = None
 ) -> Degrees:
-    """The degrees: those that were recorded, otherwise those that are given, otherwise 1. If
-    experts are cut differently from layers, which is not recorded, `ep` is the given one and the
+    """The degrees: the recorded ones, otherwise the given ones, otherwise 1. A checkpoint does not
+    record that experts are cut differently from layers; then `ep` is the given degree, and the
     number of ranks is the recorded one.
 
     Raises:
@@ -150,8 +150,8 @@ class CheckpointTensors:
 
     def refuse_unlike_replicas(self) -> None:
         """Check that ranks with the same tensor- and expert-parallel coordinates in the recorded
-        topology hold the same values. Some elements of each kind of per-rank tensor are compared.
-        That finds a recorded topology that was not the job's, which shapes alone do not show.
+        topology hold the same values. It compares some elements of each kind of per-rank tensor. So
+        it finds a recorded topology that was not the job's, which shapes alone do not show.
 
         Raises:
             TensorMismatchError: they hold different values.
@@ -227,7 +227,8 @@ class CheckpointTensors:
             rows = rows[:1]  # the others are copies
         for row, fqn in rows:
             sources = self._meeting(row, fqn, block.copy)
-            if row.geometry.per_rank:  # a per-rank tensor: take the first rank that is meant
+            # a per-rank tensor: take the first rank with these coordinates
+            if row.geometry.per_rank:
                 sources = [s for s in sources if self._is_of(s, block.source)][:1]
             for source in sources:
                 cut = self._cut(block, source.piece)

@@ -1,9 +1,10 @@
-"""What an export writes, held against the model that its config describes.
+"""Compares the tensors of an export with the model that its config describes.
 
-What is exactly what the table of a family of ours says is known to fit: tests hold these tables
-against transformers. Anything else is held against a model on the meta device, which also says what
-released checkpoints call the tensors. Where torch and transformers are not loaded yet, a child
-process builds it, so that the export itself stays small; importing them takes it seconds.
+Tensors that are exactly those of a built-in family's table fit, because tests compare these tables
+with transformers. Other tensors are compared with a model on the meta device. That model also gives
+the names in released checkpoints. If torch and transformers are not loaded yet, a child process
+builds the model, so that the export itself needs little memory. The child needs seconds to import
+them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from smckpt.translate.targets import Target, is_quantized
 
 __all__ = ["Comparison"]
 
-_LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens
+_LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
 _HEADED = ("ForCausalLM", "LMHeadModel")  # classes of the models that tables are of
 
 
 class Comparison:
-    """Names and shapes against the model of `config`, under way as soon as it is made.
+    """Compares names and shapes with the model of `config`. It starts to compare when it is made.
 
-    `names` waits for the released names. `tell` says what will be written, `check` raises if it is
-    known not to fit, and `finish` waits until that is known. With `strict` False nothing is raised.
+    `names` waits for the released names. `tell` passes the tensors that will be written. `check`
+    raises if they are known not to fit. `finish` waits for the result. With `strict` False nothing
+    is raised.
     """
 
     def __init__(self, config: Mapping[str, Any] | None, *, strict: bool = True) -> None:
@@ -54,7 +56,7 @@ class Comparison:
             self._found = "no config was given"
         elif importlib.util.find_spec("transformers") is None:
             self._found = _ABSENT
-        else:  # of what is not quantized: `_tell` looks
+        else:  # the config without quantization; `_tell` checks the tensors for it
             config = {k: v for k, v in config.items() if k != "quantization_config"}
             self._config = config
         if config is not None:
@@ -63,10 +65,11 @@ class Comparison:
                 self._begin(config)
 
     def names(self, targets: Sequence[Target], where: str) -> Fit | str | None:
-        """How the tensors of a state dict fit the released model, and which of its they make.
+        """How the tensors of a state dict fit the released model, and which of its tensors they
+        make.
 
         Returns:
-            None where they are those of a family's table; a text that says why it is not known.
+            None if they are those of a family's table; a text with the reason if it is not known.
 
         Raises:
             KeysMismatchError: they are not those of the config's model.
@@ -79,7 +82,7 @@ class Comparison:
         return self._found
 
     def tell(self, targets: Sequence[Target], where: str) -> None:
-        """Nothing, where they were told by `names`."""
+        """Pass the tensors that will be written, unless `names` has passed them."""
         if not self._strict or self._told:
             return
         if {target.name: target.shape for target in targets} != self._table:
@@ -88,7 +91,7 @@ class Comparison:
     def check(self) -> None:
         """
         Raises:
-            KeysMismatchError: they do not fit; lists what differs.
+            KeysMismatchError: they do not fit; the message lists the differences.
         """
         if self._child is not None and self._found is None:
             self._found = self._child.answer
@@ -99,14 +102,14 @@ class Comparison:
         raise KeysMismatchError(
             f"this is not the {self._found.kind} that the config describes: "
             f"{'; '.join(lines[:8])}{more}",
-            remedy="pass the model's own config; against_model=False leaves this check out",
+            remedy="pass the model's own config; against_model=False skips this check",
             path=self._where,
         )
 
     def finish(self) -> str | None:
         """
         Returns:
-            Why they could not be compared; None when they fit.
+            Why they could not be compared, or None.
 
         Raises:
             KeysMismatchError: as `check`.
@@ -152,13 +155,13 @@ class Comparison:
 
 
 def _released(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """What the released models of a family of ours have; None of another family or class."""
+    """The tensors of a built-in family's released models; None for another family or class."""
     kinds = config.get("architectures") or ()
     if not is_built_in(str(config["model_type"])) or not all(k.endswith(_HEADED) for k in kinds):
         return None
     try:
         return {key.name: shape for key, shape in hub_side(read_dims(config)).shapes.items()}
-    except CheckpointError:  # what transformers makes of such a config is the judge
+    except CheckpointError:  # then only transformers' own model decides
         return None
 
 
@@ -168,8 +171,7 @@ class _Child:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.answer: Fit | str | None = None
         self._process: subprocess.Popen[str] | None = None
-        # It finds modules where this process does, and not first in the directory that this one
-        # happens to be in, as `python -c` would.
+        # It gets this process's import path. `python -c` would first look in the current directory.
         path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
@@ -198,7 +200,7 @@ class _Child:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()  # nothing, if it has ended
+            self._process.kill()  # has no effect if the child has ended
             self._process.wait()
             self._reader.join()
             assert self._process.stdin is not None and self._process.stdout is not None
@@ -209,7 +211,7 @@ class _Child:
 
     def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has died: its answer says why
+            with contextlib.suppress(BrokenPipeError):  # the child has died; its output says why
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
 

@@ -28,8 +28,8 @@ class Block:
 def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:
     """Target tensor → the blocks that fill it.
 
-    Proves that each target element is written once and each source element is used once. Padding of
-    the vocabulary is excepted.
+    It proves that each target element is written once and each source element is used once, except
+    for padding of the vocabulary.
 
     Raises:
         KeysMismatchError, TensorMismatchError: the proof fails; the message lists what is left
@@ -45,7 +45,8 @@ def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:
     proof = _Proof()
     _prove_sources(source, blocks, proof)
     for first, (how, others) in target.joined.items():
-        for rank in others:  # the mean goes to all; the sum to one, zeros to the others
+        # a mean is written to all ranks, a sum to one rank and zeros to the others
+        for rank in others:
             blocks[rank] = blocks[first] if how == "mean" else []
             target.padding[rank] = 0 if how == "mean" else target.shapes[rank][0]
     for first, copied in target.copies:
@@ -59,11 +60,11 @@ def prove_copies(
     targets: Mapping[str, Shape],
     parts: Mapping[str, Sequence[tuple[str, Copy]]],
 ) -> None:
-    """Show that the parts of each target, which are copies out of sources, fill it exactly once,
+    """Prove that the parts of each target, which are copies out of sources, fill it exactly once,
     and that they use each element of each source exactly once.
 
     Raises:
-        KeysMismatchError: they do not; lists what is left over.
+        KeysMismatchError: they do not; the message lists what is left over.
     """
     proof = _Proof()
     used: dict[str, list[Strided]] = {name: [] for name in sources}
@@ -94,7 +95,7 @@ class _Proof:
         self._coverage = functools.cache(coverage)
 
     def fault(self, shape: Shape, parts: Iterable[Strided], padding: int) -> str:
-        """What is wrong; "" if each element is covered once, except the last `padding` rows."""
+        """The fault, or "" if each element is covered once, except the last `padding` rows."""
         filled = (shape[0] - padding, *shape[1:]) if padding else shape
         found: Coverage = self._coverage(filled, tuple(parts))
         if found.outside:

@@ -17,7 +17,7 @@ __all__ = ["CONFIG", "GENERATION_CONFIG", "ModelConfig", "read_config", "tokeniz
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
-# What tokenizers and processors save beside a model.
+# Files that tokenizers and processors save beside a model.
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -81,7 +81,7 @@ def read_config(source: Any) -> ModelConfig | None:
     """A config from a directory, a JSON file, a dict, or an object with `to_dict`.
 
     Raises:
-        UsageError: it is none of these, or no JSON object, or does not name its `model_type`.
+        UsageError: it is none of these, is not a JSON object, or does not name its `model_type`.
     """
     if source is None:
         return None

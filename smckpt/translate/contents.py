@@ -1,5 +1,5 @@
-"""What a checkpoint's model is in Hugging Face's names: what an export writes, and what a directory
-that was exported is compared with.
+"""A checkpoint's model in Hugging Face's names. An export writes it, and `verify_hf` compares an
+exported directory with it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of 
 
 @dataclass(frozen=True)
 class ExportContents:
-    """What is read, the targets made of it, names left out, notes, which names they are, the layout
-    if translated, the adapter's config if it is one, the commit that is read; of a translation, how
-    many rows of the vocabulary are written, and how many are stored; which targets keep their dtype
-    in a model of another; the format of what is read."""
+    """The tensors to export, and their source.
+
+    left_out: names that are not written. naming: HUB or MODULE. layout: the layout that was
+    translated, or None. adapter: the adapter's config, if this is an adapter. identity: of the
+    commit. vocabulary: how many rows of the vocabulary are written, and how many are stored. kept:
+    targets that keep their own dtype under a cast. format: of the source."""
 
     source: ChunkSource
     targets: Sequence[Target]
@@ -70,7 +72,7 @@ class ExportContents:
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """What the caller says of a tensor-parallel layout, as `export_hf` takes it."""
+    """The arguments of `export_hf` about a tensor-parallel layout."""
 
     layout: str | TensorLayout | None = None
     tp: int | None = None
@@ -84,7 +86,7 @@ class GivenLayout:
         return Degrees.of(tp, ep, self.etp)
 
     def refuse_degrees(self, where: str) -> None:
-        """Raises UsageError: there are some, but the names are Hugging Face's own."""
+        """Raise UsageError if degrees are given although the names are Hugging Face's own."""
         given = (self.tp, self.ep, self.etp, self.padded_vocab_size)
         if any(value is not None for value in given):
             raise UsageError(
@@ -102,9 +104,9 @@ def find_contents(
     """The model of a checkpoint, or of the files of ranks, in its own dtypes.
 
     Args:
-        naming: HUB or MODULE. HUB gives module names where it is not known what the hub's are, and
-            a note that says why.
-        comparison: with the model of `settings`; it tells the hub's names.
+        naming: HUB or MODULE. HUB gives module names if the hub's are not known, and a note that
+            says why.
+        comparison: with the model of `settings`; it gives the hub's names.
 
     Raises:
         as `export_hf`.
@@ -162,7 +164,7 @@ def _of_files(
 
 
 def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
-    """Whether the names are those of a tensor-parallel layout, of one rank."""
+    """Whether the names fit a tensor-parallel layout of one rank."""
     try:
         choose_layout(reader.held, model_dims(settings, reader.url), None, 1, reader.url)
     except UsageError:
@@ -171,7 +173,7 @@ def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
 
 
 def _kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
-    """By the table of a family of ours."""
+    """The targets that keep float32, from the family's table."""
     family = find_family(settings.values["model_type"]) if settings is not None else None
     patterns = () if family is None else family.fp32
     names = frozenset(t.name for t in targets if any(re.search(p, t.name) for p in patterns))
@@ -179,7 +181,7 @@ def _kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> 
 
 
 def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
-    """As transformers says it, of names in memory."""
+    """The targets that keep float32, according to transformers, by names in memory."""
     return {
         dtype: frozenset(
             target.name
@@ -191,7 +193,7 @@ def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
 
 
 def whole_tensors(reader: TensorReader) -> list[Translated]:
-    """The tensors that a reader holds once, each as it is."""
+    """The tensors that a reader holds once, unchanged."""
     return [
         whole(TensorKey(name), held.whole, held.dtype)
         if held.whole is not None
@@ -246,8 +248,8 @@ def _named(
 
 
 def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
-    """The hub's tensors, made of those of a state dict; proven before anything is read. What the
-    model does not have keeps its name."""
+    """The hub's tensors, made from those of a state dict, and proven before anything is read.
+    Tensors that the model does not have keep their names."""
     stored = {target.name: target for target in targets}
     shapes = {tensor.name: tensor.shape for tensor in hub}
     parts = {tensor.name: tensor.parts for tensor in hub}
@@ -258,7 +260,7 @@ def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Tr
         dtypes = {stored[name].dtype for name, _ in tensor.parts}
         if len(dtypes) != 1:
             raise TensorMismatchError(
-                f"{tensor.name} would be made of parts of different dtypes: {sorted(dtypes)}",
+                f"{tensor.name} would be made from parts of different dtypes: {sorted(dtypes)}",
                 remedy="save all parts in one dtype, or pass naming='module'",
             )
         (dtype,) = dtypes
@@ -277,7 +279,7 @@ def _refuse_prefix(prefix: str | None) -> None:
 
 
 def head_notes(tensors: Sequence[str], settings: ModelConfig | None) -> tuple[str, ...]:
-    """What is to be said of a model without a config, or without the head that it needs."""
+    """Notes on a model without a config, or without the head that it needs."""
     if settings is None:
         return (f"no config was given: put the model's {CONFIG} there before loading",)
     architectures = settings.values.get("architectures") or [""]

@@ -14,7 +14,7 @@ from smckpt.translate.table import TensorLayout
 
 __all__ = ["choose_layout", "looks_packed", "looks_transformed", "unmatched"]
 
-# PeftTensors of names that no model of transformers has.
+# Parts of names that no model of transformers has.
 _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
     r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
@@ -25,13 +25,13 @@ _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
 
 
 def looks_transformed(names: Collection[str]) -> bool:
-    """Whether some names are of a tensor-parallel layout that is not transformers' own."""
+    """Whether some names belong to a tensor-parallel layout other than transformers' own."""
     return any(_TRANSFORMED.search(name) for name in names)
 
 
 def looks_packed(names: Collection[str], model_type: str | None) -> bool:
-    """Whether experts are packed as in memory, in a family of ours whose released models have them
-    one by one."""
+    """Whether experts are packed as in memory, although the family's released models have them one
+    by one."""
     family = find_family(model_type) if model_type else None
     return family is not None and family.packs_experts and any(map(_PACKED.search, names))
 
@@ -93,7 +93,7 @@ def unmatched(
     """The names that the layout needs and the source lacks, and the names of the source that the
     layout does not have.
 
-    A head that the config ties to the embedding may exist.
+    A head that the config ties to the embedding may be there.
     """
     wanted = {place.name for place in tensors_of(layout, dims, ep)}
     heads = {row.name for row in layout.rows if row.roles == ("head",)} if dims.tied else set()

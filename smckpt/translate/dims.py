@@ -21,8 +21,8 @@ __all__ = ["Dims", "read_dims"]
 class Dims:
     """Sizes of a model, by the letters of `ROLES`, and the roles that it has.
 
-    true: the words that hold in a row's `when`, except "dense" and "sparse". once: roles outside
-        the layers. dense, sparse: all roles of a layer of that kind.
+    true: the words that are true in a row's `when`, except "dense" and "sparse". once: roles
+        outside the layers. dense, sparse: all roles of a layer of that kind.
     """
 
     family: Family
@@ -50,7 +50,7 @@ class Dims:
         return self.sparse if layer in self.sparse_layers else self.dense
 
     def words(self, layer: int) -> frozenset[str]:
-        """The words that hold in the rows of a layer."""
+        """The words of `when` that are true for a layer."""
         return self.true | {"sparse" if layer in self.sparse_layers else "dense"}
 
 
@@ -151,7 +151,7 @@ def _rotary(config: Mapping[str, Any], head: int) -> int:
     rotary = head if part is None else math.floor(head * part)
     if rotary % 2:
         raise UsageError(
-            f"{rotary} of {head} rows of a head are rotary, but that number must be even",
+            f"{rotary} of {head} rows of a head are rotary, but the number must be even",
             remedy="pass the config that the model was trained with",
         )
     return rotary

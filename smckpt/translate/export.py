@@ -1,8 +1,8 @@
 """Export a checkpoint as a Hugging Face directory: `export_hf`.
 
-Catalogue → the model's tensors, by the names of released ones (`contents`) → targets in files
-(`targets`) → chunks, read, cast and written (`stream`) → config and tokenizer (`config`) → what
-makes it loadable (`files`).
+Catalogue → the model's tensors, by the names of released models (`contents`) → targets in files
+(`targets`) → chunks, read, cast and written (`stream`) → config and tokenizer (`config`) → the
+index or file name that makes it loadable (`files`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ class ExportReport:
     """What an export wrote.
 
     directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
-    left_out: names not written because they are tied to one that is. notes: what a reader should
-    know ("no config was given …"). naming: "hub", the names of released models, or "module", those
-    of the state dict. layout: the tensor-parallel layout that it was translated from.
-    nonfinite: how many NaN and infinite elements each tensor has that has any. source: the format
-    of what was read.
+    left_out: names not written because they are tied to one that is. notes: remarks for the user
+    ("no config was given …"). naming: "hub", the names of released models, or "module", those of
+    the state dict. layout: the tensor-parallel layout that it was translated from. nonfinite:
+    tensor → how many NaN and infinite elements it has. source: the format of what was read.
     """
 
     directory: str
@@ -98,17 +97,16 @@ def export_hf(
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
-    Tensors get the names and shapes that released models of the family have. Those of a
+    Tensors get the names and shapes that released models of the family have. Tensors of a
     tensor-parallel layout are translated (docs/layouts.md), after a proof on shapes that each
-    element has one place. Needs no model, no process group and, for families with a table, no
-    torch; memory stays at two chunks of 16 MiB a thread.
-    Every byte of a checkpoint is verified as it is read. The directory loads when all of it is
-    durable, and not before.
+    element has one place. It needs no model, no process group and, for families with a table, no
+    torch. Memory stays at two chunks of 16 MiB per thread. Every byte of a checkpoint is verified
+    as it is read. The directory can be loaded only once all of it is durable.
 
     Args:
-        checkpoint: the directory of a committed checkpoint; for one of several groups the directory
-            above the groups. Or a list with the files of all ranks (safetensors, or `torch.save` of
-            a state dict), tensor-parallel ranks innermost, then expert-parallel ones.
+        checkpoint: the directory of a committed checkpoint; for several groups, the directory above
+            them. Or a list with the files of all ranks (safetensors, or `torch.save` of a state
+            dict), tensor-parallel ranks innermost, then expert-parallel ranks.
         out_dir: the directory to write. It is made if it is missing.
         layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
             the tensors' names; names that fit several layouts are refused.
@@ -121,12 +119,12 @@ def export_hf(
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
         config: the model's config: a directory or file, a dict, or `model.config`. It is written
-            with the keys of transformers 4 and 5 and with the dtype of the weights.
+            with the keys of both transformers 4 and 5, and with the dtype of the weights.
         tokenizer: a directory whose tokenizer files are copied, or an object with
             `save_pretrained`. By default the files beside `config`, if that is a directory.
-        dtype: "float32", "bfloat16" or "float16" to cast floating tensors to it, rounding to
-            nearest even, but those that `from_pretrained` keeps in float32; None keeps each
-            tensor's own.
+        dtype: "float32", "bfloat16" or "float16": cast floating tensors to it, rounding to nearest
+            even, except those that `from_pretrained` keeps in float32. None keeps each tensor's
+            own.
         max_shard_size: how much data one file may have, in bytes or as "5GB", "512MiB".
         prefix: the dotted place of the model in the saved state dict ("model"; "" for all of it).
             By default the key "model", or the only part that is not an optimizer.
@@ -135,23 +133,23 @@ def export_hf(
         overwrite: replace a model in `out_dir`. The old one is removed first.
         s3_region, s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
-        against_model: compare names and shapes with those of the config's model: with the table of
-            a built-in family, and, if that does not fit exactly and transformers is installed, with
+        against_model: compare names and shapes with the config's model: with the table of a
+            built-in family, and, if they do not fit it exactly and transformers is installed, with
             the model that transformers makes on the meta device.
         naming: "hub": the names of released models, as `save_pretrained` writes them. For families
-            without a table here, transformers says what they are; a note says if it cannot.
-            "module": the names in the state dict, which not all servers and versions load.
+            without a table, transformers gives them; a note says if it cannot. "module": the names
+            in the state dict, which not all servers and versions load.
         lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
-            `PeftModel.from_pretrained` loads, "merge" the base's with the adapter added.
+            `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
             `model.peft_config`.
-        base: with "merge", a Hugging Face directory with the base's weights, where the checkpoint
-            has the adapter's alone.
+        base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
+            only the adapter's.
         process_group: the processes that call this together, with the same arguments, and share the
             files: a torch process group, or the `ExportGroup` of `export_group_of_environment`.
             Only the first of them calls `progress`. None: this process exports alone.
-        timeout: with `process_group`: all give up when one of them has written no byte for so many
-            seconds.
+        timeout: with `process_group`: all give up when one of them has not written a byte for this
+            many seconds.
 
     Raises:
         PeerError: another process has died.
@@ -160,11 +158,11 @@ def export_hf(
         KeysMismatchError: names or shapes differ from the config's model.
         TensorMismatchError: tensors that the config says are tied differ.
         CorruptCheckpointError: a block of the checkpoint differs from what was written.
-        StorageError: the disk is full, read-only, ….
+        StorageError: the store refused: it is full, read-only, or gone.
     """
     began = time.perf_counter()
     with ExitStack() as cleanup:
-        # first, so that the others hear what is wrong here
+        # first, so that the others get this process's errors
         group = export_group_of(process_group, timeout)
         cleanup.callback(group.close)
         cleanup.enter_context(group.telling())

@@ -1,9 +1,9 @@
 """Several processes that carry out one export: which process writes which files, and where they
 meet.
 
-They hold rounds over the job's store, as saves do: without collectives, and what one process
-raises, every process raises. Each gives signs of life while it writes. If one was killed, the
-others notice after `timeout` seconds without a byte from it. The whole export may take any time.
+They hold rounds over the job's store, as saves do, without collectives. If one process raises,
+every process raises its error. Each gives signs of life while it writes. If one is killed, the
+others notice after `timeout` seconds without a byte from it. The whole export has no time limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from smckpt.meeting.store import agree
 
 __all__ = ["ExportGroup", "export_group_of", "export_group_of_environment", "shares"]
 
-_LEAVE = 10.0  # seconds that the first waits for the others to leave: it may host the store
+# seconds that the first process, which may host the store, waits for the others to leave
+_LEAVE = 10.0
 
 B = TypeVar("B")
 D = TypeVar("D")
@@ -34,7 +35,8 @@ class ExportGroup:
     def __init__(self, meeting: Meeting) -> None:
         self.member = meeting.member
         self.count = meeting.count
-        self.tell: Callable[[int], None] | None = None  # the first's: gets the bytes written by all
+        # on the first process: called with the bytes written by all
+        self.tell: Callable[[int], None] | None = None
         self._meeting = meeting
         self._pulse = meeting.pulse
 
@@ -43,18 +45,17 @@ class ExportGroup:
         return self.member == 0
 
     def meet(self, point: str, act: Callable[[], B], decide: Callable[[dict[int, B]], D]) -> D:
-        """Hold a round: all call `act`, the first process decides from what they return, and all
-        get its decision.
+        """Hold a round: each process calls `act`, the first process decides from the results, and
+        all get its decision.
 
         Raises:
-            CheckpointError: the error of any of them; a PeerError if one does not come.
+            CheckpointError: the error of any process. PeerError: one does not come.
         """
         return self._meeting.round(point, act, lambda brought: decide(brought()))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Bring an error that is raised in the block, outside a round, to the other processes
-        too."""
+        """If the block raises outside a round, bring the error to the other processes too."""
         try:
             yield
         except BaseException as error:

@@ -32,12 +32,12 @@ class Family:
 
     name: the config's `model_type`.
     rows: the tensors of the released checkpoints, which transformers 4 and 5 both load. A model has
-        the roles of the rows whose `when` holds for its config, so the table is also the list of
+        the roles of the rows whose `when` is true for its config, so the table is also the list of
         its parts.
     drop: regular expressions of names that hold no weights.
     keys: where this family's config uses another key than Llama's: Llama's key → its own.
     defaults: values for keys that the config leaves out.
-    derive: computes further values from the config (with Llama's keys). They override it.
+    derive: computes further values from the config (with Llama's keys). They override the config's.
     fp32: regular expressions of names that `from_pretrained` keeps in float32.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
@@ -71,7 +71,7 @@ class Family:
 
     @property
     def words(self) -> dict[str, str]:
-        """The names for `{embed}`, `{head}` and so on in the tables of layouts that keep Hugging
+        """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
         Face's outer modules. `layers`: the text before a layer's number."""
         names = {row.roles[0]: row.name for row in self.rows if "{i}" not in row.name}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")

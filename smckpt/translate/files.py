@@ -1,7 +1,8 @@
-"""The directory of an export: what was there before, what is written, and what makes it loadable.
+"""The directory of an export: checks what was there before, writes the files, and makes it
+loadable.
 
-Weights are written first and made durable. What makes them loadable (the index, or the name
-model.safetensors) comes last. An export that is killed leaves files that nothing loads.
+Weights are written first and made durable. The index, or the name model.safetensors, makes them
+loadable and comes last. An export that is killed leaves files that nothing loads.
 """
 
 from __future__ import annotations
@@ -122,14 +123,14 @@ class Output:
                 raise storage_error(error, path, "name the finished file") from error
 
     def abandon(self) -> None:
-        """Remove what was written, as far as the store allows."""
+        """Remove the written files, as far as the store allows."""
         with ExitStack() as each:  # go on after one that cannot be removed
             for name in self._made:
                 each.callback(self.storage.delete, name)
             for writer in self._open.values():
                 each.callback(_abort, writer)
         if self._new and self._made:
-            with suppress(OSError):  # others' files are there
+            with suppress(OSError):  # files of others are there
                 os.rmdir(local_path(self.url))
 
     def close(self) -> None:
@@ -152,8 +153,8 @@ class Output:
         self._open[file.name].finish()
 
     def _stored(self, file: OutputFile) -> str:
-        """The present name of a file. A file that loads alone has another name until the end; an
-        object appears whole anyway."""
+        """The present name of a file. A file that can be loaded by itself has another name until
+        the end. An object always appears whole."""
         return file.name + UNFINISHED if self._hidden else file.name
 
     def _check_space(self) -> None:
@@ -189,7 +190,7 @@ def refuse_into_source(
     for place, what in places:
         if place == there:
             raise UsageError(
-                f"out_dir is the directory of {what}, which a failure would delete",
+                f"out_dir is the directory of {what}, which a failed export would delete",
                 remedy="choose another out_dir",
                 path=url,
             )

@@ -39,8 +39,8 @@ log = logging.getLogger("smckpt")
 @dataclass(frozen=True)
 class ImportReport:
     """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost. notes:
-    what the user should know. nonfinite: for each tensor that has NaN or infinite elements: how
-    many, in all ranks' files together.
+    remarks for the user. nonfinite: tensor → how many NaN and infinite elements it has, in all
+    ranks' files together.
     """
 
     directory: str
@@ -73,11 +73,11 @@ def import_hf(
 ) -> ImportReport:
     """Write the model in `directory` as a checkpoint of the ranks of a tensor-parallel layout.
 
-    It is the checkpoint that tp × ep ranks would have saved, each with plain tensors of its own,
-    and it records which rank is which. `load(…, parallel_state=…)` fills a live model of these
-    degrees from it, with or without FSDP. config.json is beside it. Rows of padding are zero.
-    Tensors of which ranks hold copies are in each rank's file. Bytes are moved, never changed.
-    Memory stays at two chunks of 16 MiB per thread.
+    It is the checkpoint that tp × ep ranks would have saved, each with plain tensors of its own. It
+    records the ranks' coordinates. `load(…, parallel_state=…)` fills a live model of these degrees
+    from it, with or without FSDP. config.json is beside it. Rows of padding are zero. A tensor of
+    which several ranks hold copies is in each rank's file. The bytes of weights are copied, never
+    changed. Memory stays at two chunks of 16 MiB per thread.
 
     Args:
         directory: has safetensors files, and config.json unless `config` is given.
@@ -139,7 +139,7 @@ def import_hf(
         counts = nonfinite.counts
         notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
         output.put_parts(topology, {"layout": chosen.name})
-        # last: in place of the old checkpoint's, which stands until `commit`
+        # last, because it replaces the old checkpoint's config, which must stay until `commit`
         output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=overwrite)
@@ -152,7 +152,7 @@ def import_hf(
 
 
 def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:
-    """A note on padding that an export would not recognise by itself."""
+    """A note if a later export would not recognise the padding by itself."""
     rows = padded_rows(size, tp, multiple)
     padded = any(row.how == "vocabulary" for row in layout.rows)
     if not padded or rows - size <= most_padding(rows, tp):

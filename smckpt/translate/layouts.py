@@ -16,7 +16,7 @@ __all__ = ["get_layout", "layouts_of", "register_layout"]
 _QKV, _QKV_B = ("q", "k", "v"), ("q_b", "k_b", "v_b")
 _EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_pos_emb\.inv_freq")
 
-# Hugging Face's modules around layers of another kind.
+# Hugging Face's modules around another library's layers.
 _OUTER = (
     Row("{embed}", ("embed",), "vocabulary", 0),
     Row("{pos}", ("pos",)),
@@ -100,7 +100,7 @@ _MCORE_LAYER = (
 
 
 def _experts(fc1: str, fc2: str) -> tuple[Row, ...]:
-    """A tensor for each: names with {kind} and {e}."""
+    """One row for each kind of tensor and expert: names with {kind} and {e}."""
     return (
         Row(fc1.replace("{kind}", "weight"), ("e_gate", "e_up"), "per_rank", 0),
         Row(fc1.replace("{kind}", "bias"), ("e_gate_b", "e_up_b"), "per_rank", 0),
@@ -119,8 +119,8 @@ _LEGACY = (
         folded="columns"),
     Row("mlp.experts.weight2", ("e_down",), tp=1, transposed=True, stacked=True, folded="rows"),
 )  # fmt: skip
-# The narrow layers of compressed attention are whole on each rank in Transformer Engine's spec, and
-# cut in the local one.
+# Each rank has the narrow layers of latent attention whole in Transformer Engine's spec. The local
+# spec cuts them.
 _MCORE_TE_OWN = (
     Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
     Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
@@ -234,7 +234,7 @@ _BUILT_IN = {
     )
 }
 _LAYOUTS = Registry("layout", TensorLayout, "smckpt.layouts", _BUILT_IN)
-_LIVE = "hf_tp"  # each family's own: transformers' tensor parallelism
+_LIVE = "hf_tp"  # transformers' tensor parallelism; each family has its own
 
 
 def register_layout(layout: TensorLayout) -> None:
@@ -248,14 +248,14 @@ def register_layout(layout: TensorLayout) -> None:
         UsageError: another layout has this name.
     """
     if layout.name == _LIVE:
-        raise UsageError(f"there is a layout {_LIVE!r} already", remedy="give yours another name")
+        raise UsageError(f"the layout {_LIVE!r} exists already", remedy="give yours another name")
     _LAYOUTS.register(layout.name, layout)
 
 
 def layouts_of(family: Family) -> dict[str, TensorLayout]:
     """The layouts that a family may have, with the family's names filled in.
 
-    If a family's norms are zero-centred on disk, they are so in all layouts.
+    If a family's norms are zero-centred on disk, they are zero-centred in all layouts.
     """
     shifted = family.zero_centred
     live = {} if family.live is None else {_LIVE: family.live}
@@ -299,5 +299,5 @@ def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:
         for word, value in family.words.items():
             name = name.replace(f"{{{word}}}", value)
         if "{" not in name.replace("{i}", "").replace("{e}", ""):
-            out.append(replace(row, name=name))  # else the family has no such tensor
+            out.append(replace(row, name=name))  # otherwise the family has no such tensor
     return replace(layout, rows=tuple(out))

@@ -36,8 +36,8 @@ class LogicalTensors:
     def plan(self, blocks: Sequence[Block]) -> ReadPlan:
         """
         Raises:
-            TensorMismatchError, TopologyError, CorruptCheckpointError: some elements are not in
-                the checkpoint, or it cannot be told which tensor of a name is meant.
+            TensorMismatchError, TopologyError, CorruptCheckpointError: some elements are not in the
+                checkpoint, or several tensors have one name and nothing says which one is meant.
         """
         self._find({block.source.name for block in blocks} - self._stored.keys())
         plan = ReadPlan()
@@ -60,7 +60,7 @@ class LogicalTensors:
         """Fill the buffers, every block of the files verified.
 
         Raises:
-            CorruptCheckpointError: a block differs; names file and offset.
+            CorruptCheckpointError: a block differs; the message names file and offset.
         """
         execute(plan, buffers, self._readers, threads=1)
 
@@ -68,7 +68,7 @@ class LogicalTensors:
         self._readers.close()
 
     def _find(self, names: set[str]) -> None:
-        """Where the parts of tensors lie in the files."""
+        """Where the parts of tensors are in the files."""
         wanted = sorted(names)
         entries = [_whole(name, self._tensors[name]) for name in wanted]
         found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,), strict=False)

@@ -1,4 +1,4 @@
-"""Sort a PEFT model's tensors into the adapter's and the base's, and read the adapter's config.
+"""Sorts a PEFT model's tensors into the adapter's and the base's, and reads the adapter's config.
 
 Names are PEFT's: `base_model.model.<module>.lora_A.<adapter>.weight` beside
 `<module>.base_layer.weight`. Modules that are trained whole are under `modules_to_save`.
@@ -123,8 +123,8 @@ def _add_pair(
 
 
 def _add_others(parts: PeftTensors[T], others: Mapping[str, T], named: bool) -> None:
-    """Add the base's tensors. In an adapter's own state, which names no adapter, they are tensors
-    that are saved whole."""
+    """Add the base's tensors. In an adapter's own state, which names no adapter, these tensors are
+    saved whole."""
     for name, tensor in others.items():
         short = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         if named or short != name:

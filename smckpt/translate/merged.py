@@ -1,6 +1,7 @@
-"""An adapter exported, or merged into its base as it streams: weight + scaling · B·A, by ranges.
+"""Exports an adapter, or merges it into its base during the export: weight + scaling · B·A, range
+by range.
 
-Computed in float32 and rounded once, to the dtype that is written.
+The sum is computed in float32 and rounded once, to the dtype that is written.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from smckpt.translate.translated import whole as whole_of
 __all__ = ["Merged", "MergedSource", "find_peft_contents"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-_AT_ONCE = 1 << 18  # elements of the product made at once
+_AT_ONCE = 1 << 18  # elements of the product that are computed at once
 
 
 def find_peft_contents(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
     lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
-    """The adapter in a checkpoint of a PEFT model, or the base with it merged.
+    """The adapter in a checkpoint of a PEFT model, or the base with the adapter merged into it.
 
     Raises:
         as `export_hf`.
@@ -99,7 +100,7 @@ def _named(
     targets: list[Merged | Translated], settings: ModelConfig | None, comparison: Comparison,
     where: str,
 ) -> tuple[list[Merged | Translated], str, tuple[str, ...]]:  # fmt: skip
-    """By the names of released models, where these differ in nothing but names."""
+    """The targets by the names of released models, if only the names differ."""
     found = comparison.names(targets, where)
     if isinstance(found, str):
         note = f"the names are those of the state dict: {found}"
@@ -151,7 +152,7 @@ class Merged:
 
 
 class _Both:
-    """A reader of a checkpoint's tensors, which have no ranks, and of a directory's."""
+    """One reader for a checkpoint's tensors, which are whole, and for a directory's."""
 
     def __init__(self, checkpoint: LogicalTensors, directory: RankFiles) -> None:
         self.url = checkpoint.url
@@ -174,7 +175,7 @@ class _Both:
 
 
 class MergedSource:
-    """Reads merged targets, and others as they are."""
+    """Reads merged targets, and other targets unchanged."""
 
     def __init__(self, reader: TensorReader) -> None:
         self.url = reader.url
@@ -182,7 +183,7 @@ class MergedSource:
         self._pairs: dict[str, Any] = {}
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """For each chunk itself, and a plan of what is merged into or taken as it is."""
+        """For each chunk: the chunk, and a plan for the weights that it reads."""
         for target in (item.target for chunk in chunks for item in chunk.ranges):
             if isinstance(target, Merged) and target.name not in self._pairs:
                 pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in (target.a, target.b))
@@ -203,7 +204,7 @@ class MergedSource:
 
     @staticmethod
     def _view(item: Range, buffer: memoryview) -> memoryview:
-        """The memory for the base: its own, unless the base is used unchanged."""
+        """The memory for the base: a buffer of its own, unless the base is used unchanged."""
         if not isinstance(item.target, Merged):
             return buffer
         return aligned((item.stop - item.start) * DTYPES[item.target.base.dtype].itemsize)
@@ -226,7 +227,7 @@ class MergedSource:
             result[where] = cast(values[where], target.base.dtype, wide) + target.scaling * product
 
     def _pair(self, target: Merged) -> tuple[Array, Array]:
-        """The two matrices to multiply, the one with the weight's rows first."""
+        """The two matrices to multiply. The first one has the weight's rows."""
         a, b = aligned(_nbytes(target.a)), aligned(_nbytes(target.b))
         self._parts.read(self._pairs[target.name], [a, b])
         wide = np.dtype(target.source_dtype)
@@ -246,8 +247,8 @@ def _merged_targets(
     whole.
 
     Raises:
-        UsageError, KeysMismatchError, TensorMismatchError: the base is missing, or does not fit
-            this adapter; the adapter is of a kind that is not merged.
+        UsageError, KeysMismatchError, TensorMismatchError: the base is missing or does not fit this
+            adapter, or the adapter is of a kind that is not merged.
     """
     config.refuse_unmerged(url)
     base = parts.base

@@ -36,8 +36,9 @@ _AUTO = (
 class Fit:
     """How names and shapes fit a model.
 
-    kind: its class. lines: what differs from its names in memory or on disk, whichever is nearer.
-    hub: where they are those in memory, and others than on disk, the tensors on disk.
+    kind: its class. lines: the differences from its names in memory or on disk, whichever is
+        nearer.
+    hub: the tensors on disk, if the names are those in memory and differ from those on disk.
     fp32: the dtypes that weights are loaded in → patterns of names in memory that `from_pretrained`
         then keeps in float32.
     """
@@ -63,8 +64,8 @@ class Fit:
 
 
 def compare(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Fit | str:
-    """How names and shapes fit the class that the config means; of several, the nearest. A text
-    where transformers knows none."""
+    """How names and shapes fit the class that the config means, or the nearest of several. A text
+    if transformers knows none."""
     return _nearest(_models(config), shapes)
 
 
@@ -118,7 +119,7 @@ def _on_meta(kind: Any, config: Any) -> Any:
 
 
 def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
-    """What `save_pretrained` would write of a model, but that it leaves out copies that are tied.
+    """The tensors that `save_pretrained` would write, including tied copies, which it leaves out.
     None in transformers 4, whose models have the same names in memory and on disk."""
     try:
         from smckpt.translate.traced import names_on_disk
@@ -129,7 +130,7 @@ def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
 
 
 def _fit(model: Any, shapes: Mapping[str, Shape]) -> Fit:
-    """Against the nearer of the names on disk and those in memory."""
+    """Compare with the names on disk and with those in memory, and return the nearer fit."""
     kind, fp32 = type(model).__name__, _kept_in_fp32(model)
     state = model.state_dict(keep_vars=True)
     memory = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -158,7 +159,8 @@ def _fit(model: Any, shapes: Mapping[str, Shape]) -> Fit:
 
 
 def _kept_in_fp32(model: Any) -> dict[str, tuple[str, ...]]:
-    """By the dtype that a model is loaded in: its own attributes, which hold those of its parts."""
+    """Dtype that a model is loaded in → patterns, from the model's attributes, which include those
+    of its parts."""
     strict, also = (
         [pattern.replace("*", ".*") for pattern in sorted(getattr(model, name, None) or ())]
         for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
@@ -195,12 +197,12 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     """The child process: it reads the config and then the shapes, a line of JSON each, and writes
     the answer."""
-    gc.disable()  # imports make no garbage, and the search for it takes a tenth of their time
+    gc.disable()  # imports make no garbage, and collecting it takes a tenth of their time
     models = _models(json.loads(sys.stdin.readline()))
-    first = list(itertools.islice(models, 2))  # made before the shapes are known
+    first = list(itertools.islice(models, 2))  # built before the shapes are known
     shapes = json.loads(sys.stdin.readline())
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
     found = _nearest(itertools.chain(first, models), shapes)
     answer = found if isinstance(found, str) else found.to_json()
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # nothing is left to do, and shutting down torch takes time
+    os._exit(0)  # nothing is left to do, and an orderly shutdown of torch takes time

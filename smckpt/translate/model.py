@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Holder(Protocol):
-    """What a proof needs from a reader."""
+    """The part of a reader that a proof needs."""
 
     @property
     def url(self) -> str: ...
@@ -45,7 +45,7 @@ class Holder(Protocol):
 @dataclass(frozen=True)
 class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
-    are tied to another. vocabulary: how many of its rows are written, and how many are stored."""
+    are tied to another. vocabulary: how many rows of it are written, and how many are stored."""
 
     layout: str
     targets: tuple[Translated, ...]
@@ -62,9 +62,8 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
     """
     if config is None:
         raise UsageError(
-            "to translate a tensor-parallel layout, the sizes in the model's config are needed, "
-            "but none "
-            "was given",
+            "the translation of a tensor-parallel layout needs the sizes in the model's "
+            "config, but no config was given",
             remedy="pass config= (a directory, a config.json, or model.config)",
             path=where,
         )
@@ -152,7 +151,7 @@ def _refuse_no_weight(held: RankTensors) -> None:
 
 
 def hub_side(dims: Dims) -> Side:
-    """Hugging Face's tensors, as those of one rank."""
+    """Hugging Face's tensors, as a layout of one rank."""
     side = Side(dims.family.hub, dims, Degrees.of(1, 1))
     for place in tensors_of(side.layout, dims, 1):
         shape = side.local_shape(place, dims.sizes["V"], 1, 1)
@@ -203,7 +202,7 @@ def from_hub(
 
 
 def _with_outer_name(reader: RankFiles, hub: TensorLayout) -> RankFiles:
-    """Releases of the bare model, GPT-2's for one, lack the name of the module around it."""
+    """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
     outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
     heads = {row.name for row in hub.rows if row.roles == ("head",)}
     if any(name.startswith(f"{outer}.") for name in reader.held):

@@ -18,10 +18,11 @@ __all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "unwrapped
 
 log = logging.getLogger("smckpt")
 
-# PeftTensors of a name that wrappers add: torch.compile, FSDP1, activation checkpointing.
+# Parts of a name that wrappers add: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP = "module"  # DDP's, only at the beginning of all names
-# A model as attribute `model` of a trainer's module, Lightning's for one, and so in all names.
+# The prefix of all names if the model is the attribute `model` of a trainer's module, such as
+# Lightning's.
 _INNER = re.compile(r"model\.(model|gpt_neox|transformer\.h|lm_head|embed_out)\.")
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ def _like_a_model(held: list[LogicalTensor]) -> bool:
 
 
 def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
-    """By names without what wrappers and trainers' own modules put in front of or into them.
+    """The tensors by names without the parts that wrappers and trainers' modules add.
 
     Raises:
         UsageError: two tensors would then have one name.

@@ -73,7 +73,7 @@ class Side:
     """Tensors of a layout at some degrees, and the pieces of each role in them.
 
     copies: (key, other): tensors that must be equal; only `key` is used. joined: tensors whose mean
-        or sum is used, under the first one's key. padding: rows at the end of a tensor that hold
+        or sum is used, under the key of the first. padding: rows at the end of a tensor that hold
         nothing. rows: how many vocabulary rows all ranks' tensors of a name have, if they may be
         padded. shifts: the number that a tensor adds to its roles. stored: the shape in the file,
         if the tensor is read in another shape.

@@ -80,7 +80,7 @@ class RankFiles:
         }
 
     def renamed(self, names: Mapping[str, str]) -> RankFiles:
-        """The same, with other names: old → new."""
+        """The same tensors under other names: old → new."""
         arrays = {key._replace(name=names[key.name]): a for key, a in self._arrays.items()}
         dtypes = {names[name]: dtype for name, dtype in self._dtypes.items()}
         return RankFiles(self.url, arrays, dtypes, self._unmaps)

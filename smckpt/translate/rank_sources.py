@@ -1,4 +1,4 @@
-"""The directories and single files that other trainers write, as the files of ranks."""
+"""Finds the ranks' files in the directories and single files that other trainers write."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MODEL = "model_optim_rng.pt"
 
 @dataclass(frozen=True)
 class RankFilesFound:
-    """Files of ranks, tensor-parallel ones innermost, the degrees that their names tell, and what
-    the format is called."""
+    """Files of ranks, tensor-parallel ranks innermost, the degrees in their names, and the name of
+    the format."""
 
     paths: Sequence[str | os.PathLike[str]]
     tp: int | None = None
@@ -35,9 +35,9 @@ class RankFilesFound:
 
 
 def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
-    """What others wrote, recognised by its content: the files of ranks (a list, one file, a
-    directory of Megatron-LM), or a checkpoint in one directory. None for a checkpoint of ours, and
-    for what is unknown.
+    """Recognise a source that another program wrote by its content: the files of ranks (a list, one
+    file, a directory of Megatron-LM), or a checkpoint in one directory. None for a checkpoint of
+    smckpt's, and for an unknown source.
 
     Raises:
         UsageError: a rank's file is missing.
@@ -86,7 +86,7 @@ def _megatron(path: Path) -> RankFilesFound | None:
     stages = 1 + max(pp for _, pp, _ in ranks)
     if stages > 1:
         raise TopologyError(
-            f"the model is in {stages} pipeline stages, which number their layers each for itself",
+            f"the model is in {stages} pipeline stages, and each numbers its layers from 0",
             remedy="save it without pipeline parallelism (Megatron's tools/checkpoint/convert.py)",
             path=str(path),
         )
@@ -106,9 +106,9 @@ def _megatron(path: Path) -> RankFilesFound | None:
 
 
 def _ranks(path: Path) -> dict[tuple[int, int, int], Path]:
-    """(tensor, pipeline, expert) → directory. Megatron writes the pipeline's number where there are
-    stages, and the experts' where there are expert-parallel ranks; of a single one the arguments of
-    the run, which are in the files, tell whose it is."""
+    """(tensor, pipeline, expert) → directory. Megatron writes the pipeline stage's number if there
+    are stages, and the expert-parallel rank if there are several. If a name has one of the two, the
+    run's arguments in the file say which one it is."""
     found = {}
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         match = _RANK.match(entry.name)

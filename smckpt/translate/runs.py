@@ -1,4 +1,5 @@
-"""How one axis of a stored tensor is made from axes of roles: the formulas of all fused tensors.
+"""How one axis of a stored tensor is made from axes of roles, with the formulas of all fused
+tensors.
 
 A *role* is a tensor by its meaning (`q`, `gate`, …), with rows in Hugging Face's order. A run says
 that `count` indices of the stored axis, `step` apart, are consecutive indices of a role.

@@ -34,7 +34,8 @@ def write_sidecars(
         output.put(ADAPTER_CONFIG, _json(adapter.values))
     if settings is not None:
         values = settings.complete(_main_dtype(targets))
-        if not any(map(is_quantized, targets)):  # the input's, whose weights were
+        # it describes the input's weights, which were quantized
+        if not any(map(is_quantized, targets)):
             values.pop("quantization_config", None)
         output.put(CONFIG, _json(values))
         generation = settings.generation()
@@ -64,7 +65,7 @@ def index_of(files: Sequence[OutputFile]) -> bytes:
 
 
 def _main_dtype(targets: Sequence[Target]) -> str | None:
-    """The floating dtype of most bytes, in which the model should be loaded."""
+    """The floating dtype of the most bytes, in which the model should be loaded."""
     counts: dict[str, int] = {}
     for target in targets:
         if target.dtype in CASTABLE:

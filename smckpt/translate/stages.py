@@ -24,7 +24,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """What is written, and where. sidecars: writes the files beside the weights."""
+    """The files to write and their directory. sidecars: writes the files beside the weights."""
 
     found: ExportContents
     files: Sequence[OutputFile]
@@ -69,11 +69,10 @@ class Stages:
             )
         self.comparison.tell(planned.found.targets, planned.found.source.url)
         self.comparison.check()
-        if self.overwrite:  # only when it is certain that the new one is a model
+        if self.overwrite:  # only when the new files are known to be a model
             self.notes += self._compared()
         planned.output.prepare(overwrite=self.overwrite)
-        # First, because an object appears when it is whole: a single file of weights can be loaded
-        # from then on.
+        # First, because a single file of weights can be loaded as soon as the object appears.
         planned.sidecars()
         return {}
 
@@ -108,7 +107,7 @@ class Stages:
             self.notes += self._compared()
         counts = {n: c for body in bodies.values() for n, c in body["nonfinite"].items()}
         self.notes += refuse_nonfinite(
-            counts, self.allow_nonfinite, output.url, "use a checkpoint before that"
+            counts, self.allow_nonfinite, output.url, "use an earlier checkpoint"
         )
         output.publish(index_of(files) if len(files) > 1 else None)
         return {"nonfinite": counts, "notes": self.notes}

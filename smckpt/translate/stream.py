@@ -54,7 +54,7 @@ def write_chunks(
 ) -> None:
     """Write all chunks of all files, in order, with `threads` threads. The first failure ends it.
 
-    look: shown name, dtype and bytes of everything before it is written; by several threads.
+    look: called with name, dtype and bytes of each range before it is written, by several threads.
     """
     meter = Meter(progress, sum(file.data_bytes for file in files))
     idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ def write_chunks(
                 pool.submit(one, file, chunk, plan, len(chunks))
                 for chunk, plan in zip(chunks, plans, strict=True)
             ]
-            _finished(before)  # while this file is planned and begun, not three at a time
+            _finished(before)  # at most two files at once: this one begins while the last one ends
             before = now
         _finished(before)
 
@@ -111,7 +111,7 @@ def equal(source: ChunkSource, a: Target, b: Target) -> bool:
 
 
 def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tuple[str, ...]:
-    """Names of targets that the config ties to another, which is written in their stead.
+    """Names of targets that the config ties to another target. Only the other one is written.
 
     Raises:
         TensorMismatchError: two that are tied differ.
@@ -122,8 +122,8 @@ def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tupl
         if not equal(source, by_name[tie.kept], by_name[tie.left_out]):
             raise TensorMismatchError(
                 f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
-                remedy="set tie_word_embeddings to false in the config if the model was trained "
-                "with both; else what is read is not of this model",
+                remedy="set tie_word_embeddings to false in the config if the model was "
+                "trained with both; otherwise these are not the files of this model",
                 path=url,
             )
     return tuple(tie.left_out for tie in ties)
@@ -142,7 +142,7 @@ class _Scratch:
         self._raw = aligned(0)
 
     def fill(self, source: ChunkSource, chunk: Chunk, plan: Any) -> memoryview:
-        """The bytes of a chunk: its ranges read, those that need it cast."""
+        """The bytes of a chunk: reads its ranges and casts those that need it."""
         need = sum(r.source_bytes for r in chunk.ranges if r.casts)
         if need > len(self._raw):
             self._raw = aligned(need)

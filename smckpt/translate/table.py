@@ -1,4 +1,4 @@
-"""What a layout's table is made of: rows, each of which says which roles a stored tensor holds.
+"""The rows of a layout's table. Each row says which roles a stored tensor holds.
 
 A row says nothing about direction. Export and import read the same table.
 """
@@ -14,9 +14,9 @@ from smckpt.errors import UsageError
 __all__ = ["NORMS", "ROLES", "ZERO_CENTRED", "LayoutRow", "TensorLayout", "holds", "rows"]
 
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
-# experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O what
-# the output projection takes, D a head, E experts; of compressed attention A and R the ranks of
-# query and key/value, B, C and U rows of its other projections.
+# experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
+# inputs of the output projection, D a head, E experts; for latent attention A and R ranks of query
+# and key/value, B, C and U rows of its other projections.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
@@ -38,7 +38,7 @@ NORMS = frozenset({
 })  # fmt: skip
 
 
-# how roles may lie in a tensor, and of how many at least and at most
+# the order of roles in a tensor → the smallest and largest number of roles
 _HOW = {
     "same": (1, 99), "per_rank": (1, 99), "interleaved": (3, 3), "alternating": (2, 99),
     "rotary": (1, 1), "vocabulary": (1, 1),
@@ -47,26 +47,27 @@ _HOW = {
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One stored tensor per layer and expert, or several that are called alike.
+    """A kind of stored tensor, with one tensor for each layer and expert.
 
     name: with `{i}` for the layer, `{e}` for the expert (of the rank's own, under expert
         parallelism).
-    roles: what it holds; more than one where it is fused.
-    how: in which order: "same" (one role, or several one after the other), "per_rank" (each
+    roles: the roles that it holds; several if it is fused.
+    how: the order of the roles: "same" (one role, or several one after the other), "per_rank" (each
         tensor-parallel rank joins its own parts), "interleaved" (queries, key, value of each
-        group), "alternating" (a row of each in turn), "rotary" (pairs side by side, as Meta has
-        them), "vocabulary" (as "same", with rows of padding at the end).
+        group), "alternating" (one row of each in turn), "rotary" (rotated pairs side by side, as in
+        Meta's files), "vocabulary" (as "same", with rows of padding at the end).
     tp: the dimension of the role that tensor parallelism cuts. None: each rank has all of it.
-    copies: where each rank has all of it, the role is what all have ("equal", which is checked),
-        their mean ("mean") or their sum ("sum"; an import gives all of it to the first).
-    shift: what the stored tensor has more than the role: -1 for zero-centred norms.
+    copies: if each rank has all of it: the copies are equal, which is checked ("equal"), or the
+        role is their mean ("mean") or their sum ("sum"; an import writes it to the first rank and
+        zeros to the others).
+    shift: stored value minus role value; -1 for zero-centred norms.
     transposed: the role's two dimensions are swapped in the stored tensor.
     stacked: the stored tensor has the experts as one more dimension, in front.
     folded: the bytes are those of a stacked tensor, but its shape says "columns" (hidden × all
         experts' columns) or "rows" (all experts' rows × hidden): Megatron's legacy weights.
-    when: what must hold, one or several separated by commas: "dense" or "sparse" (layers of that
-        kind), "latent" (compressed attention), or a key of the config, which holds where its value
-        counts as true. With "not " before it the opposite.
+    when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
+        "latent" (latent attention), or a key of the config whose value must count as true. "not "
+        in front reverses a condition.
     """
 
     name: str
@@ -115,10 +116,10 @@ class LayoutRow:
 class TensorLayout:
     """A table of rows. `drop`: regular expressions of names that hold no weights.
 
-    families: the config's model types that it is for; None for any that has its roles.
-    joined: distributed tensors under these names are the ranks' arrays one after the other. False
-        where they are whole tensors in the right order (transformers' own tensor parallelism).
-    whole_groups: each rank has whole key/value groups, for its modules refuse another degree.
+    families: the model types that the layout is for; None: all that have its roles.
+    joined: True: distributed tensors under these names are the ranks' arrays one after the other.
+        False: they are whole tensors in the right order (transformers' own tensor parallelism).
+    whole_groups: each rank has whole key/value groups, because its modules refuse other degrees.
     """
 
     name: str
@@ -149,7 +150,7 @@ class TensorLayout:
         return replace(self, name=name, rows=tuple(changed))
 
     def zero_centred(self) -> TensorLayout:
-        """This layout where the weights of norms are stored less one (`zero_centered_gamma`)."""
+        """This layout with the weights of norms stored minus one (`zero_centered_gamma`)."""
         shifted = tuple(
             replace(row, shift=-1.0) if NORMS.issuperset(row.roles) else row for row in self.rows
         )
@@ -157,11 +158,11 @@ class TensorLayout:
 
 
 def holds(when: str | None, true: Collection[str]) -> bool:
-    """Whether all conditions of a row hold, where the words of `true` do."""
+    """Whether all conditions of a row are true, given the words that are `true`."""
     words = when.split(", ") if when else ()
     return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
 
 
 def rows(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:
-    """The rows with a common beginning of their names."""
+    """The rows with `prefix` in front of their names."""
     return tuple(replace(row, name=prefix + row.name) for row in table)

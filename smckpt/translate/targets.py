@@ -1,6 +1,6 @@
-"""What an export writes: target tensors, laid out in files.
+"""The target tensors of an export, laid out in files.
 
-A `ChunkSource` (`stream`) knows what a range of a target is made of; nothing here does.
+Only a `ChunkSource` (`stream`) knows the sources of a range of a target.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Target(Protocol):
 
     @property
     def source_dtype(self) -> str:
-        """Of the elements that are read."""
+        """The dtype of the elements that are read."""
 
 
 def is_quantized(target: Target) -> bool:
-    """Whether a tensor holds weights, or parts of them, in fewer bits than are computed with."""
+    """Whether a tensor holds quantized weights, or parts of them."""
     return target.dtype in ("int8", "uint8", "int32") or target.dtype.startswith("float8")
 
 

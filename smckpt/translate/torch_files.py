@@ -1,4 +1,4 @@
-"""Files of `torch.save`, mapped into memory, without running anything that they name."""
+"""Maps files of `torch.save` into memory, without running any code that they name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from smckpt.layout.strided import elements
 
 __all__ = ["TorchFile", "load_inert", "open_torch"]
 
-_STEPS = ("step", "iteration", "global_step", "global_steps")  # as trainers call it in their files
-_MODELS = ("model", "state_dict", "module")  # as trainers call the model's part: "module" DeepSpeed
+_STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
+# the model's names in trainers' files; DeepSpeed's is "module"
+_MODELS = ("model", "state_dict", "module")
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class _Inert:
-    """In place of an object of a foreign class: it holds the state, and does nothing."""
+    """A placeholder for an object of an unknown class. It holds the state and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -33,7 +34,7 @@ class _Inert:
 
 
 class TorchFile:
-    """The tensors of a file, the step that it records, and what lets its memory go."""
+    """The tensors of a file, the step that it records, and the mapping to release."""
 
     def __init__(self, tensors: dict[str, tuple[str, Array]], step: Any, path: Path) -> None:
         self.tensors = tensors
@@ -42,8 +43,8 @@ class TorchFile:
         self._madvise: Callable[..., int] = ctypes.CDLL(None, use_errno=True).madvise
 
     def let_go(self) -> None:
-        """Unmap pages: they would count as this process's memory to the last. They are the file's,
-        and come back when they are read."""
+        """Release the mapped pages, which would otherwise count as this process's memory. A later
+        read maps them again."""
         for start, length in self._ranges:
             self._madvise(
                 ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
@@ -51,11 +52,12 @@ class TorchFile:
 
 
 def load_inert(path: Path) -> Any:
-    """What `torch.save` wrote, tensors mapped. torch's restricted unpickler reads it; classes that
-    it does not know (argparse.Namespace, a trainer's own) are stood in for, and none is imported.
+    """What `torch.save` wrote, tensors mapped. torch's restricted unpickler reads it. A placeholder
+    replaces an object of a class that it does not know (argparse.Namespace, a trainer's own). No
+    class is imported.
 
     Raises:
-        UsageError: it is no such file.
+        UsageError: it is not such a file.
     """
     import torch
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -64,7 +66,7 @@ def load_inert(path: Path) -> Any:
         foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
         with safe_globals(foreign):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # of whatever kind, from the depths of torch, zip and pickle
+    except Exception as error:  # torch, zip and pickle raise many kinds
         raise UsageError(
             f"the file is neither safetensors nor a torch.save file of tensors: {error}",
             remedy="pass files that hold a state dict of tensors and plain values only",
@@ -75,7 +77,7 @@ def load_inert(path: Path) -> Any:
 def open_torch(path: Path) -> TorchFile:
     """
     Raises:
-        UsageError: it holds no state dict of dense tensors.
+        UsageError: it does not hold a state dict of dense tensors.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""transformers' conversion between its names in memory and those on disk, as copies of elements.
+"""Turns transformers' conversion from its names in memory to those on disk into copies of elements.
 
-transformers holds some models otherwise than released checkpoints do: experts in one tensor, other
-prefixes. `save_pretrained` runs its conversion backwards over the whole model. Here that conversion
-runs over tensors without values, which remember where each of their elements comes from. Any
-operation that only moves elements is followed, whichever conversion it is part of.
+transformers holds some models in another form than released checkpoints: all experts in one tensor,
+other prefixes. `save_pretrained` runs its conversion backwards over the whole model. This module
+runs that conversion over tensors without values, which record where each of their elements comes
+from. It follows every operation that only moves elements, in any conversion.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from smckpt.translate.names import HubTensor
 
 __all__ = ["names_on_disk"]
 
-# Prefixes that released checkpoints have, where CLIP's or SigLIP's tower is part of a model. What
-# else transformers may take away or add depends on the release, and `save_pretrained` of a model
-# that was not loaded leaves it too.
+# Prefixes in released checkpoints of models with CLIP's or SigLIP's tower. Other prefixes that
+# transformers removes or adds depend on the release, and `save_pretrained` of a model that was not
+# loaded does not restore them either.
 _TOWERS = ("vision_model", "text_model")
 _KEEPS = ("aten::clone", "aten::contiguous")  # same elements, in the same row-major order
 
 
 def names_on_disk(model: Any, shapes: Mapping[str, Shape]) -> list[HubTensor]:
-    """What `save_pretrained` writes of tensors that have the names of `model.state_dict()`.
+    """The tensors that `save_pretrained` makes from tensors with the names of `model.state_dict()`.
 
     Args:
-        model: on whatever device; its class and config choose the conversion.
+        model: on any device; its class and config choose the conversion.
         shapes: of the tensors.
 
     Raises:
@@ -72,7 +72,7 @@ _Parts = Sequence[tuple[str, Copy]]
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows, for its elements in row-major order, where they come from."""
+    """A tensor that records, for its elements in row-major order, where they come from."""
 
     parts: _Parts
 
@@ -103,7 +103,7 @@ class _Traced(torch.Tensor):
 
 
 def _seen(source: _Traced, blank: Any, view: Any, name: str) -> _Traced:
-    """A view of a tensor, of which `view` is the same view of a blank one."""
+    """The same view of `source` that `view` is of `blank`."""
     alias = torch._C._is_alias_of(blank, view)  # type: ignore[attr-defined]
     if not alias and name not in _KEEPS:
         raise NotImplementedError(f"the conversion computes with {name}")
@@ -122,7 +122,7 @@ def _seen(source: _Traced, blank: Any, view: Any, name: str) -> _Traced:
 
 
 def _joined(tensors: Sequence[_Traced], dim: int, new: bool) -> _Traced:
-    """Tensors one after the other along a dimension, which is a new one or not."""
+    """Join tensors along a dimension; `new`: the dimension is new (stack)."""
     shapes = [list(t.shape) for t in tensors]
     dim %= len(shapes[0]) + new
     if new:
@@ -141,7 +141,7 @@ def _joined(tensors: Sequence[_Traced], dim: int, new: bool) -> _Traced:
 
 
 def _written(parts: _Parts, shape: Shape, room: Piece) -> list[tuple[str, Copy]]:
-    """What of a tensor of `shape` goes into the array that holds a piece of it."""
+    """The copies from a tensor of `shape` into the array that holds a piece of it."""
     moved = ((name, copy.written_to(room)) for name, copy in _on_grid(parts, shape))
     return [(name, copy) for name, copy in moved if copy is not None]
 
@@ -170,23 +170,24 @@ def _cut(copy: Copy, shape: Shape) -> list[Copy]:
             continue
         units = row_major_strides(shape)
         axis = next(d for d, unit in enumerate(units) if stride >= unit and shape[d] > 1)
-        room = units[axis] * shape[axis]  # elements until the next index of the dimension outside
+        # elements until the next index of the next outer dimension
+        room = units[axis] * shape[axis]
         if room % stride:
             break
         at = copy.target.start % room // stride
         if at + count > room // stride:
             return _split(copy, dim, count, room // stride, at, shape)
-        if axis in along:  # two go along one: the shorter is taken index by index
+        if axis in along:  # two run along one dimension: take the shorter index by index
             other = along[axis]
             short = min(dim, other, key=lambda d: copy.target.sizes[d])
             cuts = (_index(copy, short, i) for i in range(copy.target.sizes[short]))
             return [part for one in cuts for part in _cut(one, shape)]
         along[axis] = dim
-    raise NotImplementedError(f"{copy} is no set of grids of {shape}")
+    raise NotImplementedError(f"{copy} is not a set of grids of {shape}")
 
 
 def _split(copy: Copy, dim: int, count: int, inner: int, at: int, shape: Shape) -> list[Copy]:
-    """A dimension of a copy that reaches over the end of one of the array: cut there."""
+    """Cut a copy's dimension where it passes the end of a dimension of the array."""
     head = min((inner - at) % inner, count)
     tail = (count - head) % inner
     parts = []
@@ -210,7 +211,7 @@ def _index(copy: Copy, dim: int, index: int) -> Copy:
 
 
 def _folded(copy: Copy, dim: int, inner: int) -> Copy:
-    """A dimension as two, the inner one of `inner` indices."""
+    """Split a dimension in two; the inner one has `inner` indices."""
 
     def fold(at: Strided) -> Strided:
         count, stride = at.sizes[dim], at.strides[dim]

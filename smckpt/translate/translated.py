@@ -19,7 +19,7 @@ from smckpt.translate.targets import Chunk, Range
 
 __all__ = ["Translated", "TranslatedSource", "whole"]
 
-_AT_ONCE = 1 << 17  # elements computed at once: their arrays stay in the processor's cache
+_AT_ONCE = 1 << 17  # elements computed at once, so that their arrays stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,6 @@ def _parts(
 
 
 def whole(key: TensorKey, shape: Shape, dtype: str) -> Translated:
-    """A target that is one stored tensor, to compare it with another."""
+    """A target that is one stored tensor, for comparison with another."""
     all_of_it = Strided.whole(shape)
     return Translated(key.name, dtype, shape, dtype, (Block(key, Copy(all_of_it, all_of_it)),))

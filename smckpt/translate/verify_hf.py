@@ -38,7 +38,7 @@ from smckpt.translate.translated import Translated, TranslatedSource, whole
 
 __all__ = ["HFReport", "verify_hf"]
 
-LOGITS_TOLERANCE = 1e-5  # absolute, of fp32 logits: allows only sums in another order
+LOGITS_TOLERANCE = 1e-5  # absolute difference of fp32 logits; it allows only another order of sums
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def verify_hf(
         progress: called with (bytes compared, bytes in total).
 
     Returns:
-        A report, which lists what is wrong with the model; that is not raised.
+        A report. It lists faults of the model, which are not raised.
 
     Raises:
         UsageError: it is not the directory of a model, or transformers is not installed.
@@ -119,8 +119,8 @@ def verify_hf(
                 theirs = find_contents(
                     access_to(against), against, prefix, settings, said, HUB, comparison
                 )
-        except TensorMismatchError as error:  # tied tensors, or ranks' copies, that differ
-            problems.append(f"the checkpoint is no such model: {error}")
+        except TensorMismatchError as error:  # tied tensors, or copies of ranks, differ
+            problems.append(f"the checkpoint is not such a model: {error}")
         else:
             problems += _differences(stored, files, theirs, settings, progress)
             compared = len(stored)
@@ -151,9 +151,9 @@ def _differences(
     settings: ModelConfig | None,
     progress: Callable[[int, int], None] | None,
 ) -> list[str]:
-    """What tells the directory from the checkpoint. Where that is translated, each element of
-    either side stands for one of the other: that is proven. So what is equal here makes the
-    inverse, bit for bit, the checkpoint."""
+    """The differences between the directory and the checkpoint. For a translated checkpoint, the
+    proof shows that each element of one side belongs to one element of the other. So if nothing
+    differs, the inverse translation gives the checkpoint bit for bit."""
     wanted = {target.name: target for target in theirs.targets}
     tied = settings is not None and settings.ties_embeddings
     copies = {tie.left_out: tie.kept for tie in find_ties(stored)} if tied else {}
@@ -208,14 +208,14 @@ def _difference(
 
 
 def _in_memory(settings: ModelConfig | None, stored: Mapping[str, Target]) -> tuple[str, list[str]]:
-    """The class that names and shapes are of, and names that are not those of released models,
-    though transformers 5 loads them as well."""
+    """The class whose names and shapes these are; and a problem for names that only transformers'
+    memory form has, although transformers 5 loads them."""
     nothing: tuple[str, list[str]] = "AutoModelForCausalLM", []
     if settings is None or settings.values.get("quantization_config"):
         return nothing
     try:
         found = compare(settings.complete(None), {n: tuple(t.shape) for n, t in stored.items()})
-    except ImportError:  # told by `_loaded`
+    except ImportError:  # `_loaded` reports it
         return nothing
     if isinstance(found, str):
         return nothing
@@ -236,8 +236,8 @@ def _version() -> str:
 
 
 def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
-    """The model as transformers loads it in float32, and what it had to say; of class `nearest`,
-    where the config names none."""
+    """The model as transformers loads it in float32, and the problems that it reports. `nearest`:
+    its class, if the config names none."""
     try:
         import transformers
     except ImportError as error:
@@ -247,7 +247,7 @@ def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
     import torch
 
     if strange := [path.name for path in sorted(folder.iterdir()) if _is_no_file(path)]:
-        return None, [f"{name} is a pipe or device, no file" for name in strange]
+        return None, [f"{name} is a pipe or device, not a file" for name in strange]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = getattr(transformers, (config.architectures or [nearest])[0], None)
@@ -267,7 +267,7 @@ def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
 
 
 def _is_no_file(path: Path) -> bool:
-    """Whether it is something that transformers would open and perhaps wait for without end."""
+    """Whether it is a pipe or device. transformers would open it, and might wait without end."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

@@ -91,7 +91,7 @@ def test_the_root_is_above_the_step_or_where_the_options_say():
     assert root("s3://b/team/run/s1/tp0", prefix_root=above) == "s3://b/team/00-smckpt/run/s1/tp0/"
     assert root("s3://b/team", prefix_root=above) == "s3://b/team/00-smckpt/"
     for elsewhere in ("s3://b/other/run", "s3://c/team/run", "s3://b/teams/run"):
-        with pytest.raises(UsageError, match="does not lie below prefix_root"):
+        with pytest.raises(UsageError, match="is not below prefix_root"):
             root(elsewhere, prefix_root=above)
 
 

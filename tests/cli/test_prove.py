@@ -127,9 +127,9 @@ def test_names_that_do_not_matter_are_left_out_and_said(tmp_path: Path) -> None:
     ("mode", "step", "why", "differs"),
     [
         ("drifts", 40, "", True),
-        ("random", 10, "two runs differ before the kill", True),
-        ("short", 30, "the last step is 30 after the kill, and 40 without", False),
-        ("anew", 40, "it began anew: after its restart it saved step 10 again", False),
+        ("random", 10, "the two runs differ before the kill", True),
+        ("short", 30, "the last step is 30 with the kill and 40 without it", False),
+        ("anew", 40, "it did not resume: after its restart it saved step 10 again", False),
     ],
 )
 def test_what_is_not_exact_has_its_cause(
@@ -163,7 +163,7 @@ def test_what_is_not_proved_is_told(
 def test_a_script_that_never_commits_or_writes_elsewhere(tmp_path: Path) -> None:
     done = command(tmp_path, sys.executable, "-c", "pass")
     assert done.returncode == 2
-    assert "the script ended, and never committed below" in done.stderr
+    assert "the script ended and has committed nothing below" in done.stderr
     done = command(tmp_path, *script(tmp_path, "fast", "checkpoints"))
     assert done.returncode == 2
     assert f"it has written elsewhere: {tmp_path}/checkpoints/10" in done.stderr

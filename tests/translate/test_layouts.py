@@ -274,7 +274,7 @@ def test_a_tied_head_is_left_out_and_refused_where_it_differs(tmp_path):
 def test_a_transformed_model_without_a_config_or_of_an_unknown_family_is_refused(tmp_path, hub):
     _, state = hub("llama")
     paths = written(tmp_path / "in", [ref.mcore(state, 1, 0)])
-    with pytest.raises(errors.UsageError, match="none was given"):
+    with pytest.raises(errors.UsageError, match="no config was given"):
         export_hf(paths, tmp_path / "hf")
     with pytest.raises(errors.UsageError, match="'bloom'.*gpt_neox"):
         export_hf(paths, tmp_path / "hf", config={"model_type": "bloom"})

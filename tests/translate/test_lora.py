@@ -195,7 +195,7 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     refused("layout=", layout="te_split")
     refused("config=", lora="adapter", config=model.config)
     refused("base=", lora="adapter", base=tmp_path)
-    refused("lora_config= has no meaning without", lora=None)
+    refused("lora_config= has no effect without", lora=None)
     plain = saved(tmp_path / "3", base().state_dict())
     refused("needs a PEFT model", plain)
     second = {n.replace("default", "second"): t for n, t in model.state_dict().items()}

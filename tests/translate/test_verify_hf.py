@@ -87,7 +87,7 @@ def test_a_layout_that_names_do_not_tell_can_be_said(model, tmp_path):
     assert verify_hf(tmp_path / "hf", against=path, layout="te_fused", tp=1).problems == ()
     wrong = verify_hf(tmp_path / "hf", against=path, layout="te_fused_interleaved").problems
     assert any("q_proj.weight: differs" in problem for problem in wrong)
-    with pytest.raises(errors.UsageError, match="layout= has no meaning without against="):
+    with pytest.raises(errors.UsageError, match="layout= has no effect without against="):
         verify_hf(tmp_path / "hf", layout="te_fused")
 
 
@@ -158,7 +158,7 @@ def test_a_pipe_in_the_directory_is_told_and_not_read(exported, name):
     (exported / name).unlink(missing_ok=True)
     os.mkfifo(exported / name)
     with within(seconds(60)):
-        assert verify_hf(exported).problems == (f"{name} is a pipe or device, no file",)
+        assert verify_hf(exported).problems == (f"{name} is a pipe or device, not a file",)
 
 
 def test_the_command_exits_with_1_when_the_model_is_bad(exported, checkpoint):

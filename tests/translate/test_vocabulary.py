@@ -118,13 +118,13 @@ def test_where_nothing_is_padded_the_option_is_refused(tmp_path, llama):
         export_hf(path, tmp_path / "hf", config=folder, padded_vocab_size=128)
     with pytest.raises(errors.UsageError, match="padded_vocab_size= are given"):
         verify_hf(folder, against=path, padded_vocab_size=128)
-    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no meaning without"):
+    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect without"):
         verify_hf(folder, padded_vocab_size=128)
     save_file(state, tmp_path / "rank.safetensors")
     with pytest.raises(errors.TensorMismatchError, match="=128, but there are 120"):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=folder, layout="hf_tp",
                   padded_vocab_size=128)  # fmt: skip
-    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no meaning with lora="):
+    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect with lora="):
         export_hf(path, tmp_path / "hf", lora="merge", padded_vocab_size=128)
 
 

@@ -44,7 +44,7 @@ def foreign_save(
         UsageError: neither `checkpoint_id` nor the writer names a directory.
         SaveFailedError: an earlier save of the queue was not committed.
     """
-    del process_group  # the queue makes its own group with the same ranks: see its module
+    del process_group  # the queue makes a group of its own with the same ranks (see `foreign`)
     writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
     its_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
     assert isinstance(its_queue, ForeignQueue)

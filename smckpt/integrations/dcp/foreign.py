@@ -138,7 +138,8 @@ class ForeignQueue:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         if self._process_group is None or self._world is not dist.group.WORLD:
-            self._world = dist.group.WORLD  # another object after the job has made it again
+            # it is another object after the job has made the process group again
+            self._world = dist.group.WORLD
             self._process_group = dist.new_group(
                 list(self.group.ranks), backend="gloo", use_local_synchronization=True
             )

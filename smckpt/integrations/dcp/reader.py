@@ -92,7 +92,8 @@ class DistributedFileSystemReader(StorageReader):
             raise UsageError(f"timeout={timeout} is not positive", remedy="give seconds > 0")
         self._catalogue: Catalogue | None = None
         self._objects: dict[str, Any] = {}
-        self.failure: CheckpointError | None = None  # of read_metadata: DCP keeps its text only
+        # the error of read_metadata, of which DCP keeps only the text
+        self.failure: CheckpointError | None = None
 
     @property
     def path(self) -> str:
@@ -199,7 +200,7 @@ class DistributedFileSystemReader(StorageReader):
         group = group_of(self._process_group)
         if group is None:
             raise UsageError(
-                "this process is no member of the reader's process_group",
+                "this process is not a member of the reader's process_group",
                 remedy="make the reader on the ranks of the group only",
                 path=self.checkpoint_id,
             )

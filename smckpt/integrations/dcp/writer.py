@@ -72,8 +72,9 @@ class _Ticket:
 class DistributedFileSystemWriter(StorageWriter):
     """Writes a checkpoint of smckpt for `torch.distributed.checkpoint.save` and `async_save`.
 
-    Each rank saves its own values that are not tensors, where DCP keeps one rank's. With
-    `smckpt.async_save` and no planner, the writer only names the directory, and the engine saves.
+    Each rank saves its own values that are not tensors; DCP's own writer keeps those of one rank.
+    With `smckpt.async_save` and no planner, the writer only names the directory, and the engine
+    saves.
 
     Args:
         path: the checkpoint's directory. A second save there commits a newer state, and then
@@ -368,7 +369,7 @@ def _path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
 def _entries(
     items: Iterable[WriteItem], planner: SavePlanner, paths: Mapping[str, Path], rank: int
 ) -> tuple[list[Entry], list[list[torch.Tensor]]]:
-    """An entry for each tensor, with all boxes that this rank writes, and their elements."""
+    """An entry for each tensor, with all boxes that this rank writes and their elements."""
     by_name: dict[str, list[WriteItem]] = {}
     for item in items:
         by_name.setdefault(item.index.fqn, []).append(item)

@@ -17,7 +17,7 @@ __all__ = ["init", "is_initialized", "state", "transform"]
 def transform(*_: Any, **__: Any) -> NoReturn:
     """
     Raises:
-        UsageError: always. SMP's tensor-parallel layers are its own.
+        UsageError: always. smckpt has no tensor-parallel layers.
     """
     raise UsageError(
         "torch.sagemaker.transform does not exist here: smckpt has no layers of SMP",

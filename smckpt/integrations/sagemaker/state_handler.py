@@ -46,7 +46,7 @@ class State:
         self._groups: dict[str, Any] = {}
 
     def reset(self) -> None:
-        """Undo `init`. The process groups end with the job's."""
+        """Undo `init`. The process groups remain until the job's process group ends."""
         self.parallel = None
         self._groups = {}
 
@@ -121,7 +121,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
         if name not in _OTHERS:
             raise UsageError(
                 f"{name} is not a known parameter of SMP",
-                remedy=f"there are {', '.join((*_DEGREES, *_OTHERS))}",
+                remedy=f"the known parameters are {', '.join((*_DEGREES, *_OTHERS))}",
             )
         if _OTHERS[name] is not None and value != _OTHERS[name]:
             raise UsageError(

@@ -158,8 +158,8 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
 
 
 def _ask_once(request_dict: dict[str, Any], response: Any = None, **_: Any) -> None:
-    """botocore asks HEAD of the bucket where a redirection names no region, and of that again where
-    it is answered alike: without end. An answer that does not name it is taken as it is."""
+    """If a redirection names no region, botocore asks again by HEAD, and so without end if those
+    answers name none. This stops it: an answer without a region is returned unchanged."""
     headers = response[1]["ResponseMetadata"]["HTTPHeaders"] if response else {}
     if "x-amz-bucket-region" not in headers:
         request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True

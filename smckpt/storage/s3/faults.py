@@ -181,8 +181,8 @@ def _tls_error(error: BaseException) -> ssl.SSLError | None:
 
 
 def _tls_broke_off(error: BaseException) -> bool:
-    """Whether a TLS connection was cut or its bytes were changed (and not: the certificate is not
-    trusted)."""
+    """Whether a TLS connection was cut or its bytes were changed. False if the certificate is not
+    trusted."""
     below = _tls_error(error)
     return isinstance(below, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)) or (
         "BAD_RECORD_MAC" in (getattr(below, "reason", None) or "")
@@ -268,7 +268,7 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
     if isinstance(error, BadBody):
         return (
             f"the store did not carry out the request ({error})",
-            "check that the endpoint is the store, and check proxies between here and there",
+            "check the endpoint, and the proxies between here and the store",
         )
     if is_transient(error):
         said = f"{code or status or type(error).__name__}: {error}"

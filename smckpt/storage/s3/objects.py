@@ -106,7 +106,7 @@ class Objects(Requests):
             left = [one for one in refused if one.get("Code") not in _MISSING]
             for one in left:
                 if is_transient(told := ClientError({"Error": one}, "DeleteObjects")):
-                    raise told  # those that are gone already are no error the next time
+                    raise told  # objects that are already gone are no error in the next try
             # Not "Quiet": a page of a proxy, with status 200, lists nothing as deleted.
             return not left and len(answer.get("Deleted", ())) + len(refused) >= len(keys)
 
@@ -222,7 +222,7 @@ class Objects(Requests):
         if page.get("IsTruncated"):
             raise StorageError(
                 "cannot list: the store says that there are more keys, but not where they begin",
-                remedy="check the store, and proxies between here and there",
+                remedy="check the store and the proxies between here and the store",
                 path=self.url(prefix),
             )
 

@@ -69,7 +69,7 @@ def _pace(config: S3Config, bucket: str, share: Share, pid: int) -> Pace:
 
 class PacedClient:
     """boto3's client, slowed down: each operation waits for its turn, and a 503 slows down the
-    following ones. (What botocore sends again to another region is not counted.)
+    following ones. (Requests that botocore repeats in another region are not counted.)
 
     waited: seconds that all operations waited.
     """

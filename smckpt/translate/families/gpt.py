@@ -86,7 +86,7 @@ def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Falcon's three shapes: parallel attention and MLP with a norm each (40B), parallel with a
+    """Falcon's three forms: parallel attention and MLP with a norm each (40B), parallel with a
     shared norm (7B), or one after the other with a norm before each (RW)."""
     heads, new = config["num_attention_heads"], config.get("new_decoder_architecture")
     if new:

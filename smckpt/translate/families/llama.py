@@ -43,7 +43,7 @@ _FUSED = (
     Row("mlp.gate_up_proj.weight", ("gate", "up")),
     Row("mlp.down_proj.weight", ("down",)),
 )
-# Gemma: a norm before and one after. All norms are stored minus one.
+# Gemma: norms before and after each block. All norms are stored minus one.
 _GEMMA_TOP = (TOP[0], Row("model.norm.weight", ("final_norm",), shift=-1.0), TOP[2])
 _SANDWICH = (
     Row("input_layernorm.weight", ("norm1",), shift=-1.0),

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a tensor for each expert, or all of a layer in one."""
+"""Mixtures of experts, with one tensor for each expert or one for all experts of a layer."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ def test_a_page_is_no_listing_and_a_write_that_it_answers_is_not_done(
     assert proxy.left == 0
     stubborn = through(proxy, s3_root, retries=0)
     proxy.spoil("GET", "page", 5, path="list-type")
-    with pytest.raises(StorageError, match="does not come from S3.*check that the endpoint"):
+    with pytest.raises(StorageError, match="does not come from S3.*check the endpoint"):
         stubborn.list()
 
 

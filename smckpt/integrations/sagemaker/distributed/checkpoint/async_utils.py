@@ -32,8 +32,8 @@ class AsyncCallsQueue:
 
         Args:
             blocking: wait for the save in flight.
-            skip_sync: SMP asks the other ranks unless this is set. It has no effect here, since
-                every rank knows of every failure.
+            skip_sync: no effect. SMP asks the other ranks unless this is set; here every rank knows
+                of every failure.
             process_group: only saves of this group; None for all.
 
         Raises:

@@ -103,7 +103,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
 
         def run(saved: Any) -> None:
             try:
-                if saved.error is None:  # else the queue raises the failure
+                if saved.error is None:  # if the save failed, the queue raises it
                     self._run(self._after)
                 done.set_result(None)
             except BaseException as error:

@@ -1,13 +1,13 @@
-"""How fast and in how much memory a sharded checkpoint becomes a Hugging Face directory.
+"""Measures the time and memory of exports of a sharded checkpoint to a Hugging Face directory.
 
     python benchmarks/export.py --dir /path/on/the/disk
 
-Two ranks save one bf16 model (FSDP2), with smckpt and with torch.distributed.checkpoint. Then, in
-turns (A B C A B C …), each way makes a loadable directory of it in a process of its own, the page
-cache emptied before and the output made durable within the time. The limit of the same run: those
-bytes copied on the same disk, the faster of `cp` and of two threads with direct reads and writes.
-Imports are not timed, and count in the process's peak resident memory (mapped pages of files do
-too). Medians; min and max show the noise.
+Two ranks save one bf16 model (FSDP2), with smckpt and with torch.distributed.checkpoint. Then the
+ways run in turn (A B C A B C …). Each makes a loadable directory in a process of its own. The page
+cache is emptied before, and the time includes making the output durable. The limit, from the same
+run, is a copy of the same bytes on the same disk: the faster of `cp` and of two threads with direct
+reads and writes. The time excludes imports; the process's peak resident memory includes them, and
+mapped pages of files. It prints medians, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def save_sharded(options: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     block = torch.randn(1 << 20).mul_(0.02).bfloat16()
-    for parameter in model.parameters():  # noise that does not compress, made quickly
+    for parameter in model.parameters():  # fast random data that does not compress
         flat = parameter.detach().to_local().view(-1)
         flat.copy_(block.repeat(-(-flat.numel() // block.numel()))[: flat.numel()])
     state = {"model": model.state_dict()}
@@ -170,7 +170,7 @@ WAYS: dict[str, tuple[str, Callable[[Path, Path], Callable[[], None]]]] = {
     "direct": ("copy: 2 threads, direct", by_direct_copy),
     "export": ("smckpt export", by_smckpt_alone),
     "checked": ("smckpt export, compared with transformers' model", by_smckpt_compared),
-    "fresh": ("the same, where transformers is yet to be imported", by_smckpt),
+    "fresh": ("the same, transformers not yet imported", by_smckpt),
     "translated": ("smckpt export from Megatron's names, tp 2", by_translation),
     "accelerate": ("accelerate merge_fsdp_weights", by_accelerate),
     "torch": ("dcp_to_torch_save, load, save_pretrained", by_torch_save),
@@ -178,7 +178,7 @@ WAYS: dict[str, tuple[str, Callable[[Path, Path], Callable[[], None]]]] = {
 
 
 def print_none(_: object) -> None:
-    """What a way returns is not measured."""
+    """A way's return value is not measured."""
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def once(name: str, root: Path) -> None:
-    """In a process of its own: one way, once."""
+    """One way, once, in a process of its own."""
     out = root / "out"
     act = WAYS[name][1](root, out)
     began = time.perf_counter()

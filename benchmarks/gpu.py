@@ -1,13 +1,14 @@
-"""What a save and a load of state on a CUDA device cost, against the device's own limits.
+"""Measures a save and a load of state on a CUDA device, against the device's own limits.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/gpu.py --dir DIR
 
 A model of Llama's blocks with AdamW's moments, sharded by FSDP2, and a training step that keeps the
-device busy. Everything is measured in one run, in turns (A B C A B C …): medians of `--repeats`
-turns, with the least and the most. The limits are one plain copy of the same bytes between the
-device and pinned memory. torch.save and torch.distributed.checkpoint stand beside: `async_save` as
-it is by default, and with a `DefaultStager` that pins and shares its memory and stages in a thread
-of its own, as far as this torch has one. With that one, no step may begin before its staging ends.
+device busy. Everything is measured in one run, in turn (A B C A B C …). It prints medians of
+`--repeats` turns, with the least and the most. The limits are one plain copy of the same bytes
+between the device and pinned memory. For comparison it measures torch.save and
+torch.distributed.checkpoint: `async_save` with its defaults, and with a `DefaultStager` that pins
+and shares its memory and stages in a thread of its own, if this torch has one. With that stager, no
+step may begin before its staging ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import smckpt
 
 
 class Layer(Block):
-    """A Llama block without attention's products: enough to keep the device busy."""
+    """A Llama block without attention's products, which keeps the device busy enough."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.rms_norm(x, x.shape[-1:], self.norm1)
@@ -89,7 +90,7 @@ class Raw:
 
 
 def timed(act: Callable[[], Any], *, to_the_end: bool = True) -> float:
-    """Seconds of a call that begins on an idle device; by default until that is idle again."""
+    """Seconds of a call on an idle device; by default until the device is idle again."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     act()
@@ -124,7 +125,7 @@ class Peers:
 
 
 class Clock:
-    """Notes when futures end, in seconds since it was made."""
+    """Records when futures end, in seconds since it was made."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -174,7 +175,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
                 json.dumps(last),
                 flush=True,
             )
-        if turn == 1:  # the first made workers, memory and sessions
+        if turn == 1:  # the first turn made workers, memory and sessions
             out = {name: values for name, values in out.items() if name in kept}
         if time.perf_counter() - began > options.limit:
             break

@@ -1,13 +1,14 @@
-"""How fast a LOCAL checkpoint is taken, staged, saved and loaded, against this machine's limits.
+"""Measures how fast a LOCAL checkpoint is taken, staged, saved and loaded, against this machine's
+limits.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --dir /path/on/the/disk
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --s3
 
-Everything is measured in one run, in turns (A B C A B C …), all ranks at once, and printed as a
-ratio against a raw limit of the same run: a plain copy into pre-faulted memory, the fastest raw
-durable write, the fastest raw read. torch.distributed.checkpoint stands beside. Medians of
-`--repeats` turns; the slowest rank counts; min and max show the noise. `--s3` compares instead how
-long `async_save` blocks with the disk and with a real S3 server on loopback as its target.
+Everything is measured in one run, in turn (A B C A B C …), by all ranks at once, and printed as a
+ratio to a raw limit of the same run: a plain copy into pre-faulted memory, the fastest raw durable
+write, the fastest raw read. torch.distributed.checkpoint is measured for comparison. It prints
+medians of `--repeats` turns, with minimum and maximum; the slowest rank counts. `--s3` instead
+compares how long `async_save` blocks for the disk and for a real S3 server on loopback.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PIECE = 8 << 20
 
 
 class Block(nn.Module):
-    """The tensors of a Llama block; never run, so no forward."""
+    """The tensors of a Llama block. It never runs, so it has no forward."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def local_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def timed(act: Callable[[], Any]) -> float:
-    """Seconds that the slowest rank takes, all starting together."""
+    """Seconds of the slowest rank. All ranks start together."""
     dist.barrier()
     began = time.perf_counter()
     act()
@@ -114,7 +115,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 class Raw:
-    """The limits: the same bytes, as plain as it goes."""
+    """The limits: the same bytes, by the plainest means."""
 
     def __init__(self, tensors: list[torch.Tensor], path: Path) -> None:
         self.tensors = [t.detach() for t in tensors]
@@ -137,7 +138,7 @@ class Raw:
             list(pool.map(act, range(0, self.padded, PIECE)))
 
     def write(self, direct: bool) -> None:
-        """A new file, as a checkpoint's are: `clear` goes before, untimed."""
+        """Write a new file, as a checkpoint does. `clear` runs before, untimed."""
         flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | (os.O_DIRECT if direct else 0)
         fd = os.open(self.path, flags)
         os.posix_fallocate(fd, 0, self.padded)
@@ -148,7 +149,7 @@ class Raw:
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
-        os.sync()  # earlier writes are not this one's
+        os.sync()  # so that earlier writes do not count here
 
     def read(self, path: Path | None = None) -> None:
         fd = os.open(path or self.path, os.O_RDONLY)
@@ -210,9 +211,10 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         for name, direct in (("raw write, O_DIRECT", True), ("raw write, fsync", False)):
             raw.clear()
             note(name, timed(partial(raw.write, direct)))
-        os.sync()  # earlier writes are not this one's
+        os.sync()  # so that earlier writes do not count here
         note("save", timed(lambda: save(take(model, optimizer), checkpoint_id=ours)))
-        for _ in range(2):  # into the page cache; and the first to find it there pays for its lists
+        # fills the page cache; the first reader of it also pays for the kernel's lists
+        for _ in range(2):
             raw.read()
             load(take(model, optimizer), checkpoint_id=ours)
         own = partial(raw.read, next(ours.rglob(f"data-*-r{rank:05d}-0.safetensors")))
@@ -238,7 +240,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def measure_s3(options: argparse.Namespace) -> dict[str, list[float]]:
-    """How long async_save blocks, to the disk and to S3 in turns; a save ends before the next."""
+    """How long async_save blocks for disk and S3, in turn. Each save ends before the next."""
     sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
     import loopback_s3
 
@@ -257,7 +259,7 @@ def measure_s3(options: argparse.Namespace) -> dict[str, list[float]]:
         places = [("disk", root / "blocked"), ("S3", "s3://bench/blocked")]
         for turn in range(options.repeats + 1):  # the first makes worker, arena and sessions
             for name, place in places if turn % 2 else reversed(places):
-                time.sleep(1)  # the server has work left after an answer, and shares these cores
+                time.sleep(1)  # the server still works after an answer, on the same cores
                 begin = partial(async_save, take(model, optimizer), checkpoint_id=place)
                 seconds = timed(begin)
                 maybe_finalize_async_calls()

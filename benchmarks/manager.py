@@ -1,10 +1,10 @@
-"""What the manager adds to a save on the training thread, and what `should_save` costs.
+"""Measures what the manager adds to a save on the training thread, and the cost of `should_save`.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/manager.py --dir DIR
 
-A plain loop (LOCAL state, `async_save`) and `CheckpointManager.save` take turns at one small FSDP2
-model of many tensors, so that the copy of its bytes hides nothing. Rank 0's time counts from the
-first call until training may go on. Medians, with the least and the most.
+A plain loop (LOCAL state, `async_save`) and `CheckpointManager.save` save one FSDP2 model in turn.
+The model has many small tensors, so that the copy of its bytes hides nothing. Rank 0's time counts
+from the first call until training may go on. It prints medians, with the least and the most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smckpt import (
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds of one call; the ranks begin together, with nothing in flight."""
+    """Seconds of one call. The ranks begin together, with no save in flight."""
     maybe_finalize_async_calls(blocking=True)
     dist.barrier()
     begin = time.perf_counter()

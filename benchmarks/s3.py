@@ -1,16 +1,16 @@
-"""What S3 costs: smckpt's store beside other clients, in one run.
+"""Measures smckpt's S3 store beside other clients, in one run.
 
     python benchmarks/s3.py                    # cost of the clients against a sink, over TLS
     python benchmarks/s3.py --server real      # rates against a real server on loopback, over TLS
     python benchmarks/s3.py --plain            # the same over plain HTTP
 
-The *sink* (`s3_sink.py`) is a process of its own that drops bodies and serves zeros: against it the
-client's own cost shows, in CPU-seconds per GiB, also on a busy machine. The *real* server is
-seaweedfs on loopback (the extra s3-test), whose own work bounds the rates; they mean something only
-on an idle machine. Each client has a process of its own, and they take turns (A B C A B C …) at one
-piece of shared memory. Medians, with the least and the most. The time of the checksum alone
-(CRC-64/NVME of the same memory) is measured in the same run. Clients that are not installed are
-left out, and a line says so: `pip install s3torchconnector[dcp] obstore`.
+The *sink* (`s3_sink.py`) is a process of its own that drops bodies and serves zeros. So the figures
+show the client's own cost, in CPU-seconds per GiB, also on a busy machine. The *real* server is
+seaweedfs on loopback (the extra s3-test). Its own work bounds the rates, which mean something only
+on an idle machine. Each client has a process of its own, and they use one piece of shared memory in
+turn (A B C A B C …). It prints medians, with the least and the most. The time of the checksum alone
+(CRC-64/NVME of the same memory) is measured in the same run. A line names the clients that are left
+out because they are not installed: `pip install s3torchconnector[dcp] obstore`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Sample = tuple[float, float]  # CPU-seconds and seconds per GiB
 
 
 def serve_client(name: str, endpoint: str, path: str, size: int, pipe: Connection) -> None:
-    """Do what the pipe says ("put", key), ("get", key); answer with the cost."""
+    """Carry out the pipe's commands ("put", key) and ("get", key), and answer with the cost."""
     source, target = mapped(path + ".source", size), mapped(path + ".target", size)
     try:
         if name == CHECKSUM:
@@ -96,12 +96,12 @@ def cpu() -> float:
 def mapped(path: str, size: int) -> memoryview:
     with open(path, "r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), size))
-    np.frombuffer(memory, np.uint8)[::4096].sum()  # map each page before anything is timed
+    np.frombuffer(memory, np.uint8)[::4096].sum()  # fault in each page before anything is timed
     return memory
 
 
 class Worker:
-    """A client's process, seen from here."""
+    """The parent's view of a client's process."""
 
     def __init__(self, name: str, endpoint: str, path: str, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -162,8 +162,8 @@ def real(certificate: str | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def certificate(authority: str) -> Iterator[str]:
-    """A file with a key and a certificate for the loopback. The authority that vouches for it is
-    put into the file `authority`, and clients are told of that."""
+    """A file with a key and a certificate for the loopback. The authority that signed it is written
+    to the file `authority`, which the clients then trust."""
     import trustme
 
     made = trustme.CA()
@@ -189,11 +189,11 @@ def measure(args: argparse.Namespace, endpoint: str) -> list[Worker]:
                     file.write(os.urandom(1 << 20) if end == ".source" else bytes(1 << 20))
         workers = [Worker(name, endpoint, path, size) for name in names]
         try:
-            for turn in range(args.repeats + 1):  # the first warms up and does not count
+            for turn in range(args.repeats + 1):  # the first turn is a warm-up and does not count
                 for worker in workers:
                     key = f"{names.index(worker.name)}-{turn}"
                     worker.turn("put", key, turn > 0)
-                    # raw sockets put parts, and get what the first client put
+                    # raw sockets put parts, and get the object that the first client put
                     there = f"zeros-{size}" if args.server == "sink" else f"0-{turn}"
                     worker.turn("get", there, turn > 0)
         finally:
@@ -236,8 +236,8 @@ def main() -> None:
     add("--repeats", type=int, default=5, help="turns that count (default 5)")
     add("--only", nargs="+", choices=tuple(CLIENTS), help="these clients beside smckpt")
     add("--plain", action="store_true", help="plain HTTP")
-    add("--authority", help="where the certificate of the authority is put (default: /tmp)")
-    add("--memory", default="/dev/shm", help="where memory is shared (default /dev/shm)")
+    add("--authority", help="directory for the authority's certificate (default: /tmp)")
+    add("--memory", default="/dev/shm", help="directory for shared memory (default /dev/shm)")
     args = parser.parse_args()
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "k")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "s")

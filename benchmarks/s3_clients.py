@@ -62,8 +62,8 @@ class Client(Protocol):
 
 
 class Smckpt:
-    """Our store: parts with their CRC-64/NVME; reads as a load asks for them (two a thread, of 64
-    MiB at most), checksummed."""
+    """smckpt's store: parts with their CRC-64/NVME; checksummed reads like those of a load (two per
+    thread, of at most 64 MiB)."""
 
     checked = True
     most = PART  # bytes of a request
@@ -99,19 +99,19 @@ class Smckpt:
 
 
 class SmckptUnchecked(Smckpt):
-    """The same; what is read is not checksummed."""
+    """The same, without checksums on reads."""
 
     checked = False
 
 
 class SmckptSmall(Smckpt):
-    """The same; reads of 8 MiB: up to eight times the requests."""
+    """The same, with reads of 8 MiB, so with up to eight times as many requests."""
 
     most = 8 << 20
 
 
 class Boto3:
-    """boto3's upload_fileobj and download_fileobj as they come."""
+    """boto3's upload_fileobj and download_fileobj with their defaults."""
 
     tuned = False
 
@@ -199,7 +199,7 @@ class Crt:
 
 
 class Connector:
-    """s3torchconnector's writer and reader, as its checkpoints use them."""
+    """s3torchconnector's writer and reader, used as its checkpoints do."""
 
     def __init__(self, endpoint: str, bucket: str) -> None:
         from s3torchconnector import S3Checkpoint, S3ClientConfig
@@ -255,7 +255,7 @@ class Obstore:
 
 
 class ObstoreChecked(Obstore):
-    """The same; each part is sent with its CRC-64/NVME."""
+    """The same, with the CRC-64/NVME of each part."""
 
     checked = True
 
@@ -279,7 +279,7 @@ class Raw:
         self.tls = ssl.create_default_context(cafile=AUTHORITY) if secure else None
 
     def put(self, key: str, data: memoryview) -> None:
-        """Each part is an object of its own, as what puts parts together is not measured."""
+        """Each part is an object of its own: the completion of an upload is not measured."""
 
         def one(at: int) -> None:
             part = data[at : at + PART]
@@ -318,7 +318,8 @@ class Raw:
 
 
 def _status(sock: socket.socket) -> bytes:
-    """Read the head of an answer, which must be 2xx; what came of its body."""
+    """Read the head of an answer, which must be 2xx. Returns the part of the body that came with
+    it."""
     head = b""
     while b"\r\n\r\n" not in head:
         more = sock.recv(4096)

@@ -1,15 +1,16 @@
-"""Saving and loading a sharded checkpoint in S3: smckpt beside s3torchconnector's DCP storage.
+"""Measures saves and loads of a sharded checkpoint in S3: smckpt beside s3torchconnector's DCP
+storage.
 
     pip install s3torchconnector[dcp]
     torchrun --standalone --nproc-per-node 4 benchmarks/s3_dcp.py
 
-Against a real server on loopback (seaweedfs, the extra s3-test), which rank 0 starts. All ranks
-work at once and take turns with the two (A B A B …); the slowest rank counts for the seconds, all
-ranks together for the CPU-seconds of a load. Those of the server stand beside them: without cores
-of its own it is most of a load. With `--replay` loads are answered by `s3_replay.py`, which gives
-the server's own answers again and takes next to no CPU, as a store elsewhere would. DCP writes
-`--files` files a rank, smckpt one; what is loaded is compared with what was saved. Seconds mean
-something only on an idle machine.
+Rank 0 starts a real server on loopback (seaweedfs, the extra s3-test). All ranks work at once and
+use the two clients in turn (A B A B …). Seconds are those of the slowest rank; CPU-seconds of a
+load are those of all ranks together. The server's CPU-seconds are printed too: it shares the cores
+and takes most of a load. With `--replay`, `s3_replay.py` answers the loads. It repeats the server's
+own answers and takes almost no CPU, like a store with cores of its own. DCP writes `--files` files
+a rank, smckpt one. Each load is compared with the saved state. Seconds mean something only on an
+idle machine.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ class Connector:
     name = "s3torchconnector (DCP)"
 
     def __init__(self, endpoint: str, loads_from: str, files: int) -> None:
-        import s3torchconnector.dcp  # noqa: F401 (not installed: told at once)
+        import s3torchconnector.dcp  # noqa: F401 (not installed: reported at once)
         from s3torchconnector import S3ClientConfig
         from s3torchconnector._s3client import S3Client
 
         config = S3ClientConfig(force_path_style=True, part_size=64 << 20)
         self.files = files
-        # its DCP classes take no endpoint
+        # its DCP classes have no endpoint argument
         self.saving, self.loading = (
             S3Client(REGION, endpoint=url, s3client_config=config) for url in (endpoint, loads_from)
         )
@@ -102,7 +103,7 @@ class Connector:
 
 
 class Costs:
-    """Of what all ranks do at once."""
+    """The cost of a call that all ranks make at once."""
 
     def __init__(self, server: int) -> None:
         self._server = server
@@ -145,7 +146,7 @@ def compare(args: argparse.Namespace, endpoint: str, loads_from: str, server: in
         for client in clients:
             place = f"s3://{BUCKET}/{clients.index(client)}/{turn}/"
             saves[client.name].append(costs.of(lambda c=client, p=place: c.save(state, p)))
-    for turn in range(args.repeats + 1):  # the first warms up and does not count
+    for turn in range(args.repeats + 1):  # the first turn is a warm-up and does not count
         for client in clients:
             place = f"s3://{BUCKET}/{clients.index(client)}/{turn % args.saves}/"
             zero(state)

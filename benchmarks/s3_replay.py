@@ -1,9 +1,9 @@
-"""Gives a real S3 server's own answers once more, at almost no cost, on loopback.
+"""Repeats a real S3 server's answers on loopback, at almost no cost.
 
-For `benchmarks/s3_dcp.py --replay`: a store has cores of its own, which a server on the clients'
-own cores has not. The first GET or HEAD of something goes to the server as it came, and so does its
-answer, which is kept; the same request again has that answer from memory, its body by `sendfile`.
-Nothing else is taken: a PUT is answered with 501.
+For `benchmarks/s3_dcp.py --replay`. A real store has cores of its own, but a server on this machine
+shares the clients' cores. The replay passes the first GET or HEAD of an object on to the server,
+and keeps the answer. It answers the same request again from memory, with the body by `sendfile`. It
+answers any other request, such as PUT, with 501.
 
     python benchmarks/s3_replay.py http://127.0.0.1:8333    # prints its URL; until stdin closes
 """
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 _TIMEOUT = 60.0
-# the fields, beside the request line, that an answer depends on
+# the header fields on which an answer depends, besides the request line
 _VARY = (b"range", b"if-match", b"x-amz-checksum-mode")
 _REFUSED = b"HTTP/1.1 501 Not Implemented\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where in the memory file an answer's body lies."""
+    """Where an answer's body is in the memory file."""
 
     head: bytes
     at: int
@@ -83,7 +83,7 @@ class Connection:
                 self.upstream.close()
 
     def ask(self, head: bytes, method: bytes, request: tuple[bytes, ...]) -> Answer:
-        """The server's answer, which is kept."""
+        """Get the server's answer, and keep it."""
         if self.upstream is None:
             self.upstream = socket.create_connection(self.server, timeout=_TIMEOUT)
         self.upstream.sendall(head)
@@ -114,7 +114,7 @@ class Connection:
 
 
 def receive_head(sock: socket.socket, rest: bytes) -> tuple[bytes, bytes]:
-    """A head with its empty line, and what came after it; two empty ones where the peer is done."""
+    """A head with its empty line, and the bytes after it; both empty if the peer has closed."""
     while b"\r\n\r\n" not in rest:
         more = sock.recv(65536)
         if not more:

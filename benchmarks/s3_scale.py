@@ -1,11 +1,12 @@
-"""What a save of a large job asks of S3: requests, prefixes, seconds and bytes, on paper.
+"""Computes the load of a large job's save on S3: requests, prefixes, seconds and bytes. Nothing is
+sent.
 
     python benchmarks/s3_scale.py [--billions 405] [--ranks 16384] [--prefixes 1 2 4 8 16]
 
-The numbers come from `smckpt.storage.budget`, the code that holds each rank to its rate. The store
-is then simulated: a token bucket for each prefix that answers 503 above 3,500 writes a second, as
-S3 documents, and ranks that each hold a bucket of ours. Its refusals stand beside, also for ranks
-that keep four times the budget.
+The numbers come from `smckpt.storage.budget`, the code that holds each rank to its rate. Then the
+store is simulated: a token bucket for each prefix, which answers 503 above 3,500 writes a second,
+as S3 documents, and ranks with one of smckpt's token buckets each. The table shows its refusals,
+also for ranks that use four times their budget.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An HTTP server on loopback that answers like S3, drops every body and serves zeros.
 
-For `benchmarks/s3.py`: what a client costs shows best where the far end costs nothing. It is no
-store: it keeps nothing and checks nothing. GET and HEAD of `…/zeros-<bytes>` find an object.
+For `benchmarks/s3.py`: a client's own cost shows best if the server costs almost nothing. The sink
+keeps nothing and checks nothing. GET and HEAD of `…/zeros-<bytes>` find an object.
 
     python benchmarks/s3_sink.py [PEM]    # prints its URL and serves until stdin closes
 

@@ -1,4 +1,4 @@
-"""Real text that every machine has, as byte tokens, in an order that can be resumed."""
+"""Real text from this machine as byte tokens, in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ VOCABULARY = 256  # one token per byte: no tokenizer to download
 
 
 def read_text(paths: list[Path], limit: int = 8 << 20) -> torch.Tensor:
-    """The bytes of the files, one after the other; of Python's own library when none is given.
+    """The bytes of the files, one after the other. Without files: of Python's own library.
 
     Args:
         paths: text files, or directories whose *.py, *.txt and *.md files are taken.
-        limit: bytes; more is not read.
+        limit: the most bytes to read.
 
     Returns:
         uint8, shape (bytes,).
@@ -35,10 +35,11 @@ def read_text(paths: list[Path], limit: int = 8 << 20) -> torch.Tensor:
 
 
 class Batches:
-    """Shuffled windows of the text, a share for each data-parallel rank; never ends.
+    """An endless iterator of shuffled windows of the text; each data-parallel rank gets its share.
 
-    The order is a function of seed and epoch, so two integers say where we are. Each window's start
-    is also jittered with NumPy's generator: that one has to be resumed too, or batches differ.
+    The order is a function of seed and epoch, so two integers are the position. Each window's start
+    also has a random offset from NumPy's generator. That generator has to be resumed too, or
+    batches differ.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Batches:
         self.order = self._shuffled()
 
     def _shuffled(self) -> torch.Tensor:
-        windows = len(self.text) // self.length - 1  # the jitter may reach into the next window
+        # the random offset may reach into the next window
+        windows = len(self.text) // self.length - 1
         if windows < self.batch * self.ranks:
             raise SystemExit(f"{len(self.text)} bytes of text are too few: pass more with --data")
         generator = torch.Generator().manual_seed(self.seed + self.epoch)

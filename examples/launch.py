@@ -36,9 +36,13 @@ def arguments(description: str | None) -> argparse.Namespace:
     add("--steps", type=int, default=100)
     add("--save-every", type=int, default=10, help="steps (default 10)")
     add("--kill-at", default="auto", help="auto, never, or a step (default auto)")
-    add("--no-reference", action="store_true", help="do not prove it by a second training")
+    add("--no-reference", action="store_true", help="do not train a second time for comparison")
     add("--data", type=Path, nargs="+", default=[], help="text files or directories of them")
-    add("--out", type=Path, help="directory of the run (default runs/<id>); resumes what is there")
+    add(
+        "--out",
+        type=Path,
+        help="directory of the run (default runs/<id>); a run that is there is resumed",
+    )
     add(
         "--checkpoint-dir", help="directory or s3://bucket/prefix (default: in the run's directory)"
     )
@@ -83,15 +87,15 @@ def torchrun_command(world: int) -> list[str]:
 
 
 def run_torchrun(command: list[str]) -> int:
-    """The exit status of torchrun; neither it nor a rank, nor a file of theirs in /tmp, is left."""
+    """Run torchrun and return its exit status. No process of it and no file in /tmp is left."""
     with tempfile.TemporaryDirectory(prefix="smckpt-run-") as scratch:
         return ending.run(command, environment={**os.environ, "TMPDIR": scratch})
 
 
 def start_torchrun(args: argparse.Namespace) -> NoReturn:
-    """Start this script `--world` times by torchrun, which starts all again if one dies.
+    """Start this script `--world` times with torchrun, which restarts all ranks if one dies.
 
-    What can be refused is refused here, once: torchrun would try each failure again.
+    Wrong arguments are refused here, because torchrun would try each failure again.
     """
     ending.watch()
     command = torchrun_command(args.world)
@@ -99,7 +103,7 @@ def start_torchrun(args: argparse.Namespace) -> NoReturn:
         earlier = len(list(Path("runs").glob("????????")))
         if earlier:
             print(
-                f"{earlier} earlier runs lie in runs/; ./dev clean offers to remove them",
+                f"{earlier} earlier runs are in runs/; ./dev clean offers to remove them",
                 flush=True,
             )
         args.out = Path("runs") / secrets.token_hex(4)
@@ -119,12 +123,12 @@ def start_torchrun(args: argparse.Namespace) -> NoReturn:
 
 
 def checkpoints_of(args: argparse.Namespace) -> str:
-    """Where the run's checkpoints are."""
+    """The directory of the run's checkpoints."""
     return args.checkpoint_dir or str(args.out / "checkpoints")
 
 
 def refuse_other_runs(args: argparse.Namespace) -> None:
-    """Checkpoints that this run did not write would be taken for its own."""
+    """Refuse checkpoints of another run, which this run would resume from."""
     place = checkpoints_of(args)
     if Log(args.out / "log.jsonl").events("start"):
         return
@@ -137,7 +141,7 @@ def refuse_other_runs(args: argparse.Namespace) -> None:
 
 
 def look_command(args: argparse.Namespace) -> str:
-    """What lists the run's checkpoints, to be pasted into this shell."""
+    """The command that lists the run's checkpoints, for pasting into this shell."""
     program = Path(sys.executable).parent / "smckpt"
     smckpt = shlex.quote(_short(program)) if program.exists() else f"{_python()} -m smckpt.cli"
     place = checkpoints_of(args)
@@ -157,13 +161,13 @@ def _python() -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path, shortened for this directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def s3_is_configured() -> str:
-    """By what S3 is reached here; "" if by nothing."""
+    """The settings by which S3 is reached here; "" if there are none."""
     for name in ("SMCKPT_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return f"{name}={os.environ[name]}"
@@ -175,9 +179,9 @@ def s3_is_configured() -> str:
 
 @contextlib.contextmanager
 def reachable(args: argparse.Namespace) -> Iterator[None]:
-    """With the place of the checkpoints within reach of this process and its children.
+    """Make the checkpoints' directory reachable for this process and its children during the block.
 
-    Where that is S3 and this machine knows of none, it serves one itself for as long.
+    If it is in S3 and no S3 is configured, this starts an S3 server for the block.
     """
     if not is_s3_url(args.checkpoint_dir or ""):
         yield
@@ -211,20 +215,20 @@ def reachable(args: argparse.Namespace) -> Iterator[None]:
 
 
 def join() -> torch.device:
-    """Meet the other ranks; returns this rank's device."""
+    """Join the other ranks. Returns this rank's device."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    # torchrun's store outlives a restart and keeps the old attempt's keys, in which the new one
-    # would get lost: each attempt has a prefix of its own
+    # torchrun's store keeps the keys of an attempt after a restart. They would confuse the next
+    # attempt, so each attempt has a prefix of its own.
     store, rank, world = next(dist.rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt-{attempt}", store)
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    # equal bits need equal orders of additions
+    # equal bits need additions in equal order
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     return device

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, with keys: for machines without AWS, and for the tests.
+"""A real S3 server on loopback, with access keys, for machines without AWS and for the tests.
 
 pip install smckpt[s3-test]
 """
@@ -23,7 +23,7 @@ __all__ = ["KEY", "SECRET", "Server", "serve", "server_program"]
 KEY, SECRET = "smckpt-test", "smckpt-test-secret"
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
-_STOP_SECONDS = 2.0  # so that a signal ends all within five
+_STOP_SECONDS = 2.0  # so that everything ends within five seconds of a signal
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What leads smckpt, in this process or another, to this server and to no other keys; not
-        through the proxy that a network may have."""
+        """The environment variables that lead smckpt, in this process or another, to this server
+        with these keys, past any proxy of the network."""
         directly = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
         if _HOST not in directly.split(","):
             directly = f"{directly},{_HOST}".lstrip(",")
@@ -55,7 +55,7 @@ class Server:
 
 def server_program() -> str | None:
     """The path of the server's program; None where the extra `s3-test` is not installed."""
-    beside = Path(sys.executable).parent  # an environment is often used without being on PATH
+    beside = Path(sys.executable).parent  # the environment's bin folder need not be on PATH
     return shutil.which("weed", path=str(beside)) or shutil.which("weed")
 
 
@@ -63,12 +63,12 @@ def server_program() -> str | None:
 def serve(
     bucket: str, directory: Path | None = None, certificate: str | None = None
 ) -> Iterator[Server]:
-    """Start the server with a bucket; stop it, by its process.
+    """Start the server with a bucket, and stop it after the block.
 
     Args:
-        directory: keeps what the server holds, and has it again the next time; left out, it goes
-            with the server.
-        certificate: a file with a private key and its certificate; the endpoint is https:// then,
+        directory: where the server keeps its objects for the next start. None: a temporary
+            directory, which is removed with the server.
+        certificate: a file with a private key and its certificate; then the endpoint is https://,
             and AWS_CA_BUNDLE names the authority.
     """
     program = server_program()
@@ -80,7 +80,7 @@ def serve(
         names = ("s3", "master", "filer", "volume", "admin", "webdav")
         command = [program, "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}"]
         command += [f"-{n}.port={p}" for n, p in zip(names, ports[:6], strict=True)]
-        # gRPC listens 10,000 higher unless told otherwise
+        # by default gRPC listens on a port 10,000 higher
         command += [f"-{n}.port.grpc={p + 10_000}" for n, p in zip(names[:5], ports, strict=False)]
         command += ["-master.telemetry=false", "-webdav=false", "-admin.ui=false"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
@@ -90,7 +90,7 @@ def serve(
             command += [f"-s3.cert.file={certificate}", f"-s3.key.file={certificate}"]
         log = Path(scratch, "server.log")
         environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-        environment["TMPDIR"] = scratch  # its sockets go there
+        environment["TMPDIR"] = scratch  # for its sockets
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
@@ -98,7 +98,7 @@ def serve(
                 stderr=out,
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C ends its users first, and then it
+                start_new_session=True,  # Ctrl-C ends the clients first, and then the server
             )
         try:
             plain, secure = f"http://{_HOST}:{ports[0]}", f"https://{_HOST}:{ports[6]}"
@@ -115,7 +115,7 @@ def serve(
 
 
 def _wait(server: Server, bucket: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the bucket takes an object."""
+    """Wait until the bucket takes an object."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
@@ -140,11 +140,11 @@ def _wait(server: Server, bucket: str, process: subprocess.Popen[bytes], log: Pa
             if process.poll() is not None or time.monotonic() > deadline:
                 said = log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"the S3 server did not start: {error}\n{said}") from error
-            time.sleep(0.1)  # a server that is starting offers nothing to wait for
+            time.sleep(0.1)  # a starting server has no event to wait for
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free, and 10,000 higher too."""
+    """Free ports whose numbers plus 10,000 are free too."""
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in range(20_000 + os.getpid() % 10_000, 45_000, 7):
@@ -161,7 +161,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def main(bucket: str, directory: str, *command: str) -> int:
-    """Serve while `command` runs, and reaches the server; without one, until a signal."""
+    """Serve while `command` runs in the server's environment; without a command, until a signal."""
     from smckpt.run import ending
 
     ending.watch()

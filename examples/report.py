@@ -1,4 +1,4 @@
-"""What a run did, from its log: the proof, the table, the figure."""
+"""Reports what a run did, from its log: the proof, the table and the figure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SaveCost:
     """One save.
 
     blocked to committed: seconds since the call, of the slowest rank. stall: seconds that training
-    really lost: blocked, and what rank 0's steps until the commit took above the median. bytes: of
-    all ranks; None where a rank died before it logged its own.
+    lost: `blocked`, plus the time by which rank 0's steps until the commit exceeded the median.
+    bytes: of all ranks; None if a rank died before it logged its own.
     """
 
     attempt: int
@@ -62,13 +62,13 @@ class History:
 
     @cached_property
     def compared(self) -> list[tuple[Row, Row]]:
-        """Each step, and the same step of the uninterrupted run."""
+        """Pairs: a step, and the same step of the uninterrupted run."""
         rows = [row for row in self.steps if row["step"] in self.reference]
         return [(row, self.reference[row["step"]]) for row in rows]
 
     @cached_property
     def differences(self) -> list[str]:
-        """The steps whose losses are not the uninterrupted run's, in every bit."""
+        """The steps whose losses differ in any bit from those of the uninterrupted run."""
         return [
             f"step {row['step']}: {row['losses']}, uninterrupted {expected['losses']}"
             for row, expected in self.compared
@@ -100,7 +100,8 @@ class History:
 
 
 def publish(directory: Path, log: Log, look: str = "") -> bool:
-    """Print table and proof, draw the figure; whether all losses equal the uninterrupted run's.
+    """Print table and proof, and draw the figure. Returns whether all losses equal the
+    uninterrupted run's.
 
     Args:
         look: the command that lists the checkpoints.
@@ -113,7 +114,7 @@ def publish(directory: Path, log: Log, look: str = "") -> bool:
     console.print(history.text + "\n", markup=False, style="dim")
     draw(history, directory / "train.png")
     console.print(f"Figure: {directory / 'train.png'}", soft_wrap=True)
-    if look:  # in one line, to be pasted
+    if look:  # in one line, for pasting
         console.print(f"Checkpoints: {look}", markup=False, soft_wrap=True)
     if history.differences:
         console.print("LOSSES DIFFER", *history.differences[:5], sep="\n", style="bold red")
@@ -123,7 +124,7 @@ def publish(directory: Path, log: Log, look: str = "") -> bool:
 
 
 def proof(history: History) -> str:
-    """What was compared, in a sentence."""
+    """A sentence that says what was compared."""
     resumed = [str(attempt["step"]) for attempt in history.attempts if attempt["step"]]
     how = f", resumed after step {', '.join(resumed)}" if resumed else ""
     ranks = len(history.reference[1]["losses"])
@@ -155,7 +156,7 @@ def _table(history: History) -> Table:
 
 
 def draw(history: History, path: Path) -> None:
-    """Loss by step on top; below, how long each save held the training and how long it took."""
+    """Above: the loss by step. Below: how long each save blocked training, and how long it took."""
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(style):
         figure, (top, bottom) = plt.subplots(

@@ -1,4 +1,4 @@
-"""A small Llama, spread over the ranks with FSDP2, FSDP1 or DDP, and tensor parallelism."""
+"""A small Llama, distributed over the ranks with FSDP2, FSDP1 or DDP, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def llama_config(vocabulary: int, *, hidden: int, layers: int, length: int) -> L
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4 * length,
-        initializer_range=0.08,  # a small model learns sooner from larger weights
-        attention_dropout=0.1,  # so that torch's generators matter for the losses
+        initializer_range=0.08,  # a small model learns faster from larger initial weights
+        attention_dropout=0.1,  # so that the losses depend on torch's generators
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -60,8 +60,8 @@ def build(
     model = LlamaForCausalLM(config).to(device)
     if parallel == "ddp":
         model = DistributedDataParallel(model)
-        # After its first backward DDP groups the gradients anew, and sums in another grouping
-        # differ in the last bits. So that comes before training, alike in first and resumed runs.
+        # After its first backward, DDP groups the gradients in another way, and the sums then
+        # differ in the last bits. So one backward runs before training, in first and resumed runs.
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         model(input_ids=tokens, labels=tokens).loss.backward()
         model.zero_grad()
@@ -75,7 +75,7 @@ def build(
             auto_wrap_policy=functools.partial(
                 transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}
             ),
-            use_orig_params=True,  # the optimizer's groups are by parameter
+            use_orig_params=True,  # the optimizer's groups refer to these parameters
             device_id=device,
         )
     for layer in model.model.layers:

@@ -1,9 +1,9 @@
 """A Llama whose attention and MLP are fused, tensor-parallel layers, over plain process groups.
 
-Names and fusions are those of Transformer Engine's `TransformerLayer`: a norm stands in the module
-of the matrix behind it, and gate and up are one matrix. Each rank holds plain tensors: its heads of
-query, key and value, its rows of gate and then of up, its columns of the matrices that lead back,
-its rows of the padded vocabulary.
+Names and fusions are those of Transformer Engine's `TransformerLayer`: a norm is in the module of
+the matrix after it, and gate and up are one matrix. Each rank holds plain tensors: its heads of
+query, key and value, its rows of gate and then of up, its columns of the output matrices, and its
+rows of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-Config = Mapping[str, Any]  # of config.json
+Config = Mapping[str, Any]  # keys of config.json
 
 
 class _Copy(torch.autograd.Function):
-    """Into the parallel part: every rank has it, and each one's gradient is a part of the whole."""
+    """The input of the parallel part. Every rank has it, and each rank's gradient is a part of the
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -35,7 +36,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Out of the parallel part: each rank has a summand."""
+    """The output of the parallel part, of which each rank has a summand."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -49,7 +50,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Out of the parallel part: each rank has some of the columns."""
+    """The output of the parallel part, of which each rank has some columns."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -115,14 +116,14 @@ class Attention(nn.Module):
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, in Hugging Face's order: a pair is one row of each half of a head."""
+    """Rotary positions in Hugging Face's order: a pair has one row in each half of a head."""
     low, high = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
 
 class NormAndMLP(nn.Module):
-    """RMS norm and gated MLP; fc1 is this rank's rows of gate, then those of up."""
+    """RMS norm and gated MLP. fc1 has this rank's rows of gate, and then those of up."""
 
     def __init__(self, config: Config, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class Trunk(nn.Module):
 
 
 class ParallelLlama(nn.Module):
-    """Tokens to logits, the same on all ranks of the group.
+    """A model from tokens to logits, which are equal on all ranks of the group.
 
     Args:
         rows: of the vocabulary, padding included.
@@ -205,4 +206,5 @@ class ParallelLlama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head(self.model(tokens))
-        return logits[..., : self.config["vocab_size"]].clone()  # FSDP wants no view of padding
+        # FSDP refuses views of a padded tensor
+        return logits[..., : self.config["vocab_size"]].clone()

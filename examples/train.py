@@ -6,13 +6,13 @@
 Training saves a LOCAL checkpoint every few steps, in the background. A SIGKILL hits one rank at a
 random moment; torchrun starts all ranks again; they resume from the newest complete checkpoint and
 finish. The last checkpoint is exported as a Hugging Face directory, which then generates some text.
-The same training runs once more, uninterrupted and without a single save: every loss must be equal
-in every bit. A table and a figure end the run. `main` tells it in this order.
+The same training runs once more, uninterrupted and without any save, and every loss must be equal
+bit for bit. A table and a figure end the run. `main` has this order.
 
 With --checkpoint-dir s3://bucket/prefix checkpoints go to S3. Where no AWS credentials and no
 endpoint are configured, it starts an S3 server on this machine for the run, and says so.
 
-GPUs are used where there is one for each process; else gloo on CPUs.
+It uses GPUs if there is one for each process, otherwise CPUs with gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smckpt.run import ending  # noqa: F401 (first, so that a signal is heard from now on)
+from smckpt.run import ending  # noqa: F401 (first, so that signals are handled from now on)
 
 # isort: split
 import numpy as np
@@ -88,7 +88,7 @@ def main() -> None:
 
 @dataclass
 class Job:
-    """All that training changes, and so all that a checkpoint holds."""
+    """Everything that training changes, and so everything that a checkpoint holds."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -98,17 +98,17 @@ class Job:
 
 
 def train(run: Run, checkpoints: str | None, accident: Accident | None) -> None:
-    """Train to the last step; from the newest checkpoint, if there is one.
+    """Train to the last step, starting from the newest checkpoint if there is one.
 
     Args:
-        checkpoints: directory of the checkpoints; None for the reference, which saves nothing.
+        checkpoints: directory of the checkpoints; None for the reference run, which saves nothing.
     """
     args, phase = run.args, "run" if checkpoints else "reference"
     job = new_job(run)
     if checkpoints:
         resume(run, job, checkpoints)
     attempt = len(run.log.events("start"))
-    dist.barrier()  # all have counted
+    dist.barrier()  # all ranks have read the log
     say(f"{phase}: steps {job.step} to {args.steps}")
     if dist.get_rank() == 0:
         run.log.append("start", phase=phase, attempt=attempt, step=job.step)
@@ -129,7 +129,7 @@ def train(run: Run, checkpoints: str | None, accident: Accident | None) -> None:
             under_way.append(save(run, job, checkpoints, accident))
         under_way = log_finished(run, under_way, attempt)
     if checkpoints:
-        maybe_finalize_async_calls(blocking=True)  # raises what failed
+        maybe_finalize_async_calls(blocking=True)  # raises a failed save
         log_finished(run, under_way, attempt)
 
 
@@ -176,7 +176,7 @@ def new_job(run: Run) -> Job:
 
 
 def state_of(run: Run, job: Job) -> dict[str, Any]:
-    """The state that is saved, and the one that a load fills."""
+    """The state that a save takes, and that a load fills."""
     with sm_state_dict_type(job.model, run.kind):
         return {
             "model": job.model.state_dict(),
@@ -189,7 +189,7 @@ def state_of(run: Run, job: Job) -> dict[str, Any]:
 
 
 def save(run: Run, job: Job, checkpoints: str, accident: Accident | None) -> Save:
-    """Save in the background; returns when the state is in memory of its own."""
+    """Save in the background. Returns when the state is copied to other memory."""
 
     def committed(handle: Any) -> None:  # on one rank of each group
         if dist.get_rank() == 0:
@@ -210,13 +210,13 @@ def save(run: Run, job: Job, checkpoints: str, accident: Accident | None) -> Sav
 
 def resume(run: Run, job: Job, checkpoints: str) -> None:
     """Load the newest complete checkpoint, if there is one."""
-    found = latest_checkpoint(checkpoints)  # one rank looks, the others are told
+    found = latest_checkpoint(checkpoints)  # one rank looks and tells the others
     if found is None:
         return
     init_optim_state(job.optimizer)  # AdamW has no state before its first step
     state = state_of(run, job)
     load(state, checkpoint_id=run.directory_of_group(found), process_group=run.group)
-    # the tensors and the optimizer's groups are in place; the rest came back in `state`
+    # the load filled the tensors and the optimizer's groups; the rest is in `state`
     job.scheduler.load_state_dict(state["scheduler"])
     job.batches.load_state_dict(state["batches"])
     job.step = state["step"]
@@ -225,7 +225,7 @@ def resume(run: Run, job: Job, checkpoints: str) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The generators of this rank. Dropout draws from torch's, batches from NumPy's."""
+    """The random generators of this rank. Dropout uses torch's, batches use NumPy's."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     state["numpy"] = np.random.get_state(legacy=False)
     if device.type == "cuda":
@@ -243,18 +243,18 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @dataclass
 class Save:
-    """A save under way, and when it began."""
+    """A save in flight, and when it began."""
 
     handle: Any
     time: float
 
 
 def log_finished(run: Run, saves: list[Save], attempt: int) -> list[Save]:
-    """Log what each finished save cost on this rank; returns those that are still under way."""
+    """Log the cost of each finished save on this rank. Returns the saves still in flight."""
     for save in saves:
         if save.handle.done() and not save.handle.error:
             cost = save.handle.timings
-            # from the call on: `Timings` counts from the end of the wait for the save before
+            # from the call; `Timings` counts from the end of the wait for the save before
             run.log.append(
                 "save",
                 attempt=attempt,
@@ -295,7 +295,7 @@ def export_and_generate(run: Run) -> None:
 
 
 class Run:
-    """What stays the same during a run: where, on what, with which groups."""
+    """The constants of a run: device, degrees, groups and directories."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
@@ -317,7 +317,8 @@ class Run:
         self.group = self._replication_group() if self.kind is LOCAL else None
 
     def directory_of_group(self, step: str) -> str:
-        """Where this rank's group saves a step: several groups have a directory each in it."""
+        """The directory to which this rank's group saves a step. Each of several groups has one
+        below the step's."""
         if self.group is None or self.group.size() == dist.get_world_size():
             return step
         return f"{step.rstrip('/')}/tp{self.degrees.tp_rank}_fsdp{self.degrees.fsdp_rank}"

@@ -1,13 +1,13 @@
-"""Train a tensor-parallel Llama, save it as it is, export it, and hold the export against it.
+"""Train a tensor-parallel Llama, save it, export it, and compare the export with it.
 
     python examples/train_tp.py                      # starts itself under torchrun, 4 processes
 
-A fresh Hugging Face model is imported into Transformer Engine's layout: a checkpoint of two
-tensor-parallel ranks, from which the model in training, that FSDP shards over two more, is loaded.
-After some steps the ranks save a LOCAL checkpoint, as
-they hold it. One process exports it as a Hugging Face directory, and then three things are shown:
-transformers finds every tensor, each is the checkpoint's bit for bit, and the exported model's
-logits are those of the model in training.
+A new Hugging Face model is imported into Transformer Engine's layout, as a checkpoint of two
+tensor-parallel ranks. The training model loads it; FSDP shards each tensor-parallel rank over two
+more. After some steps the ranks save a LOCAL checkpoint of the tensors that they hold. One process
+exports it as a Hugging Face directory. Then the script shows three things: transformers finds every
+tensor, each equals the checkpoint's bit for bit, and the exported model's logits are those of the
+training model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from smckpt import (
 from smckpt.run import ending
 
 PADDED_TO = 64  # each rank's rows of the vocabulary are a multiple of it
-CLOSE = 1e-5  # of logits in fp32: sums over tensor-parallel ranks come in another order
+CLOSE = 1e-5  # of logits in fp32: the order of sums over tensor-parallel ranks differs
 
 
 def main() -> None:
@@ -80,18 +80,18 @@ def arguments() -> argparse.Namespace:
 
 
 def make_start(args: argparse.Namespace) -> None:
-    """A fresh model as transformers saves it, then a checkpoint of the tensor-parallel ranks."""
+    """Make a new model as transformers saves it, then a checkpoint of the tensor-parallel ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY + 1,  # one that no text has: odd, as tokenizers' are
+        vocab_size=VOCABULARY + 1,  # one more than the bytes: an odd number, as tokenizers have
         hidden_size=args.hidden,
         intermediate_size=3 * args.hidden,
         num_hidden_layers=args.layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        initializer_range=0.08,  # a small model learns sooner from larger weights
+        initializer_range=0.08,  # a small model learns faster from larger initial weights
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -103,7 +103,7 @@ def make_start(args: argparse.Namespace) -> None:
 
 
 def load_model(start: Path, degrees: ParallelState, device: torch.device) -> nn.Module:
-    """This rank's part: plain tensors of its tensor-parallel rank, then FSDP's shards of those."""
+    """This rank's model: plain tensors of its tensor-parallel rank, which FSDP then shards."""
     mesh = init_device_mesh(
         device.type, (degrees.fsdp_size, degrees.tp_size), mesh_dim_names=("shard", "tp")
     )
@@ -117,7 +117,7 @@ def load_model(start: Path, degrees: ParallelState, device: torch.device) -> nn.
     model.to_empty(device=device)
     with sm_state_dict_type(model, LOCAL):
         weights = model.state_dict()
-    # the import is of two ranks, these are four: the degrees say whose tensors are whose
+    # the import has two ranks and the job has four; the degrees say which rank takes which tensors
     load(weights, checkpoint_id=start, parallel_state=degrees)
     return model
 
@@ -143,7 +143,7 @@ def train(
 def save(checkpoint: Path, model: nn.Module, degrees: ParallelState, step: int) -> None:
     with sm_state_dict_type(model, LOCAL):
         state = {"model": model.state_dict()}
-    # the state says who is which tensor-parallel rank: their tensors have the same names
+    # parallel_state= records which rank is which, because their tensors have the same names
     async_save(state, checkpoint_id=checkpoint, parallel_state=degrees, step=step)
     maybe_finalize_async_calls()
 

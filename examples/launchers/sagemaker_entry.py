@@ -5,7 +5,7 @@
 
 Without `root`, a job of one host saves to /opt/ml/checkpoints. SageMaker copies that to the S3 path
 of `checkpoint_s3_uri`, and brings it back before a restart. Hosts of a larger job do not see each
-other's directory: there `root` names FSx or S3.
+other's directory: they need a `root` on FSx or S3.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     processes = int(os.environ.get("SM_NUM_GPUS", "0")) or int(os.environ["SM_NUM_CPUS"])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts))]
     torchrun += ["--node-rank", str(here), "--nproc-per-node", str(processes)]
-    torchrun += ["--master-addr", hosts[0]]  # and torchrun's port, 29500
+    torchrun += ["--master-addr", hosts[0]]  # with torchrun's default port, 29500
     # this process becomes torchrun, so that SageMaker's SIGTERM reaches it
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
     os.execv(sys.executable, [*torchrun, script, args.root, args.steps])

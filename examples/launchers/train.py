@@ -1,4 +1,5 @@
-"""A training loop that every launcher of this folder starts: it saves, ends by a signal, resumes.
+"""The training loop that every launcher of this folder starts. It saves, ends after a signal, and
+resumes.
 
     torchrun --standalone --nproc-per-node 2 train.py ROOT [STEPS]
 
@@ -28,7 +29,7 @@ def main(root: str, steps: int = 1000) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    # how long the last save may take after a signal, where the launcher waits longer than torchrun
+    # seconds for the last save after a signal, if the launcher waits longer than torchrun does
     grace = float(os.environ["GRACE"]) if "GRACE" in os.environ else None
     with CheckpointManager(root, interval=10, keep_last_n=3, grace=grace) as manager:
         step = manager.restore(into=state)

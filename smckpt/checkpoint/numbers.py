@@ -15,7 +15,8 @@ CODES = {
     "uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "u1",
 }  # fmt: skip
 
-# dtype → integers of its size, all bits but the sign, the least of those that is not finite
+# dtype → the integer type of its size, a mask of all bits except the sign, the smallest masked
+# value that is not finite
 _BITS: Mapping[str, tuple[str, int, int]] = {
     "float64": ("<u8", (1 << 63) - 1, 0x7FF << 52),
     "float32": ("<u4", 0x7FFFFFFF, 0x7F800000),

@@ -47,6 +47,10 @@ def torchtitan() -> str:
     return interpreter("SMCKPT_TORCHTITAN_PYTHON", "torchtitan")
 
 
+def torchtune() -> str:
+    return interpreter("SMCKPT_TORCHTUNE_PYTHON", "torchtune")
+
+
 def transformers4() -> str:
     return interpreter("SMCKPT_TRANSFORMERS4_PYTHON", "transformers", "4.57")
 

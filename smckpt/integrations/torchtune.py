@@ -24,6 +24,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
 import smckpt
+import smckpt.state_dict  # its hook: an optimizer's state dict knows the optimizer from a step on
 from smckpt.errors import UsageError
 from smckpt.storage.urls import normal_url
 
@@ -252,7 +253,9 @@ class DistributedCheckpointer:
         theirs = training.DistributedCheckpointer(
             self._checkpoint_dir, self._output_dir, self._process_group
         )
-        if checkpoint_path is None and theirs._get_latest_intermediate_checkpoint() is None:
+        if checkpoint_path is None and os.path.isdir(self._output_dir):
+            checkpoint_path = theirs._get_latest_intermediate_checkpoint()
+        if checkpoint_path is None:
             raise UsageError(
                 "there is no intermediate checkpoint to load",
                 remedy="start without resume_from_checkpoint, or pass checkpoint_path",

@@ -5,22 +5,206 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import smckpt
 from tests.support import child
 from tests.support.interpreters import torchtune
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtune_run.py"
+STOCK = "torchtune.training.FullModelHFCheckpointer"
+OURS = "smckpt.integrations.torchtune.DistributedCheckpointer"
 
 
-def told(*arguments: Any, **where: Any) -> list[dict[str, Any]]:
-    done = child.script(SCRIPT, *map(str, arguments), python=torchtune(), **where)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torchtune")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks saw that made the calls, in one run: torchtune takes long to import."""
+    done = child.script(SCRIPT, "units", str(folder), python=torchtune(), ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
-    return child.told(done)
+    ranks = child.told(done)
+    assert len(ranks) == 2
+    return ranks
 
 
-def test_the_calls_of_torchtunes_checkpointer(tmp_path: Path) -> None:
-    for rank in told("calls", tmp_path, ranks=2):
-        assert rank["at first"] is None
-        assert rank["latest"] == str(tmp_path / "dist_epoch_1")
+def test_the_calls_of_torchtunes_checkpointer(told: list[dict[str, Any]], folder: Path) -> None:
+    for its in (rank["calls"] for rank in told):
+        assert its["at first"] is None
+        assert its["latest"] == str(folder / "calls" / "dist_epoch_1")
         for epoch in (0, 1):
-            assert rank[f"loaded {epoch}"] == rank[f"kept {epoch}"]
-            assert rank[f"loaded {epoch} epochs"] == epoch + 1
+            assert its[f"loaded {epoch}"] == its[f"kept {epoch}"]
+            assert its[f"epochs {epoch}"] == epoch + 1
+
+
+def test_older_checkpoints_are_removed_after_the_commit_of_a_newer(
+    told: list[dict[str, Any]],
+) -> None:
+    for its in (rank["retention"] for rank in told):
+        assert its["None"] == [f"dist_epoch_{n}" for n in range(4)]
+        assert its["0"] is None  # none is saved
+        assert its["1"] == ["dist_epoch_3"]
+        assert its["2"] == ["dist_epoch_2", "dist_epoch_3"]
+
+
+def test_a_failed_save_is_told_and_removes_nothing(told: list[dict[str, Any]]) -> None:
+    for its in (rank["retention"] for rank in told):
+        assert "dist_epoch_4 was not committed" in its["error"]
+        assert its["after a failure"] == ["dist_epoch_2", "dist_epoch_3"]
+        assert its["later"] == ["dist_epoch_3", "dist_epoch_5"]
+
+
+def test_adapters_and_steps_have_directories_of_their_own(told: list[dict[str, Any]]) -> None:
+    for its in (rank["adapters"] for rank in told):
+        assert its["names"] == ["dist_epoch_1", "dist_epoch_1/adapter_model", "dist_step_40"]
+        assert its["directories"] == ["dist_epoch_1", "dist_step_40"]
+        assert its["adapter_only=False"] == ["/dist_step_40", [7] * 4]
+        assert its["adapter_only=True"] == ["/dist_epoch_1/adapter_model", [1] * 4]
+
+
+def test_rank_0_saves_whole_tensors_and_all_ranks_load_them(told: list[dict[str, Any]]) -> None:
+    saved = ["adapter", "epochs_run", "max_steps_per_epoch", "optimizer"]
+    for its in (rank["by_rank_0"] for rank in told):
+        assert its["True"] == saved
+        assert its["False"] == sorted([*saved, "model"])
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("keep", "keep_last_n_checkpoints is -1"),
+        ("unknown", "enable_dcp is not honoured"),
+        ("prefix", "dir_prefix is 'day'"),
+        ("step", "step is None"),
+        ("final", "intermediate_checkpoint=False is not honoured"),
+        ("adapters", "adapter_only is set, and the state has no adapters"),
+        ("no target", "load_checkpoint has no state_dict"),
+        ("nothing", "there is no intermediate checkpoint to load"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    told: list[dict[str, Any]], what: str, text: str
+) -> None:
+    for rank in told:
+        assert text in rank["refused"][what]
+
+
+class Recipe:
+    """A recipe of torchtune with its config, changed in the line of the checkpointer or not."""
+
+    def __init__(self, told: list[dict[str, Any]], folder: Path, name: str, config: str) -> None:
+        self.path = Path(told[0]["recipes"]) / f"{name}.py"
+        self.stock = folder / "made" / config
+        self.ours = folder / "made" / f"ours-{config}"
+        text = self.stock.read_text()
+        assert text.count(STOCK) == 1
+        self.ours.write_text(text.replace(STOCK, OURS))
+
+    def run(
+        self, *first: str, config: Path, out: Path, by: tuple[str, ...] = (), **more: Any
+    ) -> str:
+        also = [f"{key}={value}" for key, value in {"output_dir": out, **more}.items()]
+        arguments = (str(self.path), *first, "--config", str(config), *also)
+        done = child.script(SCRIPT, *arguments, python=torchtune(), ranks=2, by=by)
+        assert (done.returncode == 0) == (not first), done.stderr[-4000:]
+        return done.stderr
+
+
+def losses(out: Path) -> list[str]:
+    """Of each step: its number, loss and rate."""
+    lines = (out / "logs" / "log.txt").read_text().splitlines()
+    return [line.partition(" tokens")[0] for line in lines]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, (dict, list)):
+        assert len(one) == len(other)
+        keys = one if isinstance(one, dict) else range(len(one))
+        for key in keys:
+            assert_same(one[key], other[key])
+    else:
+        assert one == other
+
+
+def state_of(place: Path, *keys: str) -> Any:
+    return smckpt.load(checkpoint_id=place, only=keys)
+
+
+def names(out: Path) -> list[str]:
+    return [Path(one.path).name for one in smckpt.find_checkpoints(out)]
+
+
+@pytest.mark.timeout(600)
+def test_the_full_recipe_killed_and_resumed_ends_with_the_bits_of_one_that_was_not(
+    told: list[dict[str, Any]], folder: Path
+) -> None:
+    recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
+    straight, out = folder / "straight", folder / "out"
+    run = ("-m", "smckpt.run", "--for", "torchtune")
+    said = recipe.run(config=recipe.stock, out=straight, by=run, keep_last_n_checkpoints=2)
+    assert "smckpt run: replaced torchtune's CheckpointClient" in said
+
+    keep = {"checkpointer.keep_last_n_checkpoints": 2}
+    recipe.run("die=10", config=recipe.ours, out=out, **keep)
+    assert set(names(out)) <= {"dist_epoch_0", "dist_epoch_1"}
+    recipe.run(config=recipe.ours, out=out, resume_from_checkpoint=True, **keep)
+
+    for its in (straight, out):
+        assert names(its) == ["dist_epoch_1", "dist_epoch_2"]
+    final = "epoch_3/model-00001-of-00001.safetensors"
+    assert (out / final).read_bytes() == (straight / final).read_bytes()
+    keys = ("model", "optimizer", "epochs_run", "seed", "total_epochs", "max_steps_per_epoch")
+    last = [state_of(its / "dist_epoch_2", *keys) for its in (out, straight)]
+    assert {"exp_avg", "exp_avg_sq", "step"} <= set(
+        next(iter(last[0]["optimizer"]["state"].values()))
+    )
+    assert_same(*last)
+    died, resumed = losses(out)[:10], losses(out)[10:]
+    assert died == losses(straight)[:10]
+    assert resumed == losses(straight)[-len(resumed) :]
+    assert len(resumed) in (8, 12)  # the save of epoch 1 was under way when it was killed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_lora_recipe_goes_on_bit_for_bit_after_a_kill(
+    told: list[dict[str, Any]], folder: Path, alone: bool
+) -> None:
+    recipe = Recipe(told, folder, "lora_finetune_distributed", "lora.yaml")
+    straight, out = folder / f"lora-straight-{alone}", folder / f"lora-{alone}"
+    more = {"save_adapter_weights_only": alone}
+    recipe.run(config=recipe.ours, out=straight, **more)
+    recipe.run("die=10", config=recipe.ours, out=out, **more)
+    recipe.run(config=recipe.ours, out=out, resume_from_checkpoint=True, **more)
+    final = sorted(path.name for path in (straight / "epoch_3").iterdir())
+    assert {"adapter_model.pt", "adapter_model.safetensors", "adapter_config.json"} <= set(final)
+    assert ("model-00001-of-00001.safetensors" in final) == (not alone)
+    for name in final:
+        if name.endswith(".safetensors"):
+            ours, theirs = (its / "epoch_3" / name for its in (out, straight))
+            assert ours.read_bytes() == theirs.read_bytes()
+    last = [state_of(its / "dist_epoch_2", "adapter", "optimizer") for its in (out, straight)]
+    assert_same(*last)
+    assert losses(out)[10:] == losses(straight)[-len(losses(out)[10:]) :]
+
+
+@pytest.mark.long
+def test_without_enable_async_checkpointing_rank_0_saves_and_the_run_resumes(
+    told: list[dict[str, Any]], folder: Path
+) -> None:
+    recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
+    straight, out = folder / "sync-straight", folder / "sync"
+    more = {"enable_async_checkpointing": False}
+    recipe.run(config=recipe.ours, out=straight, **more)
+    recipe.run("die=10", config=recipe.ours, out=out, **more)
+    recipe.run(config=recipe.ours, out=out, resume_from_checkpoint=True, **more)
+    final = "epoch_3/model-00001-of-00001.safetensors"
+    assert (out / final).read_bytes() == (straight / final).read_bytes()
+    assert losses(out)[10:] == losses(straight)[-len(losses(out)[10:]) :]

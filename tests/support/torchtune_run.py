@@ -1,11 +1,11 @@
 """torchtune's own recipes on CPUs, and the calls of its distributed checkpointer.
 
-Its arguments: `make FOLDER` writes a tiny Llama, its tokenizer, data and `config.yaml`, and prints
-where torchtune's recipes are. `calls OUT`: the checkpointer by itself, on 2 ranks. Any other: the
-path of a recipe and the recipe's arguments, before them `die=STEP` (SIGKILL to rank 0 after it).
+Its arguments: `units OUT`: the checkpointer by itself, on 2 ranks; a tiny Llama, its tokenizer,
+data, `full.yaml` and `lora.yaml` are in OUT/made. Any other: the path of a recipe and the recipe's
+arguments, before them `die=STEP` (SIGKILL to rank 0 after it).
 
-torchtune trains on CPUs only without three of its functions, which are replaced here: two ask for
-an accelerator's memory, and one names the backend of CPUs twice.
+On CPUs torchtune trains only with three functions replaced: two ask for an accelerator's memory,
+and `init_process_group` gets gloo alone, where recipes ask for NCCL, or for gloo twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import _init_optim_state, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torchtune import training
 from torchtune.models import convert_weights
 from torchtune.models.llama2 import llama2
@@ -34,7 +36,7 @@ import smckpt
 from smckpt.integrations.torchtune import DistributedCheckpointer
 
 SIZES = {"vocab_size": 300, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
-WORDS = "the a fox dog hen runs eats sees to by old red small big home road field sun".split()
+WORDS = ["the", "a", "fox", "dog", "hen", "runs", "eats", "sees", "to", "by", "old", "red", "home"]
 
 
 def make(folder: Path) -> None:
@@ -56,12 +58,18 @@ def make(folder: Path) -> None:
     )  # fmt: skip
     model = llama2(**SIZES, max_seq_len=64)
     whole = convert_weights.tune_to_hf(model.state_dict(), num_heads=4, num_kv_heads=2, dim=32)
-    save_file({k: v.contiguous() for k, v in whole.items()}, base / "model-00001-of-00001.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in whole.items()}, base / "model-00001-of-00001.safetensors"
+    )
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     (base / "config.json").write_text(json.dumps(sizes))
-    OmegaConf.save(OmegaConf.create(config(folder)), folder / "config.yaml")
-    named = importlib.metadata.distribution("torchtune")
-    print("told", json.dumps({"recipes": str(named.locate_file("recipes"))}))
+    OmegaConf.save(OmegaConf.create(config(folder)), folder / "full.yaml")
+    lora = config(folder)
+    lora["model"].update(
+        _component_="torchtune.models.llama2.lora_llama2", lora_attn_modules=["q_proj", "v_proj"],
+        apply_lora_to_mlp=False, lora_rank=4, lora_alpha=8,
+    )  # fmt: skip
+    OmegaConf.save(OmegaConf.create(lora), folder / "lora.yaml")
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -117,7 +125,8 @@ def on_cpus() -> None:
         ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved"), 0.0
     )
     training.cleanup_before_training = lambda: None
-    training.get_distributed_backend = lambda device_type, offload_ops_to_cpu=False: "gloo"
+    stock = dist.init_process_group
+    dist.init_process_group = lambda _: stock("gloo")  # type: ignore[assignment]
 
 
 def dies_after(last: int) -> None:
@@ -174,44 +183,169 @@ def bits(model: Any, optimizer: Any) -> str:
 
 def calls(out: str) -> dict[str, Any]:
     """The calls of torchtune's pull request 2006, in its order."""
-    dist.init_process_group("gloo")
     place = {"checkpoint_dir": out, "output_dir": out}
     first = DistributedCheckpointer(**place, process_group=None)
     told: dict[str, Any] = {"at first": first.get_latest_intermediate_checkpoint()}
     model, optimizer = sharded(seed=1)
-    stepped(model, optimizer)
-    first.save_checkpoint(taken(model, optimizer, 1), epoch=0, save_async=True)
-    told["kept 0"] = bits(model, optimizer)
-    stepped(model, optimizer)
-    first.save_checkpoint(taken(model, optimizer, 2), epoch=1, save_async=True)
-    told["kept 1"] = bits(model, optimizer)
+    for epoch in (0, 1):
+        stepped(model, optimizer)
+        first.save_checkpoint(taken(model, optimizer, epoch + 1), epoch=epoch, save_async=True)
+        told[f"kept {epoch}"] = bits(model, optimizer)
     stepped(model, optimizer)  # the save has the state as it was
     smckpt.maybe_finalize_async_calls()
 
     second = DistributedCheckpointer(**place)
     told["latest"] = second.get_latest_intermediate_checkpoint()
-    for name, path in (("loaded 1", None), ("loaded 0", f"{out}/dist_epoch_0")):
+    for epoch, path in ((1, None), (0, f"{out}/dist_epoch_0")):
         model, optimizer = sharded(seed=2)
         _init_optim_state(optimizer)
-        target = {**taken(model, optimizer, 0), "dataloader": None}
-        loaded = second.load_checkpoint(target, path)
-        told[f"{name} epochs"] = loaded["epochs_run"]
+        loaded = second.load_checkpoint(taken(model, optimizer, 0), path)
+        told[f"epochs {epoch}"] = loaded["epochs_run"]
         set_state_dict(
             model,
             optimizer,
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
         )
-        told[name] = bits(model, optimizer)
+        told[f"loaded {epoch}"] = bits(model, optimizer)
+    return told
+
+
+def tiny(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"a": distribute_tensor(torch.full((4,), value), mesh), "epochs_run": int(value)}
+
+
+def names(out: Path) -> list[str]:
+    return sorted(str(Path(one.path).relative_to(out)) for one in smckpt.find_checkpoints(out))
+
+
+def retention(out: Path) -> dict[str, Any]:
+    told = {}
+    for keep in (None, 0, 1, 2):
+        its = out / str(keep)
+        made = DistributedCheckpointer(str(its), str(its), keep_last_n_checkpoints=keep)
+        for epoch in range(4):
+            made.save_checkpoint(tiny(epoch), epoch, save_async=True)
+        smckpt.maybe_finalize_async_calls()
+        dist.barrier()
+        told[str(keep)] = names(its) if its.exists() else None
+        if keep == 2:
+            (its / "dist_epoch_4").touch()  # so there can be no directory
+            dist.barrier()
+            made.save_checkpoint(tiny(4), 4, save_async=True)
+            try:
+                smckpt.maybe_finalize_async_calls()
+            except smckpt.SaveFailedError as error:
+                told["error"] = str(error)
+            told["after a failure"] = names(its)
+            dist.barrier()
+            made.save_checkpoint(tiny(5), 5, save_async=False)
+            dist.barrier()
+            told["later"] = names(its)
+    return told
+
+
+def adapters(out: Path) -> dict[str, Any]:
+    made = DistributedCheckpointer(str(out), str(out), keep_last_n_checkpoints=1)
+    for epoch in (0, 1):
+        made.save_checkpoint(tiny(epoch), epoch, save_async=True, adapter_only=True)
+        made.save_checkpoint(tiny(10 + epoch), epoch, save_async=True)
+    made.save_checkpoint(tiny(7), 1, save_async=True, step=40, dir_prefix="step")
+    smckpt.maybe_finalize_async_calls()
+    dist.barrier()
+    told: dict[str, Any] = {"names": names(out)}
+    told["directories"] = sorted(one.name for one in out.iterdir())
+    for adapter_only in (False, True):
+        its = str(made.get_latest_intermediate_checkpoint(adapter_only))
+        loaded = made.load_checkpoint(tiny(0), adapter_only=adapter_only)
+        whole = loaded["a"].full_tensor().tolist()
+        told[f"adapter_only={adapter_only}"] = [its.removeprefix(str(out)), whole]
+    return told
+
+
+def component(folder: Path, out: Path, **more: Any) -> DistributedCheckpointer:
+    section = config(folder)["checkpointer"]
+    del section["_component_"]
+    return DistributedCheckpointer(**{**section, "output_dir": str(out)}, **more)
+
+
+def by_rank_0(folder: Path, out: Path) -> dict[str, Any]:
+    """What a LoRA recipe does: rank 0 saves whole tensors, and all ranks load them."""
+    state = {
+        "model": {"merged": torch.ones(3)},
+        "adapter": {"layers.0.lora_a.weight": torch.arange(6.0).reshape(2, 3)},
+        "optimizer": {"state": {"x": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.5}]},
+        "epochs_run": 1,
+        "max_steps_per_epoch": None,
+    }
+    told = {}
+    for adapter_only in (True, False):
+        its = out / str(adapter_only)
+        made = component(folder, its, should_load_recipe_state=False)
+        base = made.load_checkpoint()
+        if dist.get_rank() == 0:
+            made.save_checkpoint(
+                {**state}, epoch=0, intermediate_checkpoint=True, adapter_only=adapter_only
+            )
+            smckpt.maybe_finalize_async_calls()
+        dist.barrier()
+        loaded = component(folder, its, should_load_recipe_state=True).load_checkpoint()
+        assert torch.equal(
+            loaded["adapter"]["layers.0.lora_a.weight"], torch.arange(6.0).view(2, 3)
+        )
+        assert loaded["model"].keys() == base["model"].keys()
+        assert loaded["optimizer"]["state"]["x"]["step"] == 3
+        assert loaded["optimizer"]["param_groups"] == [{"lr": 0.5}]
+        assert loaded["max_steps_per_epoch"] is None
+        told[str(adapter_only)] = sorted(smckpt.load(checkpoint_id=its / "dist_epoch_0") or {})
+    return told
+
+
+def refused(folder: Path, out: Path) -> dict[str, str]:
+    plain = DistributedCheckpointer(str(out), str(out))
+    its = str(out)
+    tries = {
+        "keep": lambda: DistributedCheckpointer(its, its, keep_last_n_checkpoints=-1),
+        "unknown": lambda: component(folder, out, enable_dcp=True),
+        "prefix": lambda: plain.save_checkpoint({}, 0, dir_prefix="day"),
+        "step": lambda: plain.save_checkpoint({}, 0, dir_prefix="step"),
+        "final": lambda: plain.save_checkpoint({}, 0, intermediate_checkpoint=False),
+        "adapters": lambda: plain.save_checkpoint(
+            {"model": {}}, 0, intermediate_checkpoint=True, adapter_only=True
+        ),
+        "no target": lambda: plain.load_checkpoint(),
+        "nothing": lambda: plain.load_checkpoint({"a": torch.ones(1)}),
+    }
+    told = {}
+    for name, call in tries.items():
+        try:
+            call()
+        except ValueError as error:
+            told[name] = str(error)
+    return told
+
+
+def units(out: Path) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        make(out / "made")
+    dist.barrier()
+    told: dict[str, Any] = {
+        "calls": calls(str(out / "calls")),
+        "retention": retention(out / "retention"),
+        "adapters": adapters(out / "adapters"),
+        "by_rank_0": by_rank_0(out / "made", out / "by_rank_0"),
+        "refused": refused(out / "made", out / "refused"),
+        "recipes": str(importlib.metadata.distribution("torchtune").locate_file("recipes")),
+    }
     dist.barrier()
     dist.destroy_process_group()
     return told
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "make":
-        make(Path(sys.argv[2]))
-    elif sys.argv[1] == "calls":
-        print("told", json.dumps(calls(sys.argv[2])), flush=True)
+    if sys.argv[1] == "units":
+        print("told", json.dumps(units(Path(sys.argv[2]))), flush=True)
     else:
         recipe(sys.argv[1], sys.argv[2:])

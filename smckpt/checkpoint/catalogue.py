@@ -24,7 +24,15 @@ from smckpt.layout.mesh import Shape
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "Stored", "open_catalogue"]
+__all__ = [
+    "Catalogue",
+    "LogicalTensor",
+    "SavedFile",
+    "SavedPiece",
+    "Stored",
+    "catalogue_of",
+    "open_catalogue",
+]
 
 Stored = tuple[SavedFile, StoredSlot]  # a part of a rank's array, and the file that has it
 
@@ -366,7 +374,11 @@ def open_catalogue(
         CheckpointNotFoundError: nothing committed is here. The message says what is here instead.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
     """
-    commit = choose_commit(storage, choose, name)
+    return catalogue_of(storage, choose_commit(storage, choose, name))
+
+
+def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:
+    """The catalogue of a commit in a directory, which was read or is about to be made."""
     members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.

@@ -13,9 +13,25 @@ from typing import Any, NoReturn
 
 from smckpt.checkpoint.choose import read_manifest
 from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import Manifest, Record, manifest_name, nested, record_name
+from smckpt.checkpoint.format import (
+    Manifest,
+    Record,
+    manifest_name,
+    nested,
+    parse_name,
+    record_name,
+)
 from smckpt.checkpoint.gather import READERS, gather_parts
-from smckpt.checkpoint.leases import later_run, mark_lease, probe, take_lease
+from smckpt.checkpoint.leases import (
+    claimed,
+    later_run,
+    mark_lease,
+    probe,
+    raise_fence,
+    release,
+    take_lease,
+    taken_over,
+)
 from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
 from smckpt.checkpoint.sealed import (
     FORMAT_VERSION,
@@ -85,12 +101,34 @@ def publish_manifest(
     try:  # also where it was taken before: the directory may have been removed meanwhile
         mark_lease(storage, fencing_token, session, over, ranks)
     except StorageError as error:
-        _take_back(stores, attempt, error)
+        _take_back(stores, fencing_token, attempt, error)
     # This comes before the parts are read. A run that gives up this attempt fences it before it
     # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
     _refuse_fenced(stores, fencing_token, attempt)
+    manifest = gathered_manifest(stores, session, number, fencing_token, ranks, parts, record, over)
+    _refuse_fenced(stores, fencing_token, attempt)
+    return create_manifest(storage, manifest)
+
+
+def gathered_manifest(
+    stores: PrefixStores,
+    session: str,
+    number: int,
+    fencing_token: int,
+    ranks: Sequence[int],
+    parts: Mapping[str, Mapping[str, str]],
+    record: str | None,
+    over: PrefixSharding | None,
+) -> Manifest:
+    """Read all parts back, check that they belong together, and make their manifest of them; the
+    arguments are those of `publish_manifest`. Nothing is written.
+
+    Raises:
+        As `gather_parts`.
+    """
+    attempt = f"{session}-{number:08d}"
     gathered = gather_parts(stores, attempt, ranks, parts)
-    manifest = Manifest(
+    return Manifest(
         checkpoint_id=gathered.head["checkpoint_id"],
         kind=gathered.head["kind"],
         step=gathered.head["step"],
@@ -110,8 +148,11 @@ def publish_manifest(
         versions=gathered.head["versions"],
         format=PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
     )
-    _refuse_fenced(stores, fencing_token, attempt)
-    name = manifest_name(fencing_token, number, session)
+
+
+def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
+    """Create the manifest exclusively; what `publish_manifest` returns."""
+    name = manifest_name(manifest.fencing_token, manifest.number, manifest.session)
     data = _create(storage, name, manifest.to_json())
     return {
         "manifest": name,
@@ -128,15 +169,37 @@ def _refuse_fenced(stores: PrefixStores, fencing_token: int, attempt: str) -> No
     it."""
     error = later_run(stores.directory, fencing_token, [stores.directory.url], attempt)
     if error is not None:
-        _take_back(stores, attempt, error)
+        _take_back(stores, fencing_token, attempt, error)
 
 
-def _take_back(stores: PrefixStores, attempt: str, error: StorageError) -> NoReturn:
+def _take_back(
+    stores: PrefixStores, fencing_token: int, attempt: str, error: StorageError
+) -> NoReturn:
+    """Delete what we wrote, unless it is committed, or a repair has claimed it to commit it: the
+    first of the two that raises the fence decides."""
+    storage = stores.directory
     try:
-        discard_attempt(stores, attempt)
+        raised = raise_fence(storage, attempt)
+        tokens = _committed_under(storage, attempt)
+        if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
+            error = taken_over(attempt, storage.url)
+        elif not tokens:
+            discard_attempt(stores, attempt)
+        if raised:
+            release(storage, attempt)
     except CheckpointError as other:
         raise error from other
     raise error
+
+
+def _committed_under(storage: Storage, attempt: str) -> set[int]:
+    """The fencing tokens of the manifests of this attempt that are here."""
+    parsed = (parse_name(info.name) for info in storage.list("manifest-"))
+    return {
+        p.fencing_token
+        for p in parsed
+        if p is not None and f"{p.session}-{p.number:08d}" == attempt
+    }
 
 
 def publish_record(

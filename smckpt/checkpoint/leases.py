@@ -31,14 +31,18 @@ from smckpt.storage.urls import file_url, join_url, normal_url, relative_url
 
 __all__ = [
     "Lease",
+    "claim",
+    "claimed",
     "later_run",
     "leases_at",
     "mark_lease",
     "places_at",
     "probe",
     "raise_fence",
+    "release",
     "sessions_at",
     "take_lease",
+    "taken_over",
 ]
 
 _TURNS = 1000  # leases in a row that somebody else takes before we give up
@@ -245,6 +249,8 @@ def later_run(
     """
     names = {info.name for info in storage.list()}
     if attempt and fence_name(attempt) in names:
+        if claimed(storage, attempt):
+            return taken_over(attempt, storage.url)
         return StorageError(
             f"another run gave up attempt {attempt} for dead and deletes its files; this save is "
             "not committed",
@@ -269,9 +275,47 @@ def later_run(
     return None
 
 
-def raise_fence(storage: Storage, attempt: str) -> None:
-    """Tell a session, which may still be alive, that its attempt is given up. Durable on return."""
-    storage.put_exclusive(fence_name(attempt), seal_json({"format": list(FORMAT_VERSION)}))
+def taken_over(attempt: str, url: str) -> StorageError:
+    """The error of a session that lives, and whose save `smckpt repair` commits."""
+    return StorageError(
+        f"`smckpt repair` took this save for one of a dead job, and commits it (attempt {attempt}):"
+        " this session may not save here any more",
+        remedy="restart the job: it resumes from what was committed. Repair only what no job "
+        "is writing",
+        path=url,
+    )
+
+
+def raise_fence(storage: Storage, attempt: str) -> bool:
+    """Tell a session, which may still be alive, that its attempt is given up. Durable on return.
+    False: it was told before, or a repair has claimed the attempt (`claimed`)."""
+    name, data = fence_name(attempt), seal_json({"format": list(FORMAT_VERSION)})
+    return storage.put_exclusive(name, data)
+
+
+def claim(storage: Storage, attempt: str) -> bool:
+    """Claim an attempt for a repair, which commits it: then nobody deletes its files. False:
+    somebody has given the attempt up, and deletes them."""
+    body = {"format": list(FORMAT_VERSION), "by": "repair"}
+    created = storage.put_exclusive(fence_name(attempt), seal_json(body))
+    return created or claimed(storage, attempt)
+
+
+def claimed(storage: Storage, attempt: str) -> bool:
+    """Whether the fence of an attempt is a repair's claim."""
+    name = fence_name(attempt)
+    try:
+        body = open_json(storage.read(name, most=MAX_JSON_BYTES), file_url(storage.url, name))
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return False
+    return body.get("by") == "repair"
+
+
+def release(storage: Storage, attempt: str) -> None:
+    """End a claim, or a fence of one's own."""
+    storage.delete(fence_name(attempt))
+    if storage.is_file_system:
+        storage.discard_unfinished([fence_name(attempt)])  # of one who was killed
 
 
 def leases_at(storage: Storage) -> list[Lease]:

@@ -23,7 +23,7 @@ from smckpt.checkpoint.format import (
     parse_name,
     parse_temporary,
 )
-from smckpt.checkpoint.leases import Lease, later_run, leases_at, places_at, raise_fence
+from smckpt.checkpoint.leases import Lease, claimed, later_run, leases_at, places_at, raise_fence
 from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores, delete_at
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES
 from smckpt.errors import (
@@ -302,8 +302,10 @@ def _give_up(
     found = {
         (p.session, p.number) for _, p in _written(names) if p.session in attempts.without_lease
     }
-    for session, number in found:
-        raise_fence(storage, f"{session}-{number:08d}")
+    for session, number in tuple(found):
+        attempt = f"{session}-{number:08d}"
+        if not raise_fence(storage, attempt) and claimed(storage, attempt):
+            found.remove((session, number))  # a repair is about to commit it
     awake = set(_last_tokens(storage, leases_at(storage))) if found else set()
     for session, number in found:
         if session in awake:

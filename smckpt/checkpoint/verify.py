@@ -20,7 +20,7 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Box, covered
 from smckpt.storage import Storage, access_to
 
-__all__ = ["Problem", "Report", "verify_checkpoint"]
+__all__ = ["Problem", "Report", "verify_catalogue", "verify_checkpoint"]
 
 PIECE = 8 * BLOCK  # bytes that a thread reads at once
 
@@ -87,6 +87,19 @@ def _verified(storage: Storage, url: str, threads: int, progress: Progress | Non
         catalogue = open_catalogue(storage)
     except CorruptCheckpointError as error:
         return Report(url, "", 0, 0, 0, (_problem(error, url),))
+    report = verify_catalogue(catalogue, url, threads, progress)
+    if (
+        report.problems
+        and (replaced := replacement(storage, catalogue.identity, "verify")) is not None
+    ):
+        raise replaced
+    return report
+
+
+def verify_catalogue(
+    catalogue: Catalogue, url: str, threads: int = 4, progress: Progress | None = None
+) -> Report:
+    """`verify_checkpoint` for a catalogue that is open already."""
     files = [_FileCheck(catalogue, file) for file in catalogue.files]
     total = sum(check.file.record.size for check in files)
     tell = Meter(progress, total)
@@ -98,8 +111,6 @@ def _verified(storage: Storage, url: str, threads: int, progress: Progress | Non
             read.result()
         for found in (*pool.map(_FileCheck.finish, files), *(part.result() for part in parts)):
             problems += found
-    if problems and (replaced := replacement(storage, catalogue.identity, "verify")) is not None:
-        raise replaced
     damaged = {check.file.rank for check in files if check.problems}
     problems += [*_stored_once(catalogue, damaged), *_covered(catalogue)]
     return Report(

@@ -29,6 +29,7 @@ from smckpt.cli.output import (
     time_text,
 )
 from smckpt.cli.prove import prove
+from smckpt.cli.repair import repair
 from smckpt.cli.runs import doctor, prune, status
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.run.command import run
@@ -482,5 +483,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (diff, doctor, prove, prune, run, status):
+for command in (diff, doctor, prove, prune, repair, run, status):
     app.add_command(command)

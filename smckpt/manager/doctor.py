@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from smckpt.checkpoint.choose import choose_commit, commits_at
 from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, found_at
 from smckpt.checkpoint.foreign import natural_order
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.format import ParsedName, parse_name
 from smckpt.checkpoint.leases import leases_at
 from smckpt.checkpoint.missing import what_is_missing
 from smckpt.checkpoint.prefixes import is_prefix
+from smckpt.checkpoint.unfinished import Refusal, UnfinishedStep, unfinished_step
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage
 from smckpt.storage.urls import relative_url
@@ -89,7 +91,7 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
     try:
         found = found_at(storage)
     except CheckpointError as error:
-        return Condition(place, _step_in(place), "damaged", str(error), _OLDER)
+        return Condition(place, _step_in(place), "damaged", str(error), _mend(storage))
     if found is not None:
         return _committed(place, storage, found)
     if commits_at(storage):
@@ -99,15 +101,16 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
         except CheckpointNotFoundError as error:
             why = error.message
         except CheckpointError as error:
-            return Condition(place, _step_in(place), "damaged", str(error), _OLDER)
+            return Condition(place, _step_in(place), "damaged", str(error), _mend(storage))
         return _unfinished(place, storage, names, why)
     return _unfinished(place, storage, names, "")
 
 
-_OLDER = (
-    "`smckpt verify` names the bytes; restore the file from a copy. A restore takes the next "
-    "older step"
-)
+def _mend(storage: Storage) -> str:
+    return (
+        f"`smckpt repair {storage.url}` mends what it finds beside it, with `--from COPY` what a "
+        "copy has. Until then a restore takes the next older step"
+    )
 
 
 def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Condition:
@@ -120,7 +123,7 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
         found.step,
         "cut" if missing else "whole",
         missing,
-        _OLDER if missing else "",
+        _mend(storage) if missing else "",
         found.nbytes,
         found.committed_at,
     )
@@ -128,23 +131,43 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
 
 def _unfinished(place: str, storage: Storage, names: Sequence[str], why: str) -> Condition | None:
     parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
-    if not any(p.kind in ("data", "part", "manifest") for _, p in parsed):
+    written = any(p.kind in ("data", "part", "manifest") for _, p in parsed)
+    if not written and not any(p.kind == "lease" for _, p in parsed):
         return None
-    if not why:
-        wrote = {p.rank for _, p in parsed if p.kind == "part"}
-        due: set[int] = set()
-        try:
-            for lease in leases_at(storage)[-1:]:
-                due = set(lease.ranks)
-        except CheckpointError:
-            pass
-        away = sorted(due - wrote)
-        why = f"{len(wrote)} ranks have written their part"
-        why += f", ranks {away[:8]} have not" if away else ", and no manifest is there"
+    try:
+        found = unfinished_step(storage)
+    except CheckpointError as error:
+        found = Refusal(error.message, error.remedy, storage.url)
     nbytes = sum(info.size for info in storage.list("data-"))
-    remedy = "if no job is writing it, it was cut short: take an older step. The next save to this "
-    remedy += "directory sweeps it"
-    return Condition(place, _step_in(place), "unfinished", why, remedy, nbytes)
+    if isinstance(found, UnfinishedStep):
+        return Condition(
+            place,
+            found.step if found.step is not None else _step_in(place),
+            "unfinished",
+            f"all {len(found.ranks)} ranks have written their parts, but nobody has committed them",
+            f"if no job is writing it: `smckpt repair {storage.url}` commits it",
+            nbytes,
+        )
+    if not written:  # the directory of a step, whose groups are told each by itself
+        return None
+    why = why or _waiting(storage, parsed)
+    if isinstance(found, Refusal):
+        why, remedy = f"{why}: {found.what}" if found.what not in why else why, found.remedy
+    else:
+        remedy = "take an older step"
+    remedy = f"if no job is writing it, it was cut short: {remedy}. The next save to this directory"
+    return Condition(place, _step_in(place), "unfinished", why, f"{remedy} sweeps it", nbytes)
+
+
+def _waiting(storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
+    wrote = {p.rank for _, p in parsed if p.kind == "part"}
+    due: set[int] = set()
+    with contextlib.suppress(CheckpointError):
+        for lease in leases_at(storage)[-1:]:
+            due = set(lease.ranks)
+    away = sorted(due - wrote)
+    why = f"{len(wrote)} ranks have written their part"
+    return why + (f", ranks {away[:8]} have not" if away else ", and no manifest is there")
 
 
 def _step_in(place: str) -> int | None:

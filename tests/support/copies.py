@@ -1,10 +1,11 @@
-"""For tests of copies and removals: all files at a place, and a process killed at a given write."""
+"""For tests of copies and removals: all files at a place, and a process killed at a given write, or
+at a given call of the operating system."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ _CHANGES = [
     (PosixStorage, "delete"),
     (PosixWriter, "write_at"),
     (PosixWriter, "finish"),
+]
+_CALLS = [
+    (os, name)
+    for name in ("open", "write", "pwrite", "fsync", "link", "rename", "replace", "unlink", "mkdir")
 ]
 
 
@@ -37,13 +42,17 @@ def contents(place: str | Path | Storage) -> dict[str, bytes]:
     return {way: store.read(name) for way, store, name in files_below(top)}
 
 
-def killed_at(moment: int, act: Callable[[], Any]) -> bool:
+def killed_at(moment: int, act: Callable[[], Any], *, calls: bool = False) -> bool:
     """Run `act` in a child that is killed before its `moment`-th change of a file system; whether
-    it was."""
+    it was.
+
+    Args:
+        calls: count each call that opens or changes files, and not only the store's verbs.
+    """
     pid = os.fork()
     if pid == 0:
         try:
-            _count_down(moment)
+            _count_down(moment, _CALLS if calls else _CHANGES)
             act()
             os._exit(0)
         except BaseException:
@@ -53,17 +62,17 @@ def killed_at(moment: int, act: Callable[[], Any]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def _count_down(moment: int) -> None:
+def _count_down(moment: int, changes: Sequence[tuple[Any, str]]) -> None:
     left = [moment]
 
     def counted(change: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*arguments: Any) -> Any:
+        def counting(*arguments: Any, **named: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return change(*arguments)
+            return change(*arguments, **named)
 
         return counting
 
-    for owner, name in _CHANGES:
+    for owner, name in changes:
         setattr(owner, name, counted(getattr(owner, name)))

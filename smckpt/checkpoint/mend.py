@@ -1,0 +1,409 @@
+"""Replace damaged files of a committed checkpoint by whole ones, out of other places that have the
+same bytes.
+
+Nothing is changed in place. A file that is to be mended is written anew beside it, from its own
+good blocks and those of donors, each compared with its checksum in the manifest's chain; it takes
+the name in one step, and is read back. A file of which one block is nowhere stays as it is.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, combined
+from smckpt.checkpoint.contents import Contents, GroupContents
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.format import FileRecord, PartRecord
+from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.prefixes import PrefixStores
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES
+from smckpt.errors import CheckpointError, StorageError
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url
+
+__all__ = ["Damage", "Donors", "Mended", "damages_of", "mend"]
+
+_PIECE = 8 * BLOCK  # bytes that a thread reads at once
+_BLOCK_FILES = 1 << 30  # bytes of a file of checksums: of a data file of 128 TiB
+
+Ranges = tuple[tuple[int, int], ...]  # [start, stop) of bytes
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file of the checkpoint that differs from what was written.
+
+    Args:
+        storage: where it is, or should be.
+        rank: that wrote it.
+        what: "is missing", "has 3 of 4096 bytes", "differs".
+        ranges: of bytes that are not what was written; of a data file.
+        found: for each bad block the donor that has it; only if all were found.
+        data: its true bytes, if it is a small file that was found or computed.
+    """
+
+    storage: Storage = field(repr=False)
+    name: str
+    rank: int
+    what: str
+    ranges: Ranges = ()
+    record: FileRecord | None = None
+    sums: tuple[int, ...] = field(default=(), repr=False)
+    found: dict[int, _Place] = field(default_factory=dict, repr=False)
+    data: bytes | None = field(default=None, repr=False)
+    missing: Ranges = ()
+
+    @property
+    def path(self) -> str:
+        return file_url(self.storage.url, self.name)
+
+    @property
+    def mendable(self) -> bool:
+        return self.data is not None or (bool(self.sums) and not self.missing)
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({place.path for place in self.found.values()})
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A file that was mended, how many bytes of it, and the files that gave them."""
+
+    path: str
+    nbytes: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file that may have a block, at the same place."""
+
+    storage: Storage
+    name: str
+    crc_name: str
+    size: int
+
+    @property
+    def path(self) -> str:
+        return file_url(self.storage.url, self.name)
+
+    def block(self, number: int, length: int, value: int) -> memoryview | None:
+        """The block, if it has this checksum."""
+        data = memoryview(bytearray(length))
+        try:
+            self.storage.read_into(self.name, number * BLOCK, [data])
+        except CheckpointError:  # not there, cut short, or damaged where we read
+            return None
+        return data if crc64(data) == value else None
+
+
+class Donors:
+    """Places that may have the bytes of a checkpoint's files: copies of it, which have files of the
+    same names, and other checkpoints, whose checksums tell which of their blocks are equal.
+    Thread-safe."""
+
+    def __init__(self, copies: Sequence[Storage], others: Sequence[Contents]) -> None:
+        self._copies = copies
+        self._others = [
+            (_stores_of(contents.storage, group), part.rank, file)
+            for contents in others
+            for group in contents.groups
+            for part in group.manifest.parts
+            for file in part.files
+        ]
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def small(
+        self, group: GroupContents, rank: int, name: str, right: Callable[[bytes], bool]
+    ) -> bytes | None:
+        """The bytes of a part, or of a file of checksums, that a copy has."""
+        for storage in self._named(group, rank):
+            try:
+                data = storage.read(name, most=MAX_JSON_BYTES)
+            except CheckpointError:
+                continue
+            if right(data):
+                return data
+        return None
+
+    def of_block(
+        self, group: GroupContents, rank: int, record: FileRecord, number: int, value: int
+    ) -> _Place | None:
+        """A file that has a block of `record`, and was read to make sure."""
+        length = min(BLOCK, record.size - number * BLOCK)
+        for place in self._places(group, rank, record):
+            likely = place.name == record.name or self._sum(place, number) == value
+            if likely and place.block(number, length, value) is not None:
+                return place
+        return None
+
+    def _places(self, group: GroupContents, rank: int, record: FileRecord) -> Iterator[_Place]:
+        for storage in self._named(group, rank):
+            yield _Place(storage, record.name, record.crc_name, record.size)
+        for stores, other, file in self._others:
+            if file.name != record.name:
+                yield _Place(stores.of(other), file.name, file.crc_name, file.size)
+
+    def _named(self, group: GroupContents, rank: int) -> Iterator[Storage]:
+        """Where the copies may have the files of a rank: in the group's directory, under its
+        prefixes, or all in one place."""
+        for copy in self._copies:
+            place = copy.join(group.directory) if group.directory else copy
+            found = (place, PrefixStores(place, group.manifest.prefix_sharding).of(rank), copy)
+            yield from {one.url: one for one in found}.values()
+
+    def _sum(self, place: _Place, number: int) -> int | None:
+        """The checksum of a block according to the file of checksums beside it."""
+        key = place.storage.url, place.crc_name
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            try:
+                data = place.storage.read(place.crc_name, most=_BLOCK_FILES)
+                known = _unpacked(data)
+            except CheckpointError:
+                known = ()
+            with self._lock:
+                self._known[key] = known
+        return known[number] if number < len(known) else None
+
+
+# -- finding -----------------------------------------------------------------------------------
+
+
+def damages_of(
+    contents: Contents, donors: Donors, *, threads: int, progress: Progress | None
+) -> list[Damage]:
+    """Read every file that the manifests name, and compare it with its checksums; what differs, and
+    who has the true bytes."""
+    meter = Meter(progress, contents.nbytes)
+    found: list[Damage] = []
+    with ThreadPoolExecutor(threads, "smckpt-repair") as pool:
+        for group in contents.groups:
+            stores = _stores_of(contents.storage, group)
+            for part in group.manifest.parts:
+                found += _of_part(stores.of(part.rank), group, part, donors)
+                for file in part.files:
+                    look = _Look(stores.of(part.rank), group, part.rank, file, donors)
+                    found += look.damages(pool, meter)
+    return found
+
+
+def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
+    """Where a group's files are. A copy on a file system has all files in its directory; any one of
+    them tells."""
+    place = top.join(group.directory)
+    sharding = group.manifest.prefix_sharding
+    if sharding is not None and not place.shards_prefixes:
+        names = {info.name for info in place.list("part-")} | {i.name for i in place.list("data-")}
+        if any(p.name in names or p.files[0].name in names for p in group.manifest.parts):
+            sharding = None
+    return PrefixStores(place, sharding)
+
+
+def _of_part(
+    storage: Storage, group: GroupContents, part: PartRecord, donors: Donors
+) -> Iterator[Damage]:
+    def right(data: bytes) -> bool:
+        return hex64(crc64(data)) == part.crc64
+
+    try:
+        data = storage.read(part.name, most=MAX_JSON_BYTES)
+        if right(data):
+            return
+        what = "differs from what was written"
+    except CheckpointError as error:
+        what = error.message
+    found = donors.small(group, part.rank, part.name, right)
+    yield Damage(storage, part.name, part.rank, what, data=found)
+
+
+class _Look:
+    """One data file and its checksums."""
+
+    def __init__(
+        self, storage: Storage, group: GroupContents, rank: int, record: FileRecord, donors: Donors
+    ) -> None:
+        self._storage, self._record, self._rank = storage, record, rank
+        self._group, self._donors = group, donors
+        self._reader = BlockReader(storage, SavedFile(storage.url, record, rank), True, Scratch())
+        self._values: dict[int, int] = {}
+
+    def damages(self, pool: ThreadPoolExecutor, meter: Meter) -> Iterator[Damage]:
+        size = self._size()
+        there = min(size or 0, self._record.size)
+        list(pool.map(lambda low: self._read(low, there, meter), range(0, there, _PIECE)))
+        meter.add(self._record.size - there)
+        sums, damage = self._sums(size)
+        if damage is not None:
+            yield damage
+        blocks = range(-(-self._record.size // BLOCK))
+        if sums is None:  # no checksum tells which block is wrong
+            whole = tuple(self._values.get(n, -1) for n in blocks)
+            if size != self._record.size or not self._belong(whole):
+                what = "differs from what was written, and so does the file of its checksums"
+                span = ((0, self._record.size),)
+                yield self._damage(what, span, missing=span)
+            return
+        bad = [n for n in blocks if self._values.get(n) != sums[n]]
+        if not bad and size == self._record.size:
+            return
+        what = "differs from what was written"
+        if size is None:
+            what = "is missing"
+        elif size != self._record.size:
+            what = f"has {size} bytes, but {self._record.size} were written"
+        found: dict[int, _Place] = {}
+        places = pool.map(
+            lambda n: self._donors.of_block(self._group, self._rank, self._record, n, sums[n]), bad
+        )
+        for number, place in zip(bad, places, strict=True):
+            if place is not None:
+                found[number] = place
+        missing = self._ranges([n for n in bad if n not in found])
+        yield self._damage(what, self._ranges(bad), sums=sums, found=found, missing=missing)
+
+    def _damage(self, what: str, ranges: Ranges, **more: object) -> Damage:
+        return Damage(
+            self._storage,
+            self._record.name,
+            self._rank,
+            what,
+            ranges,
+            self._record,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _size(self) -> int | None:
+        try:
+            return self._storage.size(self._record.name)
+        except CheckpointError:
+            return None
+
+    def _read(self, low: int, there: int, meter: Meter) -> None:
+        """The checksums of the blocks of a piece. What cannot be read has none."""
+        high = min(low + _PIECE, there)
+        try:
+            self._values.update(self._reader.sums(low, high))
+        except CheckpointError:
+            for at in range(low, high, BLOCK):
+                try:
+                    self._values.update(self._reader.sums(at, min(at + BLOCK, high)))
+                except CheckpointError:
+                    continue
+        meter.add(high - low)
+
+    def _sums(self, size: int | None) -> tuple[tuple[int, ...] | None, Damage | None]:
+        """The true checksums of the blocks, and what is wrong with their file."""
+        name, count = self._record.crc_name, -(-self._record.size // BLOCK)
+
+        def right(data: bytes) -> bool:
+            return len(data) == 8 * count and self._belong(_unpacked(data))
+
+        try:
+            data = self._storage.read(name, most=max(8 * count, 1))
+            if right(data):
+                return _unpacked(data), None
+            what = "the checksums do not belong to the data file"
+        except CheckpointError as error:
+            what = error.message
+        own = tuple(self._values.get(n, -1) for n in range(count))
+        if size == self._record.size and self._belong(own):
+            found: bytes | None = struct.pack(f"<{count}Q", *own)
+        else:
+            found = self._donors.small(self._group, self._rank, name, right)
+        damage = Damage(self._storage, name, self._rank, what, data=found)
+        return None if found is None else _unpacked(found), damage
+
+    def _belong(self, sums: tuple[int, ...]) -> bool:
+        """Whether these are the checksums of the blocks of the file that the manifest names."""
+        return -1 not in sums and hex64(combined(sums, self._record.size)) == self._record.crc64
+
+    def _ranges(self, blocks: Sequence[int]) -> Ranges:
+        out: list[tuple[int, int]] = []
+        for number in blocks:
+            low, high = number * BLOCK, min((number + 1) * BLOCK, self._record.size)
+            if out and out[-1][1] == low:
+                out[-1] = (out[-1][0], high)
+            else:
+                out.append((low, high))
+        return tuple(out)
+
+
+def _unpacked(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
+
+
+# -- mending -----------------------------------------------------------------------------------
+
+
+def mend(damage: Damage) -> Mended:
+    """Write the file anew and give it its name, in one step.
+
+    Raises:
+        StorageError: the store refused, or gave back other bytes; or a donor is gone. The file
+            under the name is the old one, or the whole one.
+    """
+    storage, name = damage.storage, damage.name
+    storage.refuse_links()
+    storage.discard_unfinished([name])  # of a repair that was killed
+    if damage.data is not None:
+        _write(damage, len(damage.data), iter([memoryview(damage.data)]))
+        expected, nbytes = crc64(damage.data), len(damage.data)
+    else:
+        assert damage.record is not None
+        _write(damage, damage.record.size, _blocks(damage, damage.record))
+        expected = combined(damage.sums, damage.record.size)
+        nbytes = sum(high - low for low, high in damage.ranges)
+    _read_back(storage, name, damage, expected)
+    return Mended(damage.path, nbytes, tuple(damage.sources))
+
+
+def _write(damage: Damage, size: int, pieces: Iterator[memoryview]) -> None:
+    writer = damage.storage.create_file(damage.name, size, replace=True)
+    try:
+        at = 0
+        for piece in pieces:
+            writer.write_at(at, piece)
+            at += len(piece)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _blocks(damage: Damage, record: FileRecord) -> Iterator[memoryview]:
+    own = _Place(damage.storage, record.name, record.crc_name, record.size)
+    for number, value in enumerate(damage.sums):
+        length = min(BLOCK, record.size - number * BLOCK)
+        place = damage.found.get(number, own)
+        block = place.block(number, length, value)
+        if block is None:
+            raise StorageError(
+                f"bytes {number * BLOCK} to {number * BLOCK + length} of {place.path} were right a "
+                "moment ago, and are not now; the file was not changed",
+                remedy="find out what changes files there, and repair again",
+                path=damage.path,
+            )
+        yield block
+
+
+def _read_back(storage: Storage, name: str, damage: Damage, expected: int) -> None:
+    value = storage.stored_crc64(name)
+    if value is None:
+        value, size = 0, storage.size(name)
+        for low in range(0, size, _PIECE):
+            value = crc64(storage.read(name, low, min(_PIECE, size - low)), value)
+    if value != expected:
+        raise StorageError(
+            "what was written reads back with other bytes: this disk, or what stands before it, "
+            "is failing",
+            remedy="copy the checkpoint to another place with `smckpt cp`, and repair it there",
+            path=damage.path,
+        )

@@ -363,7 +363,7 @@ class Catalogue:
 def open_catalogue(
     storage: Storage, *, choose: str | None = None, name: str | None = None
 ) -> Catalogue:
-    """Open the newest committed checkpoint in a directory: a group's, or one with a record.
+    """Open the newest committed checkpoint in a directory, which is a group's or has a record.
 
     Args:
         choose: open this commit (`Catalogue.identity`), which another group chose.

@@ -51,7 +51,7 @@ from smckpt.errors import (
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, join_url
 
-# The worker looks up here what a request names.
+# The worker looks up the functions that requests name in this module.
 __all__ = [
     "probe",
     "publish_manifest",
@@ -253,7 +253,7 @@ def _refuse_nested(urls: Sequence[str], root: str) -> None:
     if pair := nested(urls):
         a, b = pair
         raise UsageError(
-            f"two groups have one directory, {a}" if a == b else f"{b} lies within {a}",
+            f"two groups have one directory, {a}" if a == b else f"{b} is within {a}",
             remedy="give each group a directory of its own, none inside another: put the TP, EP, "
             "PP and shard coordinates that distinguish them into the path",
             path=root,

@@ -67,7 +67,7 @@ class Contents:
 
 
 def contents_of(storage: Storage) -> Contents:
-    """List what the newest commit in a directory names.
+    """List the files that the newest commit in a directory names.
 
     Raises:
         CheckpointNotFoundError: nothing committed is here.

@@ -1,5 +1,5 @@
-"""Names of the format's files, and what its JSON files hold. `docs/format.md` describes the same in
-prose; `sealed.py` has the bytes of a JSON file.
+"""Names of the format's files, and the contents of its JSON files. `docs/format.md` describes the
+same in prose; `sealed.py` has the bytes of a JSON file.
 """
 
 from __future__ import annotations

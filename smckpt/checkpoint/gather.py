@@ -220,10 +220,10 @@ def _not_shared(
         remedy = "find out what deletes files here; the save was not committed"
     else:
         what = (
-            f"the directory is not shared by the hosts of the group: what {_few(blind)} wrote "
-            f"(ranks {_few(sorted(unseen))}) is not seen on {here}"
+            "the directory is not shared by the hosts of the group: the files of "
+            f"{_few(blind)} (ranks {_few(sorted(unseen))}) are not seen on {here}"
         )
-        what += f"; what {_few(seen)} wrote is" if seen else ""
+        what += f"; those of {_few(seen)} are" if seen else ""
         remedy = "mount one file system on all hosts, or use an s3:// checkpoint_id"
     raise StorageError(what, remedy=remedy, path=file_url(storage.url, name))
 

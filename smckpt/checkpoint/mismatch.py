@@ -38,8 +38,9 @@ def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, ra
         return
     raise KeysMismatchError(
         differing_names(missing, unexpected),
-        remedy="give the target the keys that were saved (for an optimizer without state call "
-        "init_optim_state), or pass check_keys_matched=False to load only what both have",
+        remedy="give the target the keys that were saved (for an optimizer without state "
+        "call init_optim_state), or pass check_keys_matched=False to load only the "
+        "names that both have",
         path=url,
         rank=rank,
     )

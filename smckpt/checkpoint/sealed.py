@@ -53,8 +53,8 @@ def open_json(data: bytes, path: str) -> dict[str, Any]:
 
 
 def open_sections(data: bytes, path: str) -> dict[str, bytes]:
-    """The body's values by key, each as its JSON text in the file. A caller that reads the parts of
-    many ranks then need not parse what is the same in all of them.
+    """The body's values by key, each as its JSON text in the file. So a caller that reads the parts
+    of many ranks need not parse values that are the same in all of them.
 
     Raises:
         CorruptCheckpointError, FormatVersionError: as `open_json`.

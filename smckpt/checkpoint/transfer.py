@@ -1,8 +1,8 @@
 """Copy a committed checkpoint to another place, between any two stores.
 
 Bytes are compared with the checkpoint's checksums on the way, so the copy is what was saved. Data
-goes first, then the manifests, then the record. A copy that was killed is not a checkpoint, and the
-next copy skips the files that are already whole.
+is copied first, then the manifests, then the record. A copy that was killed is not a checkpoint,
+and the next copy skips the files that are already whole.
 """
 
 from __future__ import annotations

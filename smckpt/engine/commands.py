@@ -117,7 +117,7 @@ class WritePart(Command[PartWritten]):
 
 @dataclass(frozen=True)
 class Probed:
-    """remark: what the user should know."""
+    """remark: for the user."""
 
     seen: bool
     remark: str | None = None
@@ -135,7 +135,7 @@ class Probe(Command[Probed]):
 
 @dataclass(frozen=True)
 class LeaseTaken:
-    """remark: what the user should know."""
+    """remark: for the user."""
 
     fencing_token: int
     remark: str | None = None

@@ -67,7 +67,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Where the record of a step will stand, under which fencing token and name."""
+    """The future record of a step: its directory, fencing token and name."""
 
     directory: str
     fencing_token: int
@@ -219,7 +219,7 @@ class Committer:
 
     def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
         """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
-        others hear of a failure from the verdict."""
+        others learn of a failure from the verdict."""
         place = bucket_url(job.request.directory)
         if place and place not in self._tried:
             self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
@@ -333,8 +333,8 @@ class Committer:
         )
 
     def sweep(self, job: SaveJob, committed: Committed) -> None:
-        """Delete what the commit supersedes. It runs after all ranks know of the commit, so that
-        nobody waits."""
+        """Delete the files that the commit supersedes. It runs after all ranks know of the commit,
+        so that nobody waits."""
         if job.request.coordinator != self.group.rank or not job.request.options.sweep:
             return
         leads = committed.record is not None and job.partition.mine == 0

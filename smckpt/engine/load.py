@@ -46,7 +46,7 @@ __all__ = ["Loader"]
 
 log = logging.getLogger("smckpt")
 
-_TURNS = 3  # how often a load begins, if newer saves sweep what it reads
+_TURNS = 3  # how often a load starts, if newer saves sweep its files
 
 
 @dataclass(frozen=True)

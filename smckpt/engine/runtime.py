@@ -123,7 +123,8 @@ class Runtime:
             ]
 
     def close(self, timeout: float) -> list[SaveHandle]:
-        """Wait for all queues and end them within `timeout` seconds, plus a few to end what hangs.
+        """Wait for all queues and end them within `timeout` seconds, plus a few seconds for those
+        that hang.
 
         Returns:
             The saves whose failure nobody has seen: those that failed or were given up.

@@ -382,7 +382,7 @@ def _rooms(binding: Binding, described: Mapping[str, Mapping[str, Any]]) -> dict
 
     Raises:
         KeysMismatchError: the optimizer has no parameter of some name.
-        StateError: nothing tells how to make a slot.
+        StateError: nothing says how to make a slot.
     """
     owners: dict[str, torch.Tensor] = {}
     state = binding.optimizer.state

@@ -185,7 +185,7 @@ class LiveTensors:
         return tuple(out)
 
     def replica(self, key: TensorKey) -> tuple[tuple[int, ArrayMetadata, tuple[Piece, ...]], ...]:
-        """The senders, as in `parts`, for the last rank that holds a copy of the tensor; () where
+        """The senders, as in `parts`, for the last rank that holds a copy of the tensor; () if
         there is only one."""
         found = [
             (rank, row, row.pieces) for rank, row in self.rows[key.name].items()

@@ -243,7 +243,7 @@ class Wire:
 
 
 def _device_of_backend() -> str | None:
-    """The device that the job's backend supports; None where it supports several."""
+    """The device that the job's backend supports; None if it supports several."""
     import torch.distributed as dist
 
     known = dist.Backend.backend_capability.get(dist.get_backend(), [])

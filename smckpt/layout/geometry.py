@@ -48,7 +48,7 @@ class Geometry(Protocol):
 
     @property
     def explicit(self) -> bool:
-        """Whether it lists what some ranks hold, without the holders of the rest."""
+        """Whether it lists only the parts of some ranks, without the holders of the rest."""
 
     @property
     def flat(self) -> bool:
@@ -68,7 +68,7 @@ class Geometry(Protocol):
         """The ranks that hold the same array as `rank`, ascending."""
 
     def shard_degree(self) -> int:
-        """How many different arrays there are; 0 where one rank cannot know."""
+        """How many different arrays there are; 0 if one rank cannot know."""
 
     def local_shape(self, rank: int) -> Shape: ...
 
@@ -293,7 +293,7 @@ class MeshGeometry(GeometryDefaults):
 class BoxGeometry(GeometryDefaults):
     """Explicit boxes of one tensor on each of `holders`, for a sharding that no rule describes.
 
-    The boxes lie in the local array one after the other, each in row-major order.
+    The boxes are in the local array one after the other, each in row-major order.
     """
 
     kind = "boxes"

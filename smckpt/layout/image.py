@@ -86,7 +86,7 @@ def digest(data: object) -> str:
 def writers_of(entry: Entry, rank: int, group_ranks: Collection[int]) -> tuple[int, ...]:
     """The ranks of the group that hold the same array and so share the writing, ascending.
 
-    Pass `group_ranks` as a set where there are many.
+    Pass `group_ranks` as a set if there are many.
     """
     return tuple(sorted(r for r in entry.geometry.replicas(rank) if r in group_ranks)) or (rank,)
 

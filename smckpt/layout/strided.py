@@ -1,4 +1,5 @@
-"""Copies between arrays: boxes of a tensor, strided elements of an array, and what joins them.
+"""Copies between arrays: boxes of a tensor, strided elements of an array, and the copies that join
+them.
 
 A `Box` is a block of a tensor's index space. A `Strided` is a grid of elements of a flat array. A
 `Piece` is a box and the elements of an array that hold it. Two pieces of one tensor `meet` in a
@@ -48,8 +49,7 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common block, or None where it has no element. Two boxes without dimensions always
-        meet."""
+        """The common block, or None if it is empty. Boxes without dimensions always meet."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -152,7 +152,7 @@ class Strided:
 
     def inside(self, piece: Piece) -> tuple[Box, Strided] | None:
         """Take these as elements of the whole tensor, row-major, and find those in `piece`: a block
-        of the grid, and its elements in the array that holds the piece. None where there are none.
+        of the grid, and its elements in the array that holds the piece. None if there are none.
         """
         if 0 in self.sizes:
             return None
@@ -243,7 +243,7 @@ class Copy:
 
     def read_from(self, piece: Piece) -> Copy | None:
         """Take `source` as elements of the whole tensor, row-major: the part of the copy that comes
-        out of an array holding `piece`. None where there is none."""
+        out of an array holding `piece`. None if there is none."""
         found = self.source.inside(piece)
         return None if found is None else Copy(found[1], self.target.part(found[0]))
 
@@ -280,7 +280,7 @@ class Copy:
 
 
 def meet(source: Piece, target: Piece) -> Copy | None:
-    """The copy of the elements common to two pieces of one tensor; None where there are none."""
+    """The copy of the elements common to two pieces of one tensor; None if there are none."""
     common = source.box.intersect(target.box)
     return None if common is None else Copy(source.part(common), target.part(common))
 
@@ -367,7 +367,7 @@ def _repeated(
 
 
 def covered(box: Box, parts: Iterable[Box]) -> Coverage:
-    """How boxes that lie in `box` cover it."""
+    """How boxes inside `box` cover it."""
     whole = Piece("", box.sizes, box, 0, row_major_strides(box.sizes))
     return coverage(box.sizes, map(whole.part, parts))
 

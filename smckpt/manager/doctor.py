@@ -28,7 +28,7 @@ class Condition:
 
     Args:
         place: its path relative to the root.
-        step: None where it is not known.
+        step: None if it is not known.
         state: "whole"; "cut" (committed, but a file is missing or short); "damaged" (the commit
             cannot be read); "unfinished" (not committed, perhaps not yet); "removing" (a deletion
             runs or was cut short).

@@ -277,7 +277,7 @@ class CheckpointManager:
         return {**live, "manager": own}
 
     def _recorded(self) -> dict[str, Any]:
-        """What the manifest says of the run, beside what the engine records."""
+        """The run's record for the manifest, besides the engine's."""
         history, notice = self._schedule.history(), self._watch.notice
         return {
             "run": self._keeper.run,

@@ -89,8 +89,8 @@ def pinned(
 
 
 def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> bool:
-    """Delete a checkpoint below `root`. False where a reader has pinned it, or where a newer commit
-    has taken its place.
+    """Delete a checkpoint below `root`. False if a reader has pinned it, or if a newer commit has
+    taken its place.
 
     Args:
         way: the path from the root.

@@ -27,14 +27,14 @@ def _manager_of(found: FoundCheckpoint) -> dict[str, Any]:
 
 
 def mark_of(found: FoundCheckpoint) -> str | None:
-    """The run that saved a checkpoint; None where no manager did."""
+    """The run that saved a checkpoint; None if no manager did."""
     run = _manager_of(found).get("run")
     return run if isinstance(run, str) else None
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:
     """The run's failures and seconds, and {"seconds", "why"} of the interval if "auto" chose one;
-    None where no manager recorded them."""
+    None if no manager recorded them."""
     manager = _manager_of(found)
     failures, seconds = manager.get("failures"), manager.get("seconds")
     if type(failures) is not int or not isinstance(seconds, (int, float)):

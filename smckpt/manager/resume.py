@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that was loaded, or None where there is none; and the steps given up."""
+    """The checkpoint that was loaded, or None if there is none; and the steps given up."""
 
     found: FoundCheckpoint | None
     lost: tuple[str, ...]

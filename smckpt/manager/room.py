@@ -44,8 +44,8 @@ class _Quota(ctypes.Structure):
 
 
 def room_at(url: str) -> Room | None:
-    """The free space at a path, which need not exist yet. None where it is not known: an object
-    store, or a file system without a size."""
+    """The free space at a path, which need not exist yet. None if it is not known: an object store,
+    or a file system without a size."""
     if not is_local(url):
         return None
     path = url
@@ -65,7 +65,7 @@ def room_at(url: str) -> Room | None:
 
 
 def _quota_left(path: str) -> int | None:
-    """The rest of the user's disk quota; None without one, or where the kernel does not tell."""
+    """The rest of the user's disk quota; None without one, or if the kernel does not tell."""
     device = _device_of(path)
     call = getattr(ctypes.CDLL(None), "quotactl", None)
     if device is None or call is None:
@@ -140,7 +140,7 @@ def check_room(
     if keep.last is None:
         return
     stay = max(keep.last, 1) + (keep.best.count if keep.best else 0)
-    needed = (stay + 1) * step  # the newest is committed before the oldest goes
+    needed = (stay + 1) * step  # the newest is committed before the oldest is deleted
     if needed > room.nbytes + saved():
         log.warning(
             "the rules keep up to %d steps%s, and one more while it is written: %s, but there are "

@@ -90,7 +90,7 @@ def _given(value: Any, loaded: Any) -> Any:
 
 
 def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """The model whose parameters an optimizer has; None where the state has no model at all."""
+    """The model whose parameters an optimizer has; None if the state has no model at all."""
     if len(models) < 2:
         return models[0] if models else None
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}

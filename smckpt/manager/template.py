@@ -62,7 +62,7 @@ class Template:
         return _FIELD.sub(written, self.text)
 
     def step_of(self, place: str) -> int | None:
-        """The step whose directory is `place`; None where it does not fit the template."""
+        """The step whose directory is `place`; None if it does not fit the template."""
         parts, at = [], 0
         for match in _FIELD.finditer(self.text):
             parts += [re.escape(self.text[at : match.start()]), rf"(?P<{match[1]}>\d+)"]

@@ -115,7 +115,7 @@ class OverStore(Transport):
             yield said
 
     def _awaited(self, key: str, whose: Sequence[int], until: float) -> Any:
-        """Wait for a value; None where the time is up. With a pulse there is no time limit, and the
+        """Wait for a value; None if the time is up. With a pulse there is no time limit, and the
         wait raises PeerError when none of the members `whose` gives signs of life."""
         if self._pulse is not None:
             return self._pulse.wait(self.keys, key, whose)

@@ -3,7 +3,7 @@
 A rank's saves have one layout, so the arena's slots become tensors once, and a save costs one
 `copy_` a slot. A *stager* carries out the copies. The default, `copy_all`, waits for them.
 
-Nothing tells which stream wrote a tensor last. So before it copies from a device, `copy_all` waits
+Nothing says which stream wrote a tensor last. So before it copies from a device, `copy_all` waits
 for all streams of it. After the copies it waits again: then the caller may change the state.
 """
 
@@ -56,7 +56,7 @@ def stage(
     Args:
         arena: of at least `layout.arena_size` bytes.
         tensors: tensors[i] is the local array of layout.entries[i], on any device, with any
-            strides; or a list of tensors that lie in it one after the other. They are only read.
+            strides; or a list of tensors that are in it one after the other. They are only read.
         stager: carries out the copies; `copy_all` by default.
         pin: register the arena with CUDA if a tensor is there. It takes as long as several copies,
             so it is for an arena that serves several saves.

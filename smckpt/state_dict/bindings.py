@@ -150,7 +150,7 @@ def _part(value: Any, parameter: torch.Tensor, kind: str, slot: str, member: Mem
 
 def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Make a stock state dict remember this optimizer; torch calls this as a hook too. A dict of
-    any other form is returned as it is."""
+    any other form is returned unchanged."""
     if not is_optimizer_dict(state_dict):
         return state_dict
     groups = ParamGroups(state_dict["param_groups"])

@@ -56,7 +56,7 @@ def computed_names(model: nn.Module, raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """The address at which it begins; None where torch cannot tell."""
+    """The address at which it begins; None if torch cannot tell."""
     local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
     try:
         return local.untyped_storage().data_ptr() or None

@@ -76,7 +76,7 @@ class Taker:
     def load_model(
         self, state_dict: Mapping[str, Any], strict: bool
     ) -> tuple[list[str], list[str]]:
-        """Copy given tensors into the live ones. A given tensor that is live stays as it is.
+        """Copy given tensors into the live ones. A given tensor that is live stays unchanged.
 
         Returns:
             The names that are missing, and those that the model lacks.

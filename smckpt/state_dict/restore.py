@@ -182,7 +182,7 @@ def _refill(target: list[Any], groups: list[dict[str, Any]]) -> None:
 
 
 def put(tree: Any, path: Path, value: Any) -> bool:
-    """Assign at `path`; False where the structure lacks it. A tuple is replaced by a new one."""
+    """Assign at `path`; False if the structure lacks it. A tuple is replaced by a new one."""
     if not path:
         return False
     key = path[0]

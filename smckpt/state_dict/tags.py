@@ -41,8 +41,8 @@ _PARTS = "_smckpt_parts"  # the tensors that an array was joined from
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None where the tensor itself
-    has it (DTensor), or is per-rank. fqns: the parameters it stands for. after: the components
+    """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None if the tensor itself has
+    it (DTensor), or is per-rank. fqns: the parameters that it represents. after: the components
     after the fqn in the path; (fqn, *after) replaces the last 1 + len(after) components of the
     tensor's own path. parameter: it is a parameter of the model, and not a buffer."""
 
@@ -137,7 +137,7 @@ class FullStateDict(RememberingDict):
     of it, it is empty, and a save skips it.
 
     put_through: puts the dict's values into the model that it was gathered from, on all ranks
-        together; None where that is not possible.
+        together; None if that is not possible.
     """
 
     holds = True  # on this rank

@@ -83,7 +83,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove what was written. It may be called again. After `finish` it removes the file."""
+        """Remove the written bytes. It may be called again. After `finish` it removes the file."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Access:
         return dataclasses.replace(self, share=share)
 
     def to_json(self) -> dict[str, Any]:
-        """A form for another process. It includes the stores that were registered in this
-        process."""
+        """A form for another process, with the stores that were registered in this process."""
         return {
             "stores": dict(_STORES.registered),
             "options": {scheme: dict(fields) for scheme, fields in self.options.items()},
@@ -145,8 +144,7 @@ class Storage(ABC):
     read_threads: int = 0
     #: How many bytes one read should ask for; whole MiB.
     request_bytes: int = 8 << 20
-    #: How often to repeat a read that gave wrong bytes. A network may have changed them; a disk
-    #: gives the same bytes again.
+    #: How often to repeat a read that gave wrong bytes, which a network may have changed.
     rereads: int = 0
     #: Whether `put_exclusive` also excludes other processes.
     exclusive: bool = True
@@ -154,8 +152,8 @@ class Storage(ABC):
     one_process: bool = False
     #: Whether reads come through this host's page cache.
     is_file_system: bool = False
-    #: Whether the store limits requests per prefix of its keys. Then the ranks' files may lie under
-    #: several prefixes.
+    #: Whether the store limits requests per prefix of its keys. Then ranks' files may be under
+    #: several.
     shards_prefixes: bool = False
     #: Over how many prefixes a new save spreads the ranks' files.
     prefixes: int = 1
@@ -180,7 +178,7 @@ class Storage(ABC):
         Args:
             replace: the file gets its name when it is finished, and replaces a file that has the
                 name by then. Otherwise the name must be free, and a file system shows the
-                unfinished file at once.
+                unfinished file.
 
         Raises:
             StorageError: the name exists and `replace` is not set (an object store finds that when
@@ -211,8 +209,7 @@ class Storage(ABC):
         """Fill `buffers`, one after the other, with consecutive bytes that begin at `offset`.
 
         Args:
-            seen: called with each filled stretch, in order, while its bytes are still in the
-                processor's cache.
+            seen: called with each filled stretch, in order, while the processor's cache has it.
 
         Raises:
             CheckpointNotFoundError: no such file.
@@ -229,8 +226,8 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[FileInfo]:
-        """The files directly in this directory whose names start with `prefix`, sorted by name. A
-        missing directory has none."""
+        """The files directly in this directory with this prefix, by name. A missing directory has
+        none."""
 
     @abstractmethod
     def list_dirs(self) -> Sequence[str]:
@@ -303,18 +300,16 @@ class Storage(ABC):
         return ""
 
     def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
-        """The names directly here that start with one of `prefixes` and are not files: pipes,
-        directories, dangling links. An object store has none."""
+        """Names here with one of `prefixes` that are not files: pipes, directories, dangling links."""
         return []
 
     def list_unfinished(self) -> Sequence[str]:
-        """The sorted names of files that were begun here, are not finished and do not have their
-        names yet: uploads, and on a file system the temporary files of exclusive and replacing
-        writes."""
+        """The sorted names of unfinished files here: uploads, and on a file system the temporary
+        files of exclusive and replacing writes."""
         return []
 
     def discard_unfinished(self, names: Collection[str]) -> None:  # noqa: B027
-        """Remove what was begun under these names and not finished. Finished files stay."""
+        """Remove unfinished files with these names. Finished files stay."""
 
     def stored_crc64(self, name: str) -> int | None:
         """The CRC-64/NVME of a whole file that the store itself computed and keeps. None: the store
@@ -330,8 +325,8 @@ class Storage(ABC):
         """Remove this directory if it is empty. An object store has no directories."""
 
     def refuse_links(self) -> None:  # noqa: B027
-        """Check that no symbolic link stands on the path from the directory on which `join` was
-        first called. All verbs that write or delete check this.
+        """Check that no symbolic link is on the path from the directory on which `join` was first
+        called. All verbs that write or delete check this.
 
         Raises:
             UsageError: there is such a link.
@@ -355,8 +350,7 @@ class Storage(ABC):
     # -- for classes that implement a store --------------------------------------------------------
 
     def refuse_name(self, name: str) -> None:
-        """Refuse a name that leads out of the directory. Names come from manifests too, which
-        anyone may have written.
+        """Refuse a name that leads out of the directory. A name may come from a forged manifest.
 
         Raises:
             UsageError: it is not a plain file name.
@@ -400,7 +394,7 @@ def refuse_save(storage: Storage, writers: int, *, by_worker: bool = True) -> No
 
 
 def refuse_outside(offset: int, nbytes: int, size: int, path: str) -> None:
-    """Refuse a write that does not lie within a file of `size` bytes."""
+    """Refuse a write outside a file of `size` bytes."""
     if offset < 0 or offset + nbytes > size:
         raise UsageError(
             f"cannot write bytes {offset} to {offset + nbytes} of a file of {size} bytes",

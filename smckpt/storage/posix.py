@@ -90,7 +90,7 @@ class PosixStorage(Storage):
             try:
                 created = publish(temporary, path)
             finally:
-                with contextlib.suppress(OSError):  # a later sweep removes what stays
+                with contextlib.suppress(OSError):  # a later sweep removes the rest
                     unlink(temporary)
         except CheckpointError:
             raise
@@ -215,8 +215,8 @@ class PosixStorage(Storage):
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[int]:
-        """A descriptor of this directory. No link may stand between the root and it: whoever can
-        write there could otherwise redirect our deletions to another place."""
+        """A descriptor of this directory. No link may be between the root and it. Otherwise anybody
+        who can write there could redirect our deletions to another place."""
         fd = os.open(self._root, _DIRECTORY)
         try:
             way = os.path.relpath(self.url, self._root)
@@ -348,7 +348,7 @@ class _Reading:
         self._span = sum(buffer.nbytes for buffer in buffers)
         self._end = offset + self._span
         self._seen = seen
-        # First take what is in the page cache, without a request to the disk.
+        # First take the bytes in the page cache, without a request to the disk.
         self._flags = _NOWAIT
 
     def run(self, file: _Descriptor) -> bool:
@@ -443,7 +443,7 @@ class _Reading:
 def _is_file(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file()
-    except OSError:  # links in a circle; what cannot be looked at
+    except OSError:  # links in a circle; entries that cannot be looked at
         return False
 
 

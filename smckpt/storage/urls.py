@@ -149,7 +149,7 @@ def common_parent(urls: Sequence[str]) -> str:
     """The deepest location that is a proper parent of each of `urls`.
 
     Raises:
-        UsageError: no URL is given, or they lie in different stores or buckets.
+        UsageError: no URL is given, or they are in different stores or buckets.
     """
     if not urls:
         raise UsageError("no directory given", remedy="pass at least one")
@@ -175,7 +175,7 @@ def relative_url(url: str, base: str) -> str:
     gives `url` again.
 
     Raises:
-        UsageError: they lie in different stores or buckets, or (in an object store) a part of the
+        UsageError: they are in different stores or buckets, or (in an object store) a part of the
             path is itself named "..".
     """
     whole, start = normal_url(url), normal_url(base)

@@ -33,7 +33,7 @@ def cast(values: Array, source: str, target: str) -> Array:
     """`values` of dtype `source`, rounded to dtype `target` (keys of `CASTABLE`).
 
     Raises:
-        OverflowError: a finite value lies beyond the target's range.
+        OverflowError: a finite value is beyond the target's range.
     """
     if source == target:
         return values

@@ -1,5 +1,5 @@
-"""The directory of an export: checks what was there before, writes the files, and makes it
-loadable.
+"""The directory of an export: checks the files that were there before, writes the new ones, and
+makes them loadable.
 
 Weights are written first and made durable. The index, or the name model.safetensors, makes them
 loadable and comes last. An export that is killed leaves files that nothing loads.

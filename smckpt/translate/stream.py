@@ -135,7 +135,7 @@ def _finished(futures: Sequence[Future[None]]) -> None:
 
 
 class _Scratch:
-    """The memory of one worker: a chunk as it is written and, for casts, one as it is read."""
+    """The memory of one worker: a chunk to write and, for casts, a chunk as read."""
 
     def __init__(self) -> None:
         self._out = aligned(CHUNK)

@@ -269,7 +269,7 @@ def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict
 
 
 def _place(checkpoint_id: Any, storage: Any) -> str:
-    """The directory of a reader or writer, if it tells."""
+    """The directory of a reader or writer, if it has one."""
     said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
     return str(next((one for one in said if one), ""))
 

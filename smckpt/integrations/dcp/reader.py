@@ -336,7 +336,7 @@ def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: Rea
     if origin is None:
         raise UsageError(
             f"{name}: the planner's read item names a chunk without its offset",
-            remedy="keep the storage_index of DCP's read items as it is",
+            remedy="keep the storage_index of DCP's read items",
         )
     offsets = tuple(o + d for o, d in zip(origin, item.storage_offsets, strict=True))
     box = Box(offsets, tuple(item.lengths))

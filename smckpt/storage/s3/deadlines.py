@@ -59,7 +59,7 @@ class Deadlines:
             time.sleep(_LOOK)
 
     def _cut_late(self) -> bool:
-        """Cut what is late. Returns whether anything was watched."""
+        """Cut the sockets that are late. Returns whether any were watched."""
         with self._lock:
             now = time.monotonic()
             for _, sock in (each for each in self._running.values() if each[0] <= now):

@@ -81,7 +81,7 @@ class Objects(Requests):
 
     def delete(self, key: str) -> Mapping[str, Any]:
         """Delete an object. A missing one is no error. Returns the store's answer."""
-        # S3 itself answers 204 where there is nothing.
+        # S3 itself answers 204 if there is no object.
         return self.call("delete", key, "delete_object", "NoSuchKey")
 
     def delete_many(self, keys: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ logger = logging.getLogger("smckpt")
 
 
 def SORT_BY_LAST_INT(name: str) -> int:  # SMP has this name
-    """By the last number in a name: 20 of "run3-20steps"; -1 where there is none."""
+    """By the last number in a name: 20 of "run3-20steps"; -1 if there is none."""
     numbers = re.findall(r"\d+", name)
     return int(numbers[-1]) if numbers else -1
 

@@ -300,7 +300,7 @@ class Storage(ABC):
         return ""
 
     def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
-        """Names here with one of `prefixes` that are not files: pipes, directories, dangling links."""
+        """Pipes, directories and dangling links here whose names have one of `prefixes`."""
         return []
 
     def list_unfinished(self) -> Sequence[str]:

@@ -223,8 +223,8 @@ class BlockReader:
         )
 
     def _load_sums(self) -> tuple[bytes, Sequence[int]]:
-        """The sidecar's bytes and the checksum of each block. The sidecar is compared with the
-        file's checksum in the manifest."""
+        """The bytes of the checksum file, and the checksum of each block. The file is compared with
+        the data file's checksum in the manifest."""
         name = self.file.record.crc_name
         path = file_url(self.file.directory, name)
         blocks = -(-self.size // BLOCK)

@@ -128,7 +128,7 @@ def _problem(error: CheckpointError, path: str) -> Problem:
 
 
 class _FileCheck:
-    """One data file: its size, every block, the sidecar, the header. Thread-safe."""
+    """One data file: its size, every block, its checksum file, the header. Thread-safe."""
 
     def __init__(self, catalogue: Catalogue, file: SavedFile) -> None:
         self.file = file
@@ -169,7 +169,8 @@ class _FileCheck:
         size = self.file.record.size
         try:
             bad = self._differing(sorted(self._sums))
-        except CheckpointError as error:  # the sidecar is damaged; the manifest's checksum remains
+        # the checksum file is damaged; the manifest's checksum remains
+        except CheckpointError as error:
             self.problems.append(_problem(error, self.file.path))
             sums = [value for _, value in sorted(self._sums.items())]
             if self._there == size and hex64(combined(sums, size)) != self.file.record.crc64:

@@ -373,8 +373,8 @@ class Loader:
 
 @contextmanager
 def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
-    """Undo changes to optimizers if the load fails, here or on a peer. Optimizers get the saved
-    slots before the plan is made."""
+    """Undo changes to optimizers if the load fails, here or on a peer. Optimizers get tensors for
+    the saved state before the plan is made."""
     before = [
         (tree, tree["state"], binding.optimizer.state, {p: dict(s) for p, s in live.items()})
         for _, tree, binding in optimizer_dicts(state_dict)

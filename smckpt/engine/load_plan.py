@@ -78,9 +78,9 @@ class LoadTarget:
 class LoadPlan:
     """What a rank reads, and into which tensors.
 
-    selection: of `state_dict`, with the slots that were made in it for saved state. objects: values
-    that are not tensors, by key, to put into it; None if they are in it already. gathered: FULL
-    state in it, with its path. told: what all ranks say of their plans together.
+    selection: of `state_dict`, with the tensors that were made in it for saved state. objects:
+    values that are not tensors, by key, to put into it; None if they are in it already. gathered:
+    FULL state in it, with its path. told: what all ranks say of their plans together.
     """
 
     commit: Choice

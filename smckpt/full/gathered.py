@@ -249,8 +249,9 @@ def _fsdp1_full_state(
     out: dict[str, Any] = {}
     with kind, _stock_optimizers():
         stock = optimizer.state_dict()
-        # Slot by slot: with use_orig_params=True torch gathers all slots of a unit into one
-        # buffer and returns views of it, so each would have the bits of the last.
+        # One state tensor after the other: with use_orig_params=True torch gathers all state
+        # tensors of a unit into one buffer and returns views of it, so each would have the bits of
+        # the last.
         for wanted in _slots_of_all_ranks(stock["state"]):
             state = {
                 key: {slot: value for slot, value in slots.items() if slot == wanted}
@@ -267,7 +268,8 @@ def _fsdp1_full_state(
 
 
 def _slots_of_all_ranks(state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-    """The slots of all ranks, in one order. A rank without elements of a parameter has none."""
+    """The names of the state tensors of all ranks, in one order. A rank without elements of a
+    parameter has none."""
     import torch.distributed as dist
 
     mine = sorted({slot for slots in state.values() for slot in slots})
@@ -378,11 +380,11 @@ def load_full_optimizer(
 
 
 def _rooms(binding: Binding, described: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Make empty live slots as described; returns the parameter of each name.
+    """Make empty live state tensors as described; returns the parameter of each name.
 
     Raises:
         KeysMismatchError: the optimizer has no parameter of some name.
-        StateError: nothing says how to make a slot.
+        StateError: nothing says how to make a state tensor.
     """
     owners: dict[str, torch.Tensor] = {}
     state = binding.optimizer.state

@@ -84,15 +84,15 @@ def make_slots(
 ) -> bool:
     """Make the missing state tensors of a parameter; returns whether any was made.
 
-    The optimizer's own `_init_group` comes first. A slot that it does not make (SGD's momentum)
+    The optimizer's own `_init_group` comes first. A tensor that it does not make (SGD's momentum)
     gets the shape of the parameter.
 
     Args:
-        wanted: slot → dtype and global shape of the saved tensor.
+        wanted: key of the state → dtype and global shape of the saved tensor.
         flat: whether the parameter is flat or a view into a flat one; shapes are those of members.
 
     Raises:
-        StateError: a slot is not a scalar and does not have the parameter's shape.
+        StateError: a tensor is not a scalar and does not have the parameter's shape.
     """
     made = False
     if not optimizer.state.get(parameter) and hasattr(optimizer, "_init_group"):

@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 
-Wanted = tuple[torch.dtype, tuple[int, ...], str]  # dtype, global shape, name of a saved slot
+# dtype, global shape, name of a saved state tensor
+Wanted = tuple[torch.dtype, tuple[int, ...], str]
 
 
 def prepare_optimizers(
@@ -39,8 +40,8 @@ def prepare_optimizers(
 ) -> bool:
     """Give live optimizers exactly the state tensors that the checkpoint has.
 
-    A parameter without state gets the slots that were saved. A parameter without saved state loses
-    its slots. A state tensor of another dtype is replaced.
+    A parameter without state gets the tensors that were saved. A parameter without saved state
+    loses its state. A state tensor of another dtype is replaced.
 
     Args:
         state_dict: the target of a load. This replaces the dicts of optimizers in it.
@@ -51,7 +52,7 @@ def prepare_optimizers(
         Whether the tensors in `state_dict` changed.
 
     Raises:
-        StateError: nothing says how to make a slot, or in which optimizer.
+        StateError: nothing says how to make a state tensor, or in which optimizer.
     """
     renewed = False
     for path, tree, binding in optimizer_dicts(state_dict):
@@ -178,7 +179,7 @@ def _forget(binding: Binding, key: Any) -> None:
 
 
 def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wanted]]:
-    """Parameter name → {slot: (dtype, shape)} of the optimizer at `path`."""
+    """Parameter name → {key of the state: (dtype, shape)} of the optimizer at `path`."""
     prefix = tuple(map(str, (*path, "state")))
     deep, first = len(prefix) + 2, prefix[0]
     out: dict[str, dict[str, Wanted]] = {}
@@ -196,7 +197,7 @@ def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wa
 def _align(
     binding: Binding, parameter: torch.Tensor, wanted: dict[str, Wanted], strict: bool
 ) -> bool:
-    """Make the live slots of `parameter` equal to the saved ones; returns whether any changed."""
+    """Give `parameter` state tensors with the saved names and dtypes; returns whether any changed."""
     optimizer = binding.optimizer
     live = optimizer.state.get(parameter, {})
     if not wanted:
@@ -250,7 +251,7 @@ def _has_state_where_empty(
 ) -> bool:
     """Whether a parameter without elements on this rank has state nevertheless. A DTensor gets it
     in the first step, a view into a flat parameter never. Under LOCAL each rank has the saved
-    slots, which `init_optim_state` may have skipped."""
+    state, which `init_optim_state` may have skipped."""
     if binding.optimizer.state.get(parameter):
         return True
     return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))

@@ -133,8 +133,8 @@ class RememberingDict(dict):  # type: ignore[type-arg]
 
 
 class FullStateDict(RememberingDict):
-    """A model's full state, or the slots of an optimizer's full state. On ranks that hold nothing
-    of it, it is empty, and a save skips it.
+    """A model's full state, or the state tensors of an optimizer's full state. On ranks that hold
+    nothing of it, it is empty, and a save skips it.
 
     put_through: puts the dict's values into the model that it was gathered from, on all ranks
         together; None if that is not possible.

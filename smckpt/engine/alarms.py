@@ -1,9 +1,10 @@
-"""Alarms: what a save tells of the state that it saves, so that no failure of training is silent.
+"""Alarms: a save reports faults of the state that it saves, so that no failure of training is
+silent.
 
 Each rank looks at its own bytes, where a save passes over them anyway: the worker computes the
 checksums of blocks, and those of watched entries come out of the same pass. Only the comparison of
-replicas reads more, so it is off by default. A rank brings what it saw with its part, and the
-coordinator judges. So there is no collective and no round of its own.
+replicas reads more, so it is off by default. A rank brings its observations with its part, and the
+coordinator decides. So alarms need no collective and no round of their own.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Alarms:
         object.__setattr__(self, "ignore", tuple(self.ignore))
 
     def compares_replicas(self, number: int) -> bool:
-        """Whether save `number` of the queue does."""
+        """Whether save `number` of the queue compares replicas."""
         return self.replicas != "off" and number % self.replicas_every == 0
 
     def watches(self, name: str) -> bool:
@@ -100,11 +101,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Looked:
-    """What a rank saw, for the coordinator.
+    """A rank's observations, for the coordinator.
 
-    alarms: as text, for all ranks must have passed the same. unchanged: the bytes of its parameters
-    if all are those of the last save; 0 if some are not; None if it cannot tell. names: some of
-    their names. since: the last save. nonfinite: name → count.
+    alarms: as text, because all ranks must have passed the same. unchanged: the bytes of its
+    parameters if all are those of the last save; 0 if some are not; None if it cannot tell. names:
+    some of their names. since: the last save. nonfinite: name → count.
     """
 
     alarms: str
@@ -154,8 +155,8 @@ class Looker:
             }
 
     def hold(self, number: int, tensors: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:
-        """Writers → the checksums of all that they share, as this rank holds it now. It is called
-        while the state stands still."""
+        """Writers → the checksums of all that they share, as this rank holds it now. Call it while
+        the state does not change."""
         if not self.alarms.compares_replicas(number):
             return {}
         return {
@@ -192,8 +193,8 @@ class Looker:
         now: Last,
         last: Last | None,
     ) -> tuple[Looked, Last]:
-        """What this rank saw in the part that its worker has written; and what the next save is
-        compared with once this one is committed.
+        """This rank's observations of the part that its worker has written; and the save with which
+        the next one is compared, once this one is committed.
 
         Args:
             held: of `hold`.
@@ -258,11 +259,11 @@ class Looker:
 def judge(
     alarms: Alarms, called: str, brought: Mapping[int, tuple[str, Looked | None]], path: str
 ) -> tuple[str, ...]:
-    """Judge what the ranks of a group saw. It logs the warnings, and returns them.
+    """Decide on the observations of a group's ranks. Logs the warnings, and returns them.
 
     Args:
         called: how the save is called.
-        brought: rank → its host and what it saw.
+        brought: rank → its host and its observations.
 
     Raises:
         StateError: an alarm that is an error.

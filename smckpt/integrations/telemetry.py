@@ -67,7 +67,7 @@ class JsonLines:
 class TensorBoard:
     """Writes scalars `smckpt/save/blocked`, `smckpt/load/read` and so on.
 
-    Their step is the event's step; the number of the save where it has none.
+    Their step is the event's step, or the number of the save if it has none.
 
     Args:
         writer: a `SummaryWriter` of torch, or the directory for one.
@@ -95,11 +95,11 @@ class TensorBoard:
 class Prometheus:
     """Metrics of prometheus_client, `smckpt_…`. Your program serves them.
 
-    Seconds, bytes and rate are those of the last save or load. `smckpt_durable_age_seconds` goes on
-    rising while no save is committed.
+    Seconds, bytes and rate are those of the last save or load. `smckpt_durable_age_seconds` rises
+    while no save is committed.
 
     Args:
-        registry: where they are registered; None: the library's own.
+        registry: the registry of the metrics; None: the library's own.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -145,7 +145,7 @@ class OpenTelemetry:
     """Metrics of OpenTelemetry, `smckpt.…`, with the attributes kind, queue, outcome and stage.
 
     Args:
-        provider: who makes the meter; None: the one that the program has set.
+        provider: the provider of the meter; None: the one that the program has set.
     """
 
     def __init__(self, provider: MeterProvider | None = None) -> None:
@@ -194,7 +194,7 @@ def _queue(event: SaveEvent | LoadEvent) -> str:
 
 
 def _numbers(event: SaveEvent | LoadEvent) -> dict[str, float]:
-    """What a chart shows."""
+    """The values for a chart."""
     found: dict[str, float] = {stage: getattr(event, stage) for stage in _STAGES[_kind(event)]}
     found |= {"bytes": event.nbytes, "rate": event.rate, "failed": float(event.error is not None)}
     if event.retries is not None:

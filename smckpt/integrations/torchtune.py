@@ -127,7 +127,7 @@ class DistributedCheckpointer:
 
         Args:
             save_async: return when the state is in memory, and commit it in the background. Such a
-                save is an intermediate one.
+                save is an intermediate checkpoint.
             adapter_only: the state is that of adapters; it goes to `adapter_model` in the
                 checkpoint's directory.
             step: the number of the checkpoint if `dir_prefix` is "step".
@@ -183,7 +183,7 @@ class DistributedCheckpointer:
         smckpt.maybe_finalize_async_calls()
 
     def _of_this_rank(self) -> Any:
-        """The group that holds this rank alone. The other ranks need not make it too."""
+        """A group of this rank alone. The other ranks need not make it too."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._alone is None:
@@ -194,7 +194,7 @@ class DistributedCheckpointer:
     def _rotation(
         self, prefix: str, number: int, nested: bool
     ) -> Callable[[smckpt.SaveHandle], None] | None:
-        """What the coordinator does once the save is committed."""
+        """The function that the coordinator calls after the commit."""
         if self._keep is None:
             return None
         keep = max(self._keep, 1)
@@ -229,14 +229,14 @@ class DistributedCheckpointer:
         """Fill `state_dict`; all ranks call it.
 
         Args:
-            state_dict: the target. None: what the configured checkpointer gives, which is the base
-                model, and with `should_load_recipe_state` the newest intermediate state too.
+            state_dict: the target. None: the state of the configured checkpointer: the base model
+                and, with `should_load_recipe_state`, the newest intermediate state.
             checkpoint_path: None: that of `get_latest_intermediate_checkpoint`.
             adapter_only: load the adapters of the newest checkpoint.
 
         Raises:
-            UsageError: there is nothing to load, or nothing to load into. It is a ValueError, as
-                torchtune's.
+            UsageError: there is nothing to load, or no target. It is also a ValueError, as in
+                torchtune.
         """
         if state_dict is None:
             return self._load_base()
@@ -328,7 +328,7 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
 
     def save_checkpoint_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         sync(self, *args, **kwargs)
-        smckpt.maybe_finalize_async_calls()  # all ranks hear if the last save was not committed
+        smckpt.maybe_finalize_async_calls()  # all ranks learn if the last save was not committed
 
     get_dcp_checkpointer.of_smckpt = True  # type: ignore[attr-defined]
     client._get_dcp_checkpointer = get_dcp_checkpointer

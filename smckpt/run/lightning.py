@@ -1,4 +1,4 @@
-"""Where the door to Lightning goes: its default plugin, its sharded strategies, its connector."""
+"""The door to Lightning: replaces its default plugin, its sharded strategies and its connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the door to torchtune goes: two methods of its `CheckpointClient`."""
+"""The door to torchtune: replaces two methods of its `CheckpointClient`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checksums of live tensors: what replicas compare with each other.
+"""Checksums of live tensors, which replicas compare with each other.
 
-They are read in the calling thread while the state stands still. A contiguous tensor of the CPU is
-read in place; any other is copied piece by piece, from its device too.
+The tensors are read in the calling thread while the state does not change. A contiguous tensor of
+the CPU is read in place; any other is copied piece by piece, from its device too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smckpt.staging.copies import Local, copies_of, copy_all
 
 __all__ = ["checksums"]
 
-_AT_ONCE = 64 << 20  # bytes of host memory for what cannot be read in place
+_AT_ONCE = 64 << 20  # bytes of host memory for tensors that cannot be read in place
 
 
 def checksums(

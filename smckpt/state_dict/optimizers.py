@@ -197,7 +197,7 @@ def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wa
 def _align(
     binding: Binding, parameter: torch.Tensor, wanted: dict[str, Wanted], strict: bool
 ) -> bool:
-    """Give `parameter` state tensors with the saved names and dtypes; returns whether any changed."""
+    """Give `parameter` state tensors of the saved names and dtypes. Returns whether any changed."""
     optimizer = binding.optimizer
     live = optimizer.state.get(parameter, {})
     if not wanted:

@@ -1,4 +1,4 @@
-"""fsspec's view of S3, for Lightning's `ModelCheckpoint`, where s3fs is absent.
+"""fsspec's view of S3, for Lightning's `ModelCheckpoint`, if s3fs is absent.
 
 s3fs wants another botocore than boto3. `ModelCheckpoint(dirpath="s3://…")` asks fsspec for names
 only; this answers through smckpt's store. A whole small file can be read and written too.

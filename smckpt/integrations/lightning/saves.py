@@ -1,8 +1,8 @@
 """The saves of one Trainer, and the removal of the checkpoints that its callbacks drop.
 
-`ModelCheckpoint` saves a checkpoint and drops an older one right after. Here the older one goes
-when the newer one is committed. If that save fails, the older one stays until a later save is
-committed.
+`ModelCheckpoint` saves a checkpoint and drops an older one right after. Here the older one is
+removed when the newer one is committed. If that save fails, the older one stays until a later save
+is committed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Saves:
         return smckpt.load(target, checkpoint_id=path, **self._s3(path), **arguments)
 
     def find(self, place: str, depth: int = 0) -> list[smckpt.FoundCheckpoint]:
-        """What is committed at `place` or below it; nothing where there is no such place."""
+        """The committed checkpoints at `place` or below it; none if there is no such place."""
         try:
             return smckpt.find_checkpoints(place, depth, sure=True, **self._s3(place))
         except CheckpointNotFoundError:

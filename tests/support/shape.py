@@ -19,8 +19,19 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "smckpt"
 
 
-# rooms that came after the others were measured; they hold features that were not there
-LATER = ("manager", "integrations", "run")
+# What came after the package was measured before: rooms, and modules of features that it lacked.
+LATER = (
+    "manager/", "integrations/", "run/",
+    # other people's checkpoints as sources
+    "translate/dcp/", "translate/boxes.py", "translate/foreign.py", "translate/mapped.py",
+    "translate/pickled.py", "translate/torch_archive.py", "cli/show_foreign.py",
+    # alarms
+    "engine/alarms.py", "staging/sums.py",
+    # comparison of checkpoints, repair
+    "checkpoint/compare.py", "checkpoint/difference.py", "cli/compare.py", "cli/prove.py",
+    "checkpoint/finish.py", "checkpoint/mend.py", "checkpoint/repair.py",
+    "checkpoint/unfinished.py", "cli/repair.py",
+)  # fmt: skip
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -114,7 +125,7 @@ def behave(found: list[tuple[Path, str, ast.Module]]) -> int:
 
 def table() -> list[tuple[str, str]]:
     found = list(modules())
-    first = [each for each in found if each[0].parts[0] not in LATER]
+    first = [each for each in found if not str(each[0]).startswith(LATER)]
     rooms: dict[str, list[int]] = defaultdict(list)
     for path, text, _ in found:
         room = path.parts[0] if len(path.parts) > 1 else "(top)"
@@ -123,9 +134,9 @@ def table() -> list[tuple[str, str]]:
     must, all_ = verbs()
     rows = [
         ("modules, lines, lines of code, classes", counts(found)),
-        (f"  without {', '.join(LATER)}", counts(first)),
+        ("  without what came later (see LATER)", counts(first)),
         ("classes that are no records, errors or interfaces", str(behave(found))),
-        (f"  without {', '.join(LATER)}", str(behave(first))),
+        ("  without what came later", str(behave(first))),
         ("class names that two modules define", str(len(homonyms()))),
         ("storage interface: required, all", f"{must}, {all_}"),
         ("S3: modules, lines, lines of code, classes", counts(s3)),

@@ -94,7 +94,11 @@ def ls(root: str, as_json: bool) -> None:
 
     # an empty list for a mistyped directory would look like an answer
     if is_local(root) and not os.path.isdir(local_path(root)):
-        raise CheckpointNotFoundError("no such directory", path=root)
+        raise CheckpointNotFoundError(
+            "no such directory",
+            remedy="check the path, and that the file system is mounted",
+            path=root,
+        )
     found = find_checkpoints(root)[::-1]
     if as_json:
         print_json([one.to_json() for one in found])

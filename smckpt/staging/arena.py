@@ -74,7 +74,10 @@ class Arena:
         if self.fd < 0:
             raise UsageError("the arena is closed", remedy="make another")
         if offset < 0 or length < 0 or offset + length > self.size:
-            raise UsageError(f"bytes {offset} to {offset + length} of an arena of {self.size}")
+            raise UsageError(
+                f"bytes {offset} to {offset + length} of an arena of {self.size}",
+                remedy="ask for bytes inside the arena",
+            )
         return memoryview(self._map)[offset : offset + length]
 
     def pin(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ __all__ = ["DOORS", "Provided", "provide"]
 # A name for `--for` → "module:function" that puts the door in place.
 DOORS = {
     name: f"smckpt.run.{name}:put"
-    for name in ("sagemaker", "transformers", "accelerate", "lightning", "torchtune")
+    for name in ("sagemaker", "transformers", "accelerate", "lightning", "torchtune", "nvrx")
 }
 # torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
 # used only on request.

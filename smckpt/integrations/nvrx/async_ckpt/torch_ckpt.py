@@ -1,0 +1,115 @@
+"""torch.save in the background: one file, which torch.load opens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from smckpt.integrations.nvrx.worker.places import UrlFileSystem, is_url
+
+__all__ = ["TorchAsyncCheckpoint"]
+
+
+class _OfClassToo:
+    """A method of objects. Called on the class, as NVRx's usage guide does, it acts on one object
+    of the process."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self._function.__get__(_of_process(owner) if instance is None else instance, owner)
+
+
+class TorchAsyncCheckpoint:
+    """
+    Args:
+        persistent_queue: one worker for all saves; otherwise one for each.
+    """
+
+    def __init__(self, persistent_queue: bool = True) -> None:
+        self.save = torch.save
+        self._async_calls_queue = AsyncCallsQueue(persistent=persistent_queue)
+
+    @_OfClassToo
+    def async_save(self, state_dict: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """`torch.save` in the background. When this returns, training may change the state.
+
+        The file gets its name when it is whole and durable.
+
+        Args:
+            f: a path, or a URL such as s3://bucket/key. A file object is refused.
+            args, kwargs: of torch.save.
+
+        Raises:
+            UsageError: the state, or `f`, cannot be pickled.
+            MemoryBudgetError: the host has no memory for the copy.
+        """
+        request = AsyncRequest(save_whole, (state_dict, f, *args), [], kwargs)
+        self._async_calls_queue.schedule_async_request(request)
+
+    @_OfClassToo
+    def finalize_async_save(
+        self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
+    ) -> None:
+        """Notice the saves that have ended.
+
+        Args:
+            blocking: wait for all saves.
+            no_dist: of this rank alone; otherwise all ranks call this.
+            terminate: end the worker, too.
+
+        Raises:
+            AsyncCallFailedError: a save failed.
+        """
+        self._async_calls_queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
+        if terminate:
+            self._async_calls_queue.close()
+
+    @_OfClassToo
+    def close(self, abort: bool = False) -> None:
+        """Finish all saves and end the worker; or, with `abort`, end it at once."""
+        if not abort:  # its saves are of this rank alone
+            self._async_calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        self._async_calls_queue.close(abort=abort)
+
+    def _get_async_calls_queue(self) -> AsyncCallsQueue:  # NVRx's own tests ask
+        return self._async_calls_queue
+
+
+def save_whole(state_dict: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.save into a file that gets its name when it is whole and durable."""
+    if is_url(f):
+        with UrlFileSystem().create_stream(f, "wb") as stream:
+            torch.save(state_dict, cast(Any, stream), *args, **kwargs)
+        return
+    path = os.path.abspath(os.fspath(f))
+    # of this rank: several may save one path. What a killed save left is replaced by the next one
+    fresh = f"{path}.{os.environ.get('RANK', '0')}.tmp"
+    try:
+        with open(fresh, "wb") as file:
+            torch.save(state_dict, file, *args, **kwargs)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+    directory = os.open(os.path.dirname(path), os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@cache
+def _of_process(kind: type[TorchAsyncCheckpoint]) -> TorchAsyncCheckpoint:
+    return kind()

@@ -1,0 +1,83 @@
+"""A state in nested dicts and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
+from smckpt.integrations.nvrx.utils import dict_list_map_outplace
+
+__all__ = ["BasicTensorAwareStateDict", "TensorPlaceholder", "nested_values"]
+
+
+def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
+    """The values of nested dicts and lists."""
+    for value in x.values() if isinstance(x, dict) else x:
+        if isinstance(value, (dict, list)):
+            yield from nested_values(value)
+        else:
+            yield value
+
+
+class TensorPlaceholder:
+    """Stands for a tensor: its shape, dtype and device."""
+
+    def __init__(self, ten: torch.Tensor) -> None:
+        self._device, self._shape, self._dtype = ten.device, ten.shape, ten.dtype
+
+    def init_tensor(self) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+
+class BasicTensorAwareStateDict(TensorAwareStateDict):
+    """
+    Args:
+        state_dict: nested dicts and lists, with tensors on any device.
+    """
+
+    def __init__(self, state_dict: Any) -> None:
+        self.state_dict = state_dict
+        self._devices = [tensor.device for tensor in self.tensors]
+        self._hollow = False
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (v for v in nested_values(self.state_dict) if isinstance(v, torch.Tensor))
+
+    @property
+    def is_hollow(self) -> bool:
+        return self._hollow
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        assert not self._hollow
+        tensors = list(self.tensors)
+        self._replace(torch.Tensor, TensorPlaceholder)
+        self._hollow = True
+        return tensors
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        assert self._hollow
+        given = iter(tensor_data)
+        self._replace(TensorPlaceholder, lambda _: next(given))
+        self._hollow = False
+
+    def init_tensors(self) -> None:
+        assert self._hollow
+        self._replace(TensorPlaceholder, TensorPlaceholder.init_tensor)
+        self._hollow = False
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        self._replace(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        devices = iter(self._devices)
+        self._replace(torch.Tensor, lambda t: t.to(next(devices), non_blocking=non_blocking))
+
+    def _replace(self, kind: type[Any], by: Callable[[Any], Any]) -> None:
+        def one(value: Any) -> Any:
+            return by(value) if isinstance(value, kind) else value
+
+        self.state_dict = dict_list_map_outplace(one, self.state_dict)

@@ -1,0 +1,1 @@
+"""`nvidia_resiliency_ext.checkpointing.local.ckpt_managers`."""

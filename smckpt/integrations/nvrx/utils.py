@@ -1,0 +1,64 @@
+"""`nvidia_resiliency_ext.checkpointing.utils`: what programs import from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["dict_list_map_outplace", "diff", "preload_tensors", "wrap_for_async"]
+
+
+def preload_tensors(state_dict: Any, non_blocking: bool = True) -> Any:
+    """A copy in host memory of the tensors in dicts and lists. It is complete when this returns."""
+
+    def copied(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    return dict_list_map_outplace(copied, state_dict)
+
+
+def wrap_for_async(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself: a spawned worker needs no wrapper."""
+    return fn
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """`f` of each value in nested dicts and lists, in new ones."""
+    if isinstance(x, dict):
+        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [dict_list_map_outplace(f, value) for value in x]
+    return f(x)
+
+
+def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+    """Paths that only one of two nested values has, and paths where they differ, with the types."""
+    left: list[Any] = []
+    right: list[Any] = []
+    differ: list[Any] = []
+    both: list[tuple[Any, Any, Any]] = []
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        left = [(*prefix, key) for key in x1.keys() - x2.keys()]
+        right = [(*prefix, key) for key in x2.keys() - x1.keys()]
+        both = [(key, x1[key], x2[key]) for key in x1.keys() & x2.keys()]
+    elif isinstance(x1, (list, tuple)) and isinstance(x2, (list, tuple)):
+        left = [(*prefix, at) for at in range(len(x2), len(x1))]
+        right = [(*prefix, at) for at in range(len(x1), len(x2))]
+        both = [(at, one, two) for at, (one, two) in enumerate(zip(x1, x2, strict=False))]
+    elif not _equal(x1, x2):
+        differ = [(prefix, type(x1), type(x2))]
+    for key, one, two in both:
+        for found, into in zip(diff(one, two, (*prefix, key)), (left, right, differ), strict=True):
+            into.extend(found)
+    return left, right, differ
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.shape == two.shape and bool(torch.all(one.cpu() == two.cpu()))
+    try:
+        return bool(one == two)
+    except (RuntimeError, ValueError):
+        return False

@@ -1,0 +1,1 @@
+"""The process that runs a request's function, and how the request gets there."""

@@ -1,0 +1,145 @@
+"""DCP's file system over smckpt's stores: s3://, msc:// and all others."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.storage import Storage, open_storage
+
+__all__ = ["Noting", "OpenedBy", "UrlFileSystem", "is_url"]
+
+_COPY = 16 << 20
+
+
+def is_url(place: Any) -> bool:
+    return isinstance(place, (str, os.PathLike)) and "://" in os.fspath(place)
+
+
+class UrlFileSystem(FileSystemBase):
+    """A file is written beside, and appears when it is complete. An exception leaves nothing."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        place, name = _file(path)
+        if mode == "rb":
+            yield io.BytesIO(place.read(name))
+        elif mode == "wb":
+            with tempfile.TemporaryFile() as written:
+                yield _Open(written)
+                _send(place, name, written)
+        else:
+            raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        place, name = _file(new_path)
+        there, old = _file(path)
+        with tempfile.TemporaryFile() as written:
+            written.write(there.read(old))
+            _send(place, name, written)
+        there.delete(old)
+
+    def init_path(self, path: Any) -> str:
+        place: str = os.fspath(path)
+        return place
+
+    def mkdir(self, path: Any) -> None:
+        """Stores make what a file needs."""
+
+    def exists(self, path: Any) -> bool:
+        place, name = _file(path)
+        try:
+            place.size(name)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def rm_file(self, path: Any) -> None:
+        place, name = _file(path)
+        place.delete(name)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return is_url(checkpoint_id)
+
+
+class OpenedBy(FileSystem):
+    """Files of this host, opened by a function like `open`."""
+
+    def __init__(self, open_file: Any) -> None:
+        self._open_file = open_file
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        with self._open_file(os.fspath(path), mode) as stream:
+            yield stream
+
+
+class Noting:
+    """A file system that keeps the first error of its streams: DCP loses one of its threads'."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with self._fs.create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+
+class _Open(io.RawIOBase):
+    """DCP closes its stream before it leaves the block; the file is sent after that."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        written: int = self._file.write(data)
+        return written
+
+    def tell(self) -> int:
+        place: int = self._file.tell()
+        return place
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation  # nothing to make durable here
+
+
+def _send(place: Storage, name: str, file: Any) -> None:
+    file.flush()
+    size = file.tell()
+    writer = place.create_file(name, size, replace=True)
+    try:
+        for offset in range(0, size, _COPY):
+            file.seek(offset)
+            writer.write_at(offset, memoryview(file.read(_COPY)))
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _file(path: Any) -> tuple[Storage, str]:
+    above, _, name = os.fspath(path).rpartition("/")
+    return open_storage(above), name

@@ -1,0 +1,295 @@
+"""The trainer's side of a worker: starts it, sends it requests, hears of their ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from smckpt.errors import CheckpointError, SaveFailedError, UsageError, WorkerError
+from smckpt.integrations.nvrx.worker.served import Ended, Failed, Run, serve
+from smckpt.integrations.nvrx.worker.snapshot import Place, ResultsQueue, taken
+from smckpt.staging.arena import Arena
+
+__all__ = ["Call", "WorkerOptions", "WorkerProcess"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """
+    daemon: as of multiprocessing: such a process may start none of its own.
+    niceness, io_class: of the worker; None leaves them.
+    sigterm_timeout: seconds from SIGTERM to SIGKILL, where it is ended in the middle of its work.
+    """
+
+    daemon: bool = True
+    niceness: int | None = 10
+    io_class: int | None = None
+    sigterm_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.niceness is not None and self.niceness not in range(20):
+            raise UsageError(f"cpu_priority={self.niceness!r}", remedy="pass 0 to 19, or None")
+        if self.io_class is not None and self.io_class not in range(4):
+            raise UsageError(
+                f"io_priority={self.io_class!r}", remedy="pass 3 (idle), or None to leave it"
+            )
+        if self.sigterm_timeout < 0:
+            raise UsageError(f"sigterm_timeout={self.sigterm_timeout}", remedy="pass seconds >= 0")
+
+
+@dataclass
+class Call:
+    """A request under way. ended: whether its function has; error: why it failed."""
+
+    queues: tuple[ResultsQueue, ...] = ()
+    arena: int = -1
+    ended: bool = False
+    error: CheckpointError | None = None
+
+
+@dataclass
+class _Alive:
+    """A started process: its pipe, the pipe that says an end is wanted, and a pidfd of it.
+
+    arenas: by number. free: those that no call uses. known, gone: those that the process has, and
+    those that it should forget.
+    """
+
+    process: Any
+    messages: connection.Connection
+    stop: connection.Connection
+    pidfd: int | None
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    free: deque[int] = field(default_factory=deque)
+    known: set[int] = field(default_factory=set)
+    gone: list[int] = field(default_factory=list)
+    made: int = 0
+
+    def watched(self) -> list[Any]:
+        return [self.messages, self.process.sentinel if self.pidfd is None else self.pidfd]
+
+    def room(self, size: int) -> int:
+        """The number of a free arena that is large enough, or of a new one. Smaller ones go."""
+        while self.free:
+            number = self.free.popleft()
+            if self.arenas[number].size >= size:
+                return number
+            self.arenas.pop(number).close()
+            if number in self.known:
+                self.known.remove(number)
+                self.gone.append(number)
+        self.made += 1
+        self.arenas[self.made] = Arena(max(size, 1))
+        return self.made
+
+    def send(self, number: int, arena: int, place: Place) -> None:
+        new = None if arena in self.known else self.arenas[arena]
+        size = None if new is None else new.size
+        self.messages.send(Run(number, arena, place, size, tuple(self.gone)))
+        self.gone.clear()
+        if new is not None:
+            send_handle(self.messages, new.fd, self.process.pid)
+            self.known.add(arena)
+
+
+class WorkerProcess:
+    """One worker. It starts with the first request, and again after its death."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.options = options
+        self._alive: _Alive | None = None
+        self._calls: dict[int, Call] = {}
+        self._number = 0
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+
+    @property
+    def running(self) -> bool:
+        return self._alive is not None and bool(self._alive.process.is_alive())
+
+    def start(self) -> None:
+        """Start the process, if it is not running; returns before it is ready."""
+        with self._lock:
+            self._started()
+
+    def run(self, request: Any) -> Call:
+        """Copy a request and have its function run after those before it.
+
+        Raises:
+            UsageError, MemoryBudgetError: as `taken`.
+            WorkerError: the process cannot be started.
+        """
+        with self._lock:
+            self._hear(0.0)
+            alive = self._started()
+            chosen: list[int] = []
+
+            def arena_of(size: int) -> Arena:
+                chosen.append(alive.room(size))
+                return alive.arenas[chosen[0]]
+
+            try:
+                place, queues = taken(request, arena_of)
+            except BaseException:
+                alive.free.extend(chosen)
+                raise
+            self._number += 1
+            call = self._calls[self._number] = Call(queues, chosen[0])
+            try:
+                alive.send(self._number, call.arena, place)
+            except OSError:  # it died before
+                self._lost()
+            return call
+
+    def wait(self, call: Call, seconds: float | None) -> bool:
+        """Whether the function has ended, well or not, within so many seconds. A dead worker ends
+        all its calls. None waits as long as the worker lives."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._lock:
+            while not call.ended:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if not self._hear(left) and left is not None:
+                    break
+            return call.ended
+
+    def close(self, *, abort: bool = False, seconds: float | None = None) -> None:
+        """End the process: after its calls, or at once. A later request starts another.
+
+        Args:
+            seconds: how long its calls may take; None: as long as they need.
+        """
+        if os.getpid() != self._pid:  # a forked child: the worker is the parent's
+            self._alive = None
+            return
+        with self._lock:
+            if (alive := self._alive) is None:
+                return
+            if abort:
+                self._kill(alive)
+                return
+            try:
+                alive.messages.send(None)
+                deadline = None if seconds is None else time.monotonic() + seconds
+                while self._alive is alive:  # its last answers come before its end
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        self._kill(alive)
+                        return
+                    self._hear(left)
+            except OSError:
+                self._lost()
+
+    # -- the process ---------------------------------------------------------------------------
+
+    def _started(self) -> _Alive:
+        if self._alive is not None and os.getpid() == self._pid:
+            return self._alive
+        if os.getpid() != self._pid:
+            raise WorkerError(
+                "a forked child cannot use the worker, which belongs to the parent process",
+                remedy="make an AsyncCallsQueue in the child",
+            )
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        stopped, stop = context.Pipe(duplex=False)
+        options = self.options
+        process = context.Process(
+            target=serve,
+            args=(theirs, stopped, options.niceness, options.io_class),
+            daemon=options.daemon,
+            name="smckpt-nvrx",
+        )
+        try:
+            process.start()
+        except OSError as error:
+            raise WorkerError(
+                f"the worker could not be started: {error}",
+                remedy="check the limits on processes and memory (ulimit -u, the cgroup)",
+            ) from error
+        finally:
+            theirs.close()
+            stopped.close()
+        self._alive = _Alive(process, ours, stop, _pidfd(process.pid))
+        return self._alive
+
+    def _hear(self, seconds: float | None) -> bool:
+        """Take the worker's next answer, or its death, if one comes within so many seconds."""
+        if (alive := self._alive) is None:
+            return False
+        ready = connection.wait(alive.watched(), seconds)
+        if not ready:
+            return False
+        try:
+            # answers that it sent before it died come first
+            answer = alive.messages.recv() if alive.messages in ready else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            self._lost()
+            return True
+        call = self._calls.pop(answer.number)
+        alive.free.append(call.arena)
+        if isinstance(answer, Ended):
+            for results, given in zip(call.queues, answer.results, strict=False):
+                for one in given:
+                    results.put(one)
+        elif isinstance(answer, Failed):
+            log.error("a function failed in the worker:\n%s", answer.trace or answer.error)
+            call.error = SaveFailedError(
+                f"the function failed in the worker: {answer.error}",
+                remedy="see its traceback in the log of this rank, and save again",
+            )
+        call.ended = True
+        return True
+
+    def _kill(self, alive: _Alive) -> None:
+        try:
+            alive.stop.send_bytes(b"stop")
+            alive.process.terminate()
+            alive.process.join(self.options.sigterm_timeout)
+            if alive.process.is_alive():
+                log.warning("the worker did not end within sigterm_timeout; it is killed")
+        except OSError:
+            pass  # it has ended
+        alive.process.kill()
+        self._lost(asked=True)
+
+    def _lost(self, *, asked: bool = False) -> None:
+        """The process has ended: so have its calls, and its arenas are free."""
+        if (alive := self._alive) is None:
+            return
+        self._alive = None
+        alive.process.join()
+        code = alive.process.exitcode
+        alive.messages.close()
+        alive.stop.close()
+        if alive.pidfd is not None:
+            os.close(alive.pidfd)
+        for arena in alive.arenas.values():
+            arena.close()
+        for call in self._calls.values():
+            call.ended = True
+            call.error = WorkerError(
+                "the worker was ended before it had written this save"
+                if asked
+                else f"the worker died while it wrote this save (exit status {code})",
+                remedy="save again: the next save starts a new worker"
+                + ("" if asked or code != -9 else "; the kernel may have killed it for memory"),
+            )
+        self._calls.clear()
+
+
+def _pidfd(pid: int | None) -> int | None:
+    try:
+        return None if pid is None else os.pidfd_open(pid)
+    except (AttributeError, OSError):  # macOS, Linux before 5.3: the sentinel has to do
+        return None

@@ -262,6 +262,14 @@ class Readers:
                 self._readers[file] = BlockReader(storage, file, self.verify, self.scratch)
             return self._readers[file]
 
+    @property
+    def retries(self) -> int | None:
+        """How many requests were sent again; None if the stores do not count them."""
+        with self._lock:
+            counts = [storage.retries for storage in self._storages.values()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
     def close(self) -> None:
         with self._lock:
             for storage in self._storages.values():

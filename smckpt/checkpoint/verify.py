@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What was verified, and what is wrong."""
+    """What was verified, and what is wrong. quick: the data themselves were not read."""
 
     url: str
     identity: str
@@ -45,6 +45,7 @@ class Report:
     tensors: int
     nbytes: int
     problems: tuple[Problem, ...]
+    quick: bool = False
 
     @property
     def ok(self) -> bool:
@@ -58,6 +59,7 @@ class Report:
 def verify_checkpoint(
     url: str | os.PathLike[str],
     *,
+    quick: bool = False,
     threads: int = 4,
     progress: Progress | None = None,
     s3_region: str | None = None,
@@ -66,6 +68,9 @@ def verify_checkpoint(
     """Read and check everything that the newest commit at `url` names.
 
     Args:
+        quick: do not read the data: check the record, manifests, parts, sizes, headers and files of
+            checksums, that every tensor is covered, and the checksums that a store keeps itself.
+            It finds what is missing, short or exchanged, and not a changed byte on a disk.
         threads: how many threads read and check.
         progress: called with (bytes done, bytes in total), from any thread, one call at a time.
         s3_region, s3client_config: as for `smckpt.load`.
@@ -79,15 +84,17 @@ def verify_checkpoint(
         CheckpointReplacedError: a newer save swept the checkpoint meanwhile.
     """
     access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
-    return _verified(access.open(url), os.fspath(url), threads, progress)
+    return _verified(access.open(url), os.fspath(url), threads, progress, quick)
 
 
-def _verified(storage: Storage, url: str, threads: int, progress: Progress | None) -> Report:
+def _verified(
+    storage: Storage, url: str, threads: int, progress: Progress | None, quick: bool
+) -> Report:
     try:
         catalogue = open_catalogue(storage)
     except CorruptCheckpointError as error:
-        return Report(url, "", 0, 0, 0, (_problem(error, url),))
-    report = verify_catalogue(catalogue, url, threads, progress)
+        return Report(url, "", 0, 0, 0, (_problem(error, url),), quick)
+    report = verify_catalogue(catalogue, url, threads, progress, quick=quick)
     if (
         report.problems
         and (replaced := replacement(storage, catalogue.identity, "verify")) is not None
@@ -97,10 +104,15 @@ def _verified(storage: Storage, url: str, threads: int, progress: Progress | Non
 
 
 def verify_catalogue(
-    catalogue: Catalogue, url: str, threads: int = 4, progress: Progress | None = None
+    catalogue: Catalogue,
+    url: str,
+    threads: int = 4,
+    progress: Progress | None = None,
+    *,
+    quick: bool = False,
 ) -> Report:
     """`verify_checkpoint` for a catalogue that is open already."""
-    files = [_FileCheck(catalogue, file) for file in catalogue.files]
+    files = [_FileCheck(catalogue, file, quick) for file in catalogue.files]
     total = sum(check.file.record.size for check in files)
     tell = Meter(progress, total)
     problems: list[Problem] = []
@@ -120,6 +132,7 @@ def verify_catalogue(
         tensors=len(catalogue.logical),
         nbytes=total,
         problems=tuple(sorted(set(problems), key=lambda p: (p.path, p.offset or 0, p.what))),
+        quick=quick,
     )
 
 
@@ -130,8 +143,9 @@ def _problem(error: CheckpointError, path: str) -> Problem:
 class _FileCheck:
     """One data file: its size, every block, its checksum file, the header. Thread-safe."""
 
-    def __init__(self, catalogue: Catalogue, file: SavedFile) -> None:
+    def __init__(self, catalogue: Catalogue, file: SavedFile, quick: bool) -> None:
         self.file = file
+        self.quick = quick
         self.problems: list[Problem] = []
         self._catalogue = catalogue
         self._reader = catalogue.reader(file)
@@ -140,7 +154,8 @@ class _FileCheck:
 
     def starts(self) -> range:
         """The bytes at which the pieces for `read` begin."""
-        return range(0, min(self.file.record.size, self._there), PIECE)
+        stop = 0 if self.quick else min(self.file.record.size, self._there)
+        return range(0, stop, PIECE)
 
     def read(self, low: int, tell: Meter) -> None:
         """Read a piece, up to the file's end."""
@@ -168,6 +183,8 @@ class _FileCheck:
         """What is wrong, after everything was read."""
         size = self.file.record.size
         try:
+            if self.quick and self._there == size:
+                self._check_kept(size)
             bad = self._differing(sorted(self._sums))
         # the checksum file is damaged; the manifest's checksum remains
         except CheckpointError as error:
@@ -184,6 +201,15 @@ class _FileCheck:
         if not self.problems:
             self._check_header()
         return self.problems
+
+    def _check_kept(self, size: int) -> None:
+        """Check the file of checksums, and the file's checksum if the store keeps one."""
+        if size:
+            self._reader.stored_sum(0)
+        kept = self._reader.storage.stored_crc64(self.file.record.name)
+        if kept is not None and hex64(kept) != self.file.record.crc64:
+            what = "the store keeps another checksum for it"
+            self.problems.append(Problem(self.file.path, what))
 
     def _look(self) -> int:
         """The file's actual size, 0 if it is missing."""

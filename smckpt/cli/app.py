@@ -192,6 +192,7 @@ def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bo
 @app.command()
 @click.argument("checkpoint", required=False)
 @click.option("--hf", metavar="DIR", help="Check a Hugging Face directory instead.")
+@click.option("--quick", is_flag=True, help="Check names, sizes and headers; read no data.")
 @click.option(
     "--against", metavar="CHECKPOINT", help="With --hf: compare the weights with this checkpoint."
 )
@@ -208,6 +209,7 @@ def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bo
 def verify(
     checkpoint: str | None,
     hf: str | None,
+    quick: bool,
     against: str | None,
     reference: str | None,
     threads: int,
@@ -219,6 +221,8 @@ def verify(
     if (checkpoint is None) == (hf is None):
         raise click.UsageError("give either CHECKPOINT or --hf DIR")
     if hf is not None:
+        if quick:
+            raise click.UsageError("--quick goes with CHECKPOINT")
         _verify_hf(hf, against, reference, as_json, of_layout)
     if any(value is not None for value in (against, reference, *of_layout.values())):
         raise click.UsageError(
@@ -227,14 +231,15 @@ def verify(
     assert checkpoint is not None
     from smckpt.checkpoint.verify import verify_checkpoint
 
-    with progress_bar("verifying", quiet=as_json) as progress:
-        report = verify_checkpoint(checkpoint, threads=threads, progress=progress)
+    with progress_bar("verifying", quiet=as_json or quick) as progress:
+        report = verify_checkpoint(checkpoint, quick=quick, threads=threads, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:
         for problem in report.problems:
             print_line(f"{problem.path}: {problem.what}")
         verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
+        verdict += ", the data not read" if quick else ""
         print_line(
             f"{verdict}: {count_text(report.tensors, 'tensor')} in "
             f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"

@@ -57,7 +57,8 @@ class LoadEvent:
     or "failed". chosen, planned, read, ended: seconds from the call until the commit was chosen,
     the plan was agreed on, the bytes were read and given back, and the load ended; 0 for a step
     that was not reached. nbytes: bytes of the tensors that this rank filled. begun_anew: how often
-    the load started again because a newer save swept its files. retries: as in `SaveEvent`.
+    the load started again because a newer save swept its files. retries: how many requests were
+    sent again while it read headers and data, if the store counts them.
     """
 
     directory: str

@@ -128,6 +128,7 @@ class Loader:
             ended=clock.now(),
             nbytes=0 if planned is None else sum(b.nbytes for b in planned.memory.buffers),
             begun_anew=clock.begun_anew,
+            retries=None if planned is None else planned.catalogue.readers.retries,
         )
 
     def _fill(

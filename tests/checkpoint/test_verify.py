@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import smckpt
+from smckpt.checkpoint.crc import BLOCK
 from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
@@ -19,6 +20,7 @@ from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.storage import S3Storage
 from tests.support import saves, synthetic
 from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
@@ -53,6 +55,52 @@ def test_a_whole_checkpoint_has_no_problems_and_is_counted(step: Path) -> None:
     assert report.files == len(data) == 4
     assert report.nbytes == sum(path.stat().st_size for path in data)
     assert told[-1] == (report.nbytes, report.nbytes)
+
+
+def test_a_quick_look_finds_all_but_changed_data(step: Path) -> None:
+    assert verify_checkpoint(str(step), quick=True).to_json()["quick"] is True
+    for path in files_of(step):
+        body = path.read_bytes()
+        for what, broken in (("short", body[:-1]), ("empty", b""), ("missing", None)):
+            path.unlink()
+            if broken is not None:
+                path.write_bytes(broken)
+            if broken is None and path.name.startswith("record-"):
+                with pytest.raises(CheckpointNotFoundError):
+                    verify_checkpoint(str(step), quick=True)
+            else:
+                report = verify_checkpoint(str(step), quick=True)
+                named = [problem.path for problem in report.problems]
+                assert any(path.name in one for one in named), (path.name, what, named)
+            path.write_bytes(body)
+        flip(path, len(body) - 1)
+        data = path.suffix == ".safetensors"
+        assert verify_checkpoint(str(step), quick=True).ok == (data and len(body) > BLOCK)
+        path.write_bytes(body)
+    assert verify_checkpoint(str(step), quick=True).ok
+
+
+def test_a_quick_look_reads_no_data(tmp_path: Path) -> None:
+    smckpt.save({"w": torch.ones(3 << 18)}, checkpoint_id=tmp_path / "c")
+    (data,) = (tmp_path / "c").rglob("data-*.safetensors")
+    flip(data, 2 * BLOCK)
+    quick, whole = (verify_checkpoint(tmp_path / "c", quick=quick) for quick in (True, False))
+    assert quick.ok and not whole.ok
+    assert (quick.files, quick.tensors, quick.nbytes) == (whole.files, whole.tensors, whole.nbytes)
+
+
+def test_a_quick_look_asks_s3_for_the_checksums_that_it_keeps(
+    s3_root: str, s3_server: Server, monkeypatch: Any
+) -> None:
+    smckpt.save({"w": torch.ones(3 << 18)}, checkpoint_id=s3_root, queue="verify-s3")
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        config = {"endpoint": proxy.endpoint}
+        proxy.seen.clear()
+        assert verify_checkpoint(s3_root, quick=True, s3client_config=config).ok
+        assert any(line.startswith("HEAD") and "data-" in line for line in proxy.seen)
+    monkeypatch.setattr(S3Storage, "stored_crc64", lambda *_: 1)  # it keeps that of other bytes
+    (problem,) = verify_checkpoint(s3_root, quick=True).problems
+    assert "another checksum" in problem.what and "data-" in problem.path
 
 
 def test_a_flipped_bit_anywhere_in_any_file_is_found_and_its_file_named(step: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import smckpt
 from smckpt import Alarms, SaveOptions
 from smckpt.integrations import telemetry
 from tests.support.limits import seconds
+from tests.support.proxy import faulty_proxy
+from tests.support.s3 import Server
 
 STAGES = ["blocked", "committed", "staged", "waited", "written"]
 
@@ -161,6 +164,26 @@ def test_opentelemetrys_reader_collects_the_metrics(tmp_path: Path, hearing: Any
     (age,) = found["smckpt.durable.age"]
     assert dict(age.attributes) == {"queue": "otel"} and age.value > events[2].age
     assert sum(point.value for point in found["smckpt.alarms"]) == 1
+
+
+def test_requests_that_s3_was_sent_again_are_counted(
+    s3_root: str, s3_server: Server, hearing: Any
+) -> None:
+    told: queue.Queue[Any] = queue.Queue()
+    hearing(told.put)
+    state = {"w": torch.ones(4)}
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        config = {"endpoint": proxy.endpoint}
+        proxy.spoil("PUT", "503", 2, "data-")
+        smckpt.save(state, checkpoint_id=s3_root, queue="s3", s3client_config=config)
+        save = told.get(timeout=seconds(60))
+        proxy.spoil("GET", "500", 1, "data-")
+        smckpt.load(state, checkpoint_id=s3_root, s3client_config=config)
+        load = told.get(timeout=seconds(60))
+        smckpt.load(state, checkpoint_id=s3_root, s3client_config=config)
+    assert (save.retries, load.retries) == (2, 1)
+    assert told.get(timeout=seconds(60)).retries == 0
+    assert telemetry.record(save)["retries"] == 2
 
 
 def test_a_sink_without_its_library_says_what_to_install(monkeypatch: Any) -> None:

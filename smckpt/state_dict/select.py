@@ -69,6 +69,7 @@ class Selector:
         self._meshes: dict[Any, Mesh] = {}
         self._rules: dict[Any, MeshGeometry] = {}
         self._last: tuple[Entry, ...] = ()
+        self._parameters: frozenset[str] = frozenset()  # of `_last`
 
     def select(self, state_dict: Mapping[str, Any] | None) -> Selection:
         """Walk the state.
@@ -100,7 +101,7 @@ class Selector:
             ) from error
         self._refuse_twice(walk.objects)
         kinds = walk.kinds
-        entries, tensors, parameters = [], [], []
+        entries, tensors, tags = [], [], []
         for path, tensor in walk.tensors:
             tag = tag_of(tensor)
             if tag is not None and tag.kind is not None:
@@ -113,8 +114,7 @@ class Selector:
                 continue
             entries.append(entry)
             tensors.append(local)
-            if _is_parameter(entry, tag):
-                parameters.append(entry.key)
+            tags.append(tag)
         optimizers = {}
         for path, tree, binding in optimizer_dicts(state_dict):
             record = stock_record(tree) if binding is None else binding.record()
@@ -126,6 +126,8 @@ class Selector:
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):
             self._last = tuple(entries)
+            pairs = zip(entries, tags, strict=True)
+            self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         return Selection(
             kind,
@@ -134,7 +136,7 @@ class Selector:
             tuple(walk.objects),
             optimizers,
             walk.containers,
-            frozenset(parameters),
+            self._parameters,
             "FULL" in kinds,
         )
 

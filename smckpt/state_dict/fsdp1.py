@@ -77,9 +77,9 @@ class _Unit:
         """The tags of the flat parameter, of each member and of each alias."""
         if kind not in self._tags:
             self._tags[kind] = (
-                Tag(kind, self.held.fqns, self.whole, parameter=True),
-                [Tag(kind, (m.fqn,), m.geometry, parameter=True) for m in self.members],
-                [Tag(kind, (a.fqn,), a.geometry, parameter=True) for a in self.aliases],
+                Tag(kind, self.held.fqns, self.whole),
+                [Tag(kind, (member.fqn,), member.geometry) for member in self.members],
+                [Tag(kind, (alias.fqn,), alias.geometry) for alias in self.aliases],
             )
         return self._tags[kind]
 

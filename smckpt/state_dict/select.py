@@ -287,11 +287,11 @@ class Selector:
 
 
 def _is_parameter(entry: Entry, tag: Tag | None) -> bool:
-    """Whether it is known to be a parameter: tagged as one; or a shard or replica that is not an
-    optimizer's state."""
-    if tag is not None and (tag.parameter or tag.after):
-        return tag.parameter
-    return not entry.geometry.per_rank
+    """Whether it is known to be a parameter: a shard or replica that is not an optimizer's state;
+    or a plain tensor that is tagged so."""
+    if entry.geometry.per_rank:
+        return tag is not None and tag.parameter
+    return tag is None or not tag.after
 
 
 def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:

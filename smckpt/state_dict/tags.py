@@ -44,7 +44,7 @@ class Tag:
     """kind: LOCAL, SHARDED, FULL, or None on a live tensor. geometry: None if the tensor itself has
     it (DTensor), or is per-rank. fqns: the parameters that it represents. after: the components
     after the fqn in the path; (fqn, *after) replaces the last 1 + len(after) components of the
-    tensor's own path. parameter: it is a parameter of the model, and not a buffer."""
+    tensor's own path. parameter: it is a plain parameter, and not a buffer."""
 
     kind: str | None
     fqns: tuple[str, ...]

@@ -104,10 +104,8 @@ class ModelView:
                 is_parameter = isinstance(value, nn.Parameter)
                 value = detached(value)
                 rule = self.geometry(fqn, value)
-                if rule is None:
-                    set_tag(value, plain_tag(kind, fqn, is_parameter))
-                else:
-                    set_tag(value, Tag(kind, (fqn,), rule, parameter=is_parameter))
+                plain = plain_tag(kind, fqn, is_parameter)
+                set_tag(value, plain if rule is None else Tag(kind, (fqn,), rule))
             out[fqn] = value
         return out
 

@@ -5,7 +5,8 @@
 Two replicas of one model (DDP's worst case for the comparison of replicas: each holds all of it).
 Every turn makes one save for each choice of alarms, in an order that turns round. Each is divided
 by the save of the same turn without any alarm; medians of `--repeats` turns with their quartiles.
-The slowest rank counts.
+The slowest rank counts. The processor time of the training thread is rank 0's: it shows what an
+alarm costs there on a machine that has other work too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,14 +41,17 @@ CHOICES = {
 }
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Choice → (blocked, until committed) of each turn."""
+Measured = dict[str, list[tuple[float, float, float]]]
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Choice → (blocked, processor time of the training thread, until committed) of each turn."""
     root = Path(options.dir) / "smckpt-alarms"
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*map(Block, [options.hidden] * options.layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     init_optim_state(optimizer)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CHOICES}
+    found: Measured = {name: [] for name in CHOICES}
     step = 0
     for turn in range(options.repeats + 1):  # the first makes worker, arena and session
         names = list(CHOICES)[turn % len(CHOICES) :] + list(CHOICES)[: turn % len(CHOICES)]
@@ -57,26 +63,34 @@ def measure(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]
             begin = partial(
                 async_save, take(model, optimizer), checkpoint_id=root, step=step, options=chosen
             )
-            blocked = timed(begin)
+            spent = [0.0]
+            blocked = timed(partial(counted, begin, spent))
             rest = timed(maybe_finalize_async_calls)
             if turn:
-                found[name].append((blocked, blocked + rest))
+                found[name].append((blocked, spent[0], blocked + rest))
     if dist.get_rank() == 0:
-        shutil.rmtree(root)
+        shutil.rmtree(root, ignore_errors=True)
     return found
 
 
-def report(found: dict[str, list[tuple[float, float]]], repeats: int) -> None:
+def counted(act: Callable[[], object], spent: list[float]) -> None:
+    began = time.thread_time()
+    act()
+    spent[0] = time.thread_time() - began
+
+
+def report(found: Measured, repeats: int) -> None:
     print(f"\n{repeats} turns; ratio to no alarm, median (quartiles)\n")
-    print(f"{'':12}{'blocked s':>10}{'ratio':>22}{'committed s':>13}{'ratio':>22}")
+    titles = ("blocked s", "processor s", "committed s")
+    print(" " * 12 + "".join(f"{title:>13}{'ratio':>22}" for title in titles))
     for name, values in found.items():
         line = f"{name:12}"
-        for which, width in ((0, 10), (1, 13)):
+        for which in range(3):
             ratios = [
                 mine[which] / base[which] for mine, base in zip(values, found["none"], strict=True)
             ]
             low, middle, high = statistics.quantiles(ratios, n=4)
-            line += f"{statistics.median(v[which] for v in values):{width}.4f}"
+            line += f"{statistics.median(v[which] for v in values):13.4f}"
             line += f"{f'{middle:.2f} ({low:.2f} – {high:.2f})':>22}"
         print(line)
 

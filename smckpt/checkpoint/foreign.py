@@ -11,14 +11,30 @@ __all__ = ["foreign_format", "natural_order"]
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin|index\.json)")
 
 
-def foreign_format(names: Collection[str], path: str) -> tuple[str, str] | None:
+_SMP = "_partial"  # behind the user's tag
+_ORBAX = frozenset({"_CHECKPOINT_METADATA", "_METADATA"})
+
+
+def foreign_format(found: Collection[str], path: str) -> tuple[str, str] | None:
     """The format of a directory's files and the call that reads them; None if the format is
     unknown."""
+    names = frozenset(found)
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return (
             "this is a checkpoint of torch.distributed.checkpoint (DCP)",
             "load it with smckpt.load(state, storage_reader="
-            f"torch.distributed.checkpoint.FileSystemReader({path!r}))",
+            f"torch.distributed.checkpoint.FileSystemReader({path!r})), look at it with "
+            "`smckpt show`, or make a Hugging Face model of it with `smckpt export`",
+        )
+    if path.rstrip("/").endswith(_SMP) and any(name.endswith(".pt") for name in names):
+        return (
+            "this is a partial checkpoint of SMP v1 (Amazon's SageMaker model parallel)",
+            "load it with smp.resume_from_checkpoint and save it whole (partial=False)",
+        )
+    if not names.isdisjoint(_ORBAX):
+        return (
+            "this is a checkpoint of Orbax (JAX)",
+            "export it with the library that wrote it, as safetensors",
         )
     if any(_WEIGHTS.fullmatch(name) for name in names):
         if "adapter_config.json" in names:

@@ -41,10 +41,12 @@ class StoredSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """The arrays of a data file by key. `data_start`: the byte at which the header ends."""
+    """The arrays of a data file by key. `data_start`: the byte at which the header ends. metadata:
+    the texts in it that are not about one array."""
 
     data_start: int
     slots: dict[str, StoredSlot]
+    metadata: dict[str, str]
 
 
 def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: str) -> Header:
@@ -72,11 +74,12 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
         _bad(path, f"the header (bytes 8 to {start}) is not a JSON object: {error}")
     if not isinstance(table, dict):
         _bad(path, "the header is not a JSON object")
-    slices = _slices(table.pop("__metadata__", {}), path)
+    metadata = table.pop("__metadata__", {})
+    slices = _slices(metadata, path)
     slots = _slots(table, start, size, slices, path)
     if stray := sorted(slices.keys() - slots.keys()):
         _bad(path, f"it lists slices of {stray[0]!r}, which is not in the file")
-    return Header(start, slots)
+    return Header(start, slots, metadata)
 
 
 def _slots(

@@ -98,6 +98,8 @@ def model_tensors(
     tensors = _outside_optimizers(catalogue)
     if prefix is None:
         prefix = _find_prefix(tensors, catalogue.url)
+        if not prefix:  # the model is at the top, and what else is there is nested
+            tensors = {name: t for name, t in tensors.items() if len(t.path) == 1}
     lead = f"{prefix}." if prefix else ""
     found = {name[len(lead) :]: t for name, t in tensors.items() if name.startswith(lead)}
     if not found:
@@ -156,8 +158,8 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
         by_top.setdefault(str(tensor.path[0]), []).append(tensor)
     if any(len(t.path) > 1 for t in by_top.get("model", ())):
         return "model"
-    flat = [t for t in tensors.values() if len(t.path) == 1]
-    if flat and len(flat) == len(tensors):
+    nested = {top: held for top, held in by_top.items() if len(held[0].path) > 1}
+    if len(nested) < len(by_top) and not any(map(_like_a_model, nested.values())):
         return ""
     candidates = [top for top, held in by_top.items() if _like_a_model(held)]
     if len(candidates) == 1:

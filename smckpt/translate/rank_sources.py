@@ -13,6 +13,7 @@ from smckpt.checkpoint.format import parse_name
 from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.dcp.directory import open_dcp
+from smckpt.translate.dcp.shards import open_shards
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.torch_files import load_inert
 
@@ -21,6 +22,11 @@ __all__ = ["RankFilesFound", "open_source"]
 _LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")  # tensor, pipeline, expert
 _MODEL = "model_optim_rng.pt"
+_DEEPSPEED_LATEST = "latest"
+_DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt")
+_ZERO3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+_STAGE = re.compile(r"layer_\d+-.*model_.*states\.pt")
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,53 @@ def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
         return None
     path = Path(local_path(os.fspath(checkpoint)))
     if path.is_file():
+        _refuse_tar(path)
         return RankFilesFound([path], format="one file")
     if not path.is_dir() or any(parse_name(name) for name in os.listdir(path)):
         return None
     path = _iteration(path)
-    return _megatron(path) or open_dcp(path)
+    return _megatron(path) or _deepspeed(path) or open_dcp(path) or open_shards(path)
+
+
+def _refuse_tar(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(512)
+    if start[257:262] == b"ustar" or (path.suffix == ".nemo" and start[:2] == _GZIP):
+        raise UsageError(
+            "this is an archive of tar, as NeMo's .nemo is one",
+            remedy=f"unpack it (tar -xf {path.name} -C DIR), and pass DIR, or the file "
+            "model_weights.ckpt in it",
+            path=str(path),
+        )
+
+
+def _deepspeed(path: Path) -> RankFilesFound | None:
+    """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
+    rank's file has the whole of its weights."""
+    latest = path / _DEEPSPEED_LATEST
+    if latest.is_file():
+        tag = latest.read_text(errors="replace").strip()[:256]
+        if "/" not in tag and (path / tag).is_dir():
+            path = path / tag
+    names = sorted(os.listdir(path))
+    if any(map(_ZERO3.fullmatch, names)) or any(map(_STAGE.fullmatch, names)):
+        raise UsageError(
+            "this is a checkpoint of DeepSpeed, in ZeRO stage 3 or pipeline stages: the weights "
+            "are in parts that smckpt does not join",
+            remedy="run DeepSpeed's own zero_to_fp32.py, which is in the directory above, and pass "
+            "the files that it writes",
+            path=str(path),
+        )
+    found = [name for name in names if _DEEPSPEED.fullmatch(name)]
+    if not found:
+        return None
+    lost = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(int(found[-1].split("_")[2]))]
+    if missing := sorted(set(lost) - set(found)):
+        raise UsageError(
+            f"the files {missing[:4]} are missing", remedy="fetch the files of all ranks",
+            path=str(path),
+        )  # fmt: skip
+    return RankFilesFound([path / name for name in found], len(found), format="DeepSpeed")
 
 
 def _iteration(path: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Round, Said
 from smckpt.meeting.store import OverStore
 from smckpt.translate.config import read_config
+from smckpt.translate.dcp.metadata import read_metadata
 from smckpt.translate.lora import read_lora_config
+from smckpt.translate.pickled import read_pickle
 from smckpt.translate.rank_files import open_directory
 from smckpt.translate.targets import INDEX
+from smckpt.translate.torch_archive import open_archive
 from smckpt.translate.torch_files import open_torch
 from tests.fuzz.memory import Memory, Tree
 
@@ -189,7 +193,16 @@ def _archive(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank.pt"
         path.write_bytes(data)
+        with path.open("rb") as file:
+            quiet(lambda _: open_archive(file.fileno(), str(path)))(b"")
         open_torch(path)
+
+
+def _pickle(data: bytes) -> None:
+    """The metadata of DCP, and any pickle."""
+    with suppress(ValueError):
+        read_pickle(data)
+    read_metadata(data, ".metadata")
 
 
 def _name(data: bytes) -> None:
@@ -219,6 +232,7 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
     "peer-message": _message,
     "hub": _hub,
     "archive": _archive,
+    "pickle": _pickle,
     "peer-error": lambda data: error_from_json(_json(data)),
     "peer-found": lambda data: FoundCheckpoint.from_json(_json(data)),
 }

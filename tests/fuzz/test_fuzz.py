@@ -168,6 +168,34 @@ def test_an_archive_of_torch_with_a_byte_changed_or_cut_short_is_read_or_refused
     bounded(TARGETS["archive"], bytes(data[:place] if cut else data))
 
 
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
+    cut=st.booleans(),
+)
+def test_metadata_of_dcp_with_bytes_changed_or_cut_short_is_read_or_refused(
+    changes: list[tuple[float, int]], cut: bool
+) -> None:
+    data = bytearray(dcp_metadata())
+    for at, byte in changes:
+        data[int(at * len(data))] = byte
+    last = int(changes[-1][0] * len(data)) if changes and cut else None
+    bounded(TARGETS["pickle"], bytes(data[:last]))
+
+
+@cache
+def dcp_metadata() -> bytes:
+    import tempfile
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"model": {"weight": torch.ones(2, 3)}, "step": 7}
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        return (Path(folder) / ".metadata").read_bytes()
+
+
 @cache
 def archive() -> bytes:
     import torch

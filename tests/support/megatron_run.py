@@ -8,6 +8,7 @@ answered with a line of JSON: an error's text, or null. In `out` are then `logit
 state as mbridge filled it (`filled<rank>.pt`, the names of Transformer Engine's spec,
 `local<rank>.pt`, the local spec's) and, once the model has loaded `ranks`, strictly, what mbridge
 exports of it (`exported.pt`). A family without a bridge is set up by hand, and loads `ranks` only.
+Where there is `dist`, the model is saved there as Megatron-core's distributed checkpoint.
 Where there is `legacy`, what `import_hf` made in that layout, the same model with Megatron's legacy
 experts loads it, strictly: `legacy<rank>.pt` and `legacy-logits.pt` are that model's.
 """
@@ -290,6 +291,8 @@ def run(job: dict[str, Any], rank: int) -> None:
         state = {n: t.clone() for n, t in tensors(model).items()}
         torch.save({"model": state}, out / f"local{rank}.pt")
         torch.save({"model": whole_where_te_has_it_whole(named)}, out / f"filled{rank}.pt")
+        if job["dist"]:
+            save_distributed(model, Path(job["dist"]), rank)
         exported = {}
         if bridge:
             for parameter in model.parameters():
@@ -309,6 +312,21 @@ def run(job: dict[str, Any], rank: int) -> None:
         torch.save(logits, out / "logits.pt")
         torch.save({n: t.clone() for n, t in exported.items()}, out / "exported.pt")
     dist.destroy_process_group()
+
+
+def save_distributed(model: Any, folder: Path, rank: int) -> None:
+    """What Megatron-LM's `save_checkpoint` does for `torch_dist`, without an optimizer."""
+    from megatron.core import dist_checkpointing
+
+    torch.cuda.synchronize = lambda *_: None  # which it asks for where nothing is on a GPU
+    if rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    state = {
+        "args": SimpleNamespace(tensor_model_parallel_size=2), "iteration": 10,
+        **model.sharded_state_dict(),
+    }  # fmt: skip
+    dist_checkpointing.save(state, str(folder), ("torch_dist", 1))
 
 
 def load_strictly(model: Any, path: Path, named: Callable[[str], str] = str) -> None:

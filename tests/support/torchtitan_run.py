@@ -3,7 +3,7 @@
 Run with the folder of a Hugging Face model and a file of torchtitan's names. Writes into the folder
 the state of the model that the adapter filled and its logits, with query, key and value in one
 module (`titan1.pt`, `logits1.pt`) and in three (`…0.pt`); and the file by Hugging Face's names, as
-the adapter has them (`hf.pt`).
+the adapter has them (`hf.pt`); and `dcp`, which torchtitan's checkpointer would have written.
 """
 
 from __future__ import annotations
@@ -50,6 +50,26 @@ def config_of(hf: dict[str, Any], fused: bool) -> Any:
     )  # fmt: skip
 
 
+def save_as_trainer(model: Any, folder: Path) -> None:
+    """As `_flattened_model_states_sd` puts it together: weights at the top, beside the rest."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+    )
+    from torchtitan.components.checkpointer.base import ModelWrapper
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.arange(8).reshape(1, 8)).sum().backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    others = {
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "train_state": {"step": torch.tensor(7)}, "lr_scheduler": {"last_epoch": 7},
+    }  # fmt: skip
+    dcp.save({**others, **ModelWrapper(model).state_dict()}, checkpoint_id=folder)
+
+
 def main(folder: Path, theirs: Path) -> None:
     from safetensors.torch import load_file
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -64,6 +84,7 @@ def main(folder: Path, theirs: Path) -> None:
             logits = model(torch.arange(40).reshape(2, 20) % 120)
         torch.save(logits, folder / f"logits{int(fused)}.pt")
         torch.save({"model": model.state_dict()}, folder / f"titan{int(fused)}.pt")
+    save_as_trainer(model, folder / "dcp")
     torch.save(adapter.to_hf(load_file(theirs)), folder / "hf.pt")
 
 

@@ -65,6 +65,14 @@ def save(folder: str) -> None:
         }
         for shape in shapes or (how,):
             dcp.save(states[shape], checkpoint_id=f"{folder}/{shape}")
+        if how == "fsdp2":
+            for place in ("parts", "consolidated"):
+                writer = dcp.HuggingFaceStorageWriter(
+                    path=f"{folder}/{place}",
+                    save_distributed=True,
+                    enable_consolidation=place == "consolidated",
+                )
+                dcp.save(weights, storage_writer=writer)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,55 @@ def test_a_save_of_two_ranks_comes_out_bitwise(tmp_path, saved, released, shape)
     report = export_hf(saved / shape, tmp_path / "hf", config=config)
     assert report.source == "torch.distributed.checkpoint (DCP)" and report.naming == "hub"
     assert_same(tmp_path / "hf", wanted)
+
+
+def accelerate_saves(folder: str) -> None:
+    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    PartialState(cpu=True)  # accelerate shards on accelerators only: it takes the CPUs for such
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen2MoeDecoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = hub_families.model(SAMPLE)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(folder)
+
+
+def test_what_accelerate_saved_comes_out_bitwise(tmp_path, released):
+    run_ranks(accelerate_saves, 2, str(tmp_path / "run"))
+    config, wanted = released
+    for given in ("run", "run/pytorch_model_fsdp_0"):
+        report = export_hf(tmp_path / given, tmp_path / "hf", config=config, overwrite=True)
+        assert report.source.startswith("accelerate")
+        assert_same(tmp_path / "hf", wanted)
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_parts_in_safetensors_come_out_bitwise(tmp_path, saved, released, consolidated):
+    config, wanted = released
+    place = saved / ("consolidated" if consolidated else "parts")
+    report = export_hf(place, tmp_path / "hf", config=config)
+    assert "HuggingFaceStorageWriter" in report.source
+    assert_same(tmp_path / "hf", wanted)
+
+
+def test_parts_in_safetensors_that_are_missing_or_mixed_are_refused(tmp_path, saved, released):
+    first, second = sorted((saved / "parts").iterdir())
+    for number, (files, told) in enumerate(
+        [([second], "shards \\[1\\] are missing"), ([first], "not the Qwen2MoeForCausalLM")]
+    ):
+        folder = tmp_path / f"parts{number}"
+        folder.mkdir()
+        for file in files:
+            shutil.copy(file, folder)
+        with pytest.raises(errors.CheckpointError, match=told):
+            export_hf(folder, tmp_path / "hf", config=released[0])
 
 
 # -- what is damaged, mixed or hostile is refused --------------------------------------------------

@@ -25,8 +25,10 @@ over experts; the model's other names are the local spec's, renamed as for mbrid
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,7 @@ def agree_both_ways(
         "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
         "legacy": str(tmp_path / "mcore_te_legacy") if family in SPARSE else None,
         "world": world, "seconds": 100, **degrees,
+        "dist": str(tmp_path / "dist") if world == 2 else None,
     })  # fmt: skip
     # the model that mbridge filled, or loaded import_hf's files, computes what transformers does,
     # and so does the one with legacy experts
@@ -151,8 +154,31 @@ def agree_both_ways(
         report = export_hf(states, tmp_path / f"{layout}-hf", config=model.config, **degrees)
         assert report.layout == layout
         assert_same(load_file(tmp_path / f"{layout}-hf" / "model.safetensors"), state)
+    if world == 2:  # and from Megatron's own distributed checkpoint, whatever its degrees
+        nemo = (tmp_path / "nemo" / "weights") if family in ("llama", "mixtral") else None
+        if nemo:
+            as_nemo_has_it(tmp_path / "dist", nemo)
+        given = nemo.parent if nemo else tmp_path / "dist"
+        report = export_hf(given, tmp_path / "dist-hf", config=model.config)
+        assert "torch_dist" in report.source and report.layout == "mcore_te"
+        assert report.source.startswith("NeMo") == bool(nemo)
+        assert_same(load_file(tmp_path / "dist-hf" / "model.safetensors"), state)
     if family in BRIDGED:  # and mbridge writes the original from what import_hf wrote
         assert_same(torch.load(tmp_path / "exported.pt"), state)
+
+
+def as_nemo_has_it(dist: Path, weights: Path) -> None:
+    """NeMo's directory: below `weights`, and with `module.` in front of all names."""
+    weights.parent.mkdir()
+    dist.rename(weights)
+    metadata = pickle.loads((weights / ".metadata").read_bytes())
+    named = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {f"module.{name}": entry for name, entry in named.items()}
+    metadata.storage_data = {
+        dataclasses.replace(index, fqn=f"module.{index.fqn}"): place
+        for index, place in metadata.storage_data.items()
+    }
+    (weights / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def assert_same(found: State, wanted: State) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,78 @@ def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stage
     assert isinstance(found, RankFilesFound) and (found.tp, found.ep) == (1, 2)
     names = [Path(path).parent.name for path in found.paths]
     assert names == ["mp_rank_00_000", "mp_rank_00_001"]
+
+
+# -- DeepSpeed's directories. `torch.save` of what its engine puts together stands in for it.
+
+
+def deepspeed_directory(folder: Path, cuts: list[State]) -> Path:
+    step = folder / "global_step10"
+    step.mkdir(parents=True)
+    for rank, cut in enumerate(cuts):
+        held = {"module": cut, "global_steps": 10, "ds_version": "0.18", "optimizer": None}
+        torch.save(held, step / f"mp_rank_{rank:02d}_model_states.pt")
+        torch.save({"zero_stage": 2}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    (folder / "latest").write_text("global_step10")
+    return folder
+
+
+def test_deepspeeds_weights_are_exported_up_to_stage_2(tmp_path, llama):
+    model, state = llama
+    root = deepspeed_directory(tmp_path / "whole", [state])
+    for given in (root, root / "global_step10"):
+        report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+        assert report.source == "DeepSpeed"
+        assert_same(tmp_path / "hf", state)
+    cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    report = export_hf(
+        deepspeed_directory(tmp_path / "ranks", cuts), tmp_path / "tp", config=model.config
+    )
+    assert (report.source, report.layout) == ("DeepSpeed", "mcore_te")
+    assert_same(tmp_path / "tp", state)
+    os.remove(tmp_path / "ranks" / "global_step10" / "mp_rank_00_model_states.pt")
+    with pytest.raises(errors.UsageError, match=r"mp_rank_00_model_states.pt.*missing"):
+        export_hf(tmp_path / "ranks", tmp_path / "no", config=model.config)
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
+)
+def test_deepspeeds_parts_of_weights_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(errors.UsageError, match=r"DeepSpeed.*zero_to_fp32\.py"):
+        export_hf(tmp_path, tmp_path / "hf")
+
+
+def test_other_formats_are_refused_by_name(tmp_path):
+    inside = tmp_path / "model_weights.ckpt"
+    torch.save({}, inside)
+    for name, mode in (("model.nemo", "w"), ("packed.nemo", "w:gz")):
+        with tarfile.open(tmp_path / name, mode) as archive:
+            archive.add(inside, "./model_weights.ckpt")
+        with pytest.raises(errors.UsageError, match=r"archive of tar.*unpack it"):
+            export_hf(tmp_path / name, tmp_path / "hf")
+    for folder, file, told in (
+        ("zarr", "common.pt", "in its format zarr.*torch_dist"),
+        ("orbax", "_CHECKPOINT_METADATA", "Orbax"),
+        ("step10_partial", "model_0_0_0.pt", r"SMP v1.*partial=False"),
+    ):
+        place = tmp_path / folder
+        place.mkdir()
+        (place / file).write_bytes(b"")
+        if folder == "zarr":
+            (place / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+        with pytest.raises(errors.CheckpointError, match=told):
+            export_hf(place, tmp_path / "hf")
+
+
+def test_an_iteration_that_is_named_and_missing_is_told(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    with pytest.raises(errors.UsageError, match=r"names 20, but iter_0000020 is missing"):
+        export_hf(tmp_path, tmp_path / "hf")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../x")
+    with pytest.raises(errors.CorruptCheckpointError, match=r"no iteration"):
+        export_hf(tmp_path, tmp_path / "hf")
 
 
 # -- single files --------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def test_what_torchtitan_holds_exports_to_the_original(tmp_path, titan, fused):
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), state)
 
 
+def test_its_distributed_checkpoint_exports_to_the_original(tmp_path, titan):
+    model, state, folder = titan
+    report = export_hf(folder / "dcp", tmp_path / "out", config=model.config)
+    assert report.layout == "torchtitan" and "(DCP)" in report.source
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), state)
+
+
 def test_an_import_is_what_torchtitans_adapter_reads(titan):
     _, state, folder = titan
     theirs = torch.load(folder / "titan0.pt")["model"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from smckpt.errors import CorruptCheckpointError
 from smckpt.translate.boxes import SavedBox, SavedTensor
+from smckpt.translate.dcp.megatron import backend_of, facts_of, optimizers_of, unstacked
 from smckpt.translate.dcp.metadata import METADATA, Metadata, Place, TensorMetadata, read_metadata
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.torch_archive import StoredTensor, open_archive
@@ -19,18 +21,23 @@ __all__ = ["DCP", "open_dcp"]
 DCP = "torch.distributed.checkpoint (DCP)"
 _OF_RANK = re.compile(r"__\d+\.metadata")  # where each rank planned for itself
 _ACCELERATE = "pytorch_model_fsdp_"
+_NEMO = ("weights", "model_weights")  # beside `context` in NeMo 2; in an unpacked .nemo
+_BELOW = (f"{_ACCELERATE}0", *_NEMO)
 
 
 def open_dcp(path: Path) -> ForeignCheckpoint | None:
-    """The checkpoint in a directory; in one of accelerate, that of its first model. None: it has
-    none.
+    """The checkpoint in a directory: for accelerate's, that of its first model; for NeMo's, its
+    weights. None: it has none.
 
     Raises:
         CorruptCheckpointError: its metadata is damaged; a file is missing or cut short.
     """
     kind = DCP
-    if not _described(path) and _described(path / f"{_ACCELERATE}0"):
-        path = path / f"{_ACCELERATE}0"
+    for below in () if _described(path) else _BELOW:
+        if _described(path / below):
+            path = path / below
+            break
+    backend = backend_of(path)
     described = _described(path)
     if not described:
         return None
@@ -48,7 +55,16 @@ def open_dcp(path: Path) -> ForeignCheckpoint | None:
         )
         for name, tensor in found.tensors.items()
     }  # fmt: skip
-    return ForeignCheckpoint(str(path), kind, saved, tuple(sorted(found.objects)), sizes)
+    made = ForeignCheckpoint(str(path), kind, saved, tuple(sorted(found.objects)), sizes)
+    if backend is None:
+        return made
+    return replace(
+        made,
+        format=f"{'NeMo, ' if path.name in _NEMO else ''}Megatron-core's distributed checkpoint "
+        f"({backend})",
+        saved=unstacked(saved),
+        facts=facts_of(path), of_optimizers=optimizers_of(saved),
+    )  # fmt: skip
 
 
 def _described(path: Path) -> list[str]:

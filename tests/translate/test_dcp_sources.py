@@ -274,6 +274,41 @@ def test_files_that_are_missing_or_short_or_changed_are_refused(tmp_path, whole,
             export_hf(folder, tmp_path / "hf", config=released[0])
 
 
+def test_archives_that_were_written_without_a_crc_are_read(tmp_path):
+    from torch.serialization import set_crc32_options
+
+    state = {"w": torch.randn(3, 4).T, "half": torch.randn(5).bfloat16(), "one": torch.tensor(2.0)}
+    set_crc32_options(False)
+    try:
+        dcp.save({**state, "none": torch.zeros(0, 4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    finally:
+        set_crc32_options(True)
+    export_hf(tmp_path / "dcp", tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert found["none"].shape == (0, 4)
+
+
+def test_what_each_rank_planned_for_itself_is_joined(tmp_path):
+    """`use_collectives=False`: no rank knows of the others' parts."""
+    run_ranks(save_apart, 2, str(tmp_path / "dcp"))
+    export_hf(tmp_path / "dcp", tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(found["w"], torch.arange(12.0).reshape(6, 2))
+    (tmp_path / "dcp" / "__1.metadata").unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match="6 elements are in no part"):
+        export_hf(tmp_path / "dcp", tmp_path / "hf", overwrite=True)
+
+
+def save_apart(folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])
+    dcp.save({"w": tensor}, checkpoint_id=folder, use_collectives=False)
+
+
 class Harm:
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("harm"),))

@@ -380,6 +380,27 @@ def test_a_run_that_takes_a_lease_meanwhile_ends_the_repair(
     assert contents(tmp_path) == before
 
 
+def test_a_sweep_leaves_what_a_repair_has_claimed(tmp_path: Path) -> None:
+    _, payload = unfinished(tmp_path, lease=False)
+    later = Group(tmp_path, (0, 1), session=B)
+    done = later.save(step=30)  # its lease knows the other session as one without a lease
+    assert leases.claim(open_storage(str(tmp_path)), payload["attempt"])
+    before = contents(tmp_path)
+    sweep(Access(), str(tmp_path), [done["manifest"]], later.lease())
+    assert contents(tmp_path) == before
+    leases.release(open_storage(str(tmp_path)), payload["attempt"])
+    sweep(Access(), str(tmp_path), [done["manifest"]], later.lease())
+    assert not list(tmp_path.glob(f"data-{A}-*"))
+
+
+def test_a_lower_number_of_the_session_that_has_committed_is_over(tmp_path: Path) -> None:
+    group, _ = unfinished(tmp_path)
+    next(group.numbers)
+    group.save()
+    report = repair_checkpoint(tmp_path)
+    assert report.whole and not report.commits
+
+
 def test_what_another_run_gave_up_is_left_to_it(tmp_path: Path) -> None:
     group, _ = unfinished(tmp_path)
     leases.raise_fence(open_storage(str(tmp_path)), f"{group.session}-00000000")

@@ -19,6 +19,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import open_storage
+from smckpt.storage.posix import PosixWriter
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.saves import State, hybrid
@@ -244,6 +245,21 @@ def test_a_mend_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes
         if not killed:
             break
     assert moment > 8
+
+
+def test_a_disk_that_gives_other_bytes_back_is_told(
+    hurt: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = PosixWriter.finish
+
+    def failing(self: PosixWriter) -> None:
+        finish(self)
+        synthetic.flip(Path(self._path), 3)
+
+    flipped(hurt)
+    monkeypatch.setattr(PosixWriter, "finish", failing)
+    with pytest.raises(StorageError, match="reads back with other bytes"):
+        repair_checkpoint(hurt, sources=[sound])
 
 
 def test_several_groups_and_links(tmp_path: Path) -> None:

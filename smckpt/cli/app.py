@@ -30,6 +30,7 @@ from smckpt.cli.output import (
 )
 from smckpt.cli.prove import prove
 from smckpt.cli.repair import repair
+from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, prune, status
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.run.command import run
@@ -492,5 +493,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (diff, doctor, prove, prune, repair, run, status):
+for command in (diff, doctor, prove, prune, repair, reshard, run, status):
     app.add_command(command)

@@ -83,6 +83,11 @@ class FlatGeometry(GeometryDefaults):
     def shape_of(self, fqn: str) -> Shape:
         return next(s.shape for s in self.unit.segments if s.fqn == fqn)
 
+    def over(self, mesh: Mesh) -> FlatGeometry:
+        total = sum(segment.numel for segment in self.unit.segments)
+        unit = FlatUnit(self.unit.segments, max(1, -(-total // mesh.shape[1])))
+        return FlatGeometry(unit, mesh, self.member)
+
     def coordinate(self, rank: int) -> Shape:
         return (self.mesh.coordinate(rank)[1],)
 

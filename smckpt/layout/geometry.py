@@ -84,6 +84,10 @@ class Geometry(Protocol):
     def of_member(self, number: int) -> Geometry:
         """The geometry of the array's part that belongs to its tensor `number`."""
 
+    def over(self, mesh: Mesh) -> Geometry:
+        """The rule of the same tensors on a mesh (replicate, shard): cut along the first dimension,
+        or whole if they are not cut here. A flat parameter is cut as FSDP1 cuts it."""
+
     def sharding(self) -> Hashable:
         """Equal for two rules under which the same ranks share an array. It may hold the `id` of
         a mesh or of the rule, so the caller keeps these alive while it compares."""
@@ -264,6 +268,9 @@ class MeshGeometry(GeometryDefaults):
     def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         return self.mesh.place(rank)
 
+    def over(self, mesh: Mesh) -> Geometry:
+        return _over(self.fqn, self.shape, mesh, divided=bool(self.shard_dims))
+
     def sharding(self) -> Hashable:
         return id(self.mesh), self.shard_dims
 
@@ -341,6 +348,9 @@ class BoxGeometry(GeometryDefaults):
             at += box.numel
         return out
 
+    def over(self, mesh: Mesh) -> Geometry:
+        return _over(self.fqn, self.shape, mesh, divided=True)
+
     def record(self) -> dict[str, Any]:
         return {
             "boxes": [[list(b.offsets), list(b.sizes)] for b in self.boxes],
@@ -393,6 +403,9 @@ class PerRankGeometry(GeometryDefaults):
         del rank
         return [Piece.whole(fqn, self.shape) for fqn in self.fqns]
 
+    def over(self, mesh: Mesh) -> Geometry:
+        return PerRankGeometry(self.fqns, self.shape, mesh.ranks)
+
     def sharding(self) -> Hashable:
         return None
 
@@ -404,6 +417,11 @@ class PerRankGeometry(GeometryDefaults):
 
     def __str__(self) -> str:
         return "by its rank" if len(self.ranks) == 1 else f"by each of {len(self.ranks)} ranks"
+
+
+def _over(fqn: str, shape: Shape, mesh: Mesh, *, divided: bool) -> MeshGeometry:
+    cut = Placement("shard", 0) if divided and shape else Placement("replicate")
+    return MeshGeometry(fqn, shape, mesh, (Placement("replicate"), cut))
 
 
 def _chunk(held: list[Interval], count: int, index: int) -> list[Interval]:

@@ -363,20 +363,35 @@ def test_a_session_that_commits_while_the_bytes_are_read_is_not_overtaken(
     assert len(list(tmp_path.glob("manifest-*"))) == 1
 
 
+@pytest.mark.parametrize("at", ["claim", "gathered_manifest"])
 def test_a_run_that_takes_a_lease_meanwhile_ends_the_repair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     unfinished(tmp_path)
     before = contents(tmp_path)
-    real = leases.claim
+    home = __import__("smckpt.checkpoint.finish", fromlist=[at])
+    real, calls = getattr(home, at), []
 
-    def claimed(*arguments: Any) -> bool:
-        take_lease(Access(), str(tmp_path), B, "h")
-        return real(*arguments)
+    def late(*arguments: Any, **named: Any) -> Any:
+        calls.append(at)
+        if at == "claim" or len(calls) == 2:  # the first look at the parts is before our lease
+            take_lease(Access(), str(tmp_path), B, "h")
+        return real(*arguments, **named)
 
-    monkeypatch.setattr("smckpt.checkpoint.finish.claim", claimed)
+    monkeypatch.setattr(home, at, late)
     with pytest.raises(StorageError, match="a job writes here|was taken after"):
         repair_checkpoint(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_what_a_session_has_committed_it_does_not_take_back(tmp_path: Path) -> None:
+    """It asks again, since the answer was lost; meanwhile a later run has come."""
+    _, payload = unfinished(tmp_path)
+    publish_manifest(Access(), **payload)
+    take_lease(Access(), str(tmp_path), B, "h")
+    before = contents(tmp_path)
+    with pytest.raises(StorageError, match="was taken after"):
+        publish_manifest(Access(), **payload)
     assert contents(tmp_path) == before
 
 

@@ -16,6 +16,7 @@ from smckpt.checkpoint.repair import repair_checkpoint
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.errors import (
     CheckpointNotFoundError,
+    StorageError,
     UsageError,
 )
 from smckpt.storage import open_storage

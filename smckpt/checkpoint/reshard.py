@@ -1,0 +1,276 @@
+"""Write a checkpoint anew for another number of shards: `reshard_checkpoint`.
+
+Each new rank's arrays are planned as a load plans them, read one at a time, and written in the
+order of the new file. Memory: one array of one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt._version import __version__
+from smckpt.calls import alone
+from smckpt.checkpoint.blocks import combined
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.commit import publish_manifest, take_lease
+from smckpt.checkpoint.coordinates import ParallelCoordinates
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name
+from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.plan import followed_rank, plan_logical
+from smckpt.checkpoint.prefixes import PrefixStores
+from smckpt.checkpoint.read import ReadPlan, execute
+from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.sealed import seal_json
+from smckpt.checkpoint.sweep import discard_attempt
+from smckpt.errors import UsageError
+from smckpt.layout.entries import Entry
+from smckpt.layout.geometry import Geometry, PerRankGeometry
+from smckpt.layout.image import Layout, compile_layout
+from smckpt.layout.mesh import Mesh
+from smckpt.storage import Storage, access_to
+
+__all__ = ["ReshardReport", "reshard_checkpoint"]
+
+_MAX_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What was written."""
+
+    source: str
+    target: str
+    identity: str
+    kind: str
+    ranks: int
+    tensors: int
+    nbytes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@alone()
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    shard: int,
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> ReshardReport:
+    """Write the newest checkpoint at `source` as `shard` ranks would have saved it, to `target`.
+
+    A tensor that was sharded in any way is sharded along its first dimension, a flat parameter
+    as FSDP1 shards it, over one group of `shard` ranks. With 1, every tensor is whole (kind FULL).
+    Rank i takes the per-rank values (random generators, data position) of saved rank i mod n, as a
+    load does. Every block is compared with its checksum.
+
+    Args:
+        shard: the number of ranks.
+        threads: how many threads read.
+        progress: called with (bytes done, bytes in total), one call at a time.
+        s3_region, s3client_config: as for `smckpt.load`; they apply to both places.
+
+    Raises:
+        UsageError: `target` is not empty, or `source` is one group of several.
+        TopologyError: tensor-parallel ranks saved plain tensors of their own, which have no shards.
+        CorruptCheckpointError: the source is damaged; nothing is committed.
+    """
+    began = time.monotonic()
+    if type(shard) is not int or not 1 <= shard <= _MAX_RANKS:
+        raise UsageError(f"shard={shard!r}", remedy=f"pass a number from 1 to {_MAX_RANKS}")
+    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    catalogue, storage = open_catalogue(access.open(source)), access.open(target)
+    if not catalogue.whole:
+        raise UsageError(
+            "this is one group of a step; it is no checkpoint without the other groups",
+            remedy=f"pass the directory of the step, {catalogue.above}",
+            path=catalogue.url,
+        )
+    if storage.list() or storage.list_dirs():
+        raise UsageError(
+            "the directory is not empty", remedy="choose an empty directory", path=storage.url
+        )
+    writer = _Writer(catalogue, storage, shard, threads, progress)
+    try:
+        writer.write()
+        identity = writer.commit()
+    except BaseException:
+        discard_attempt(PrefixStores(storage, None), writer.attempt)
+        raise
+    finally:
+        catalogue.readers.close()
+    return ReshardReport(
+        catalogue.url, storage.url, identity, writer.kind, shard, len(catalogue.logical),
+        writer.nbytes, time.monotonic() - began,
+    )  # fmt: skip
+
+
+class _Writer:
+    """Writes the parts of ranks that never ran, as they would have written them."""
+
+    def __init__(
+        self, catalogue: Catalogue, storage: Storage, ranks: int, threads: int,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
+        self.session = secrets.token_hex(6)
+        self.attempt = f"{self.session}-{0:08d}"
+        self.kind = "FULL" if ranks == 1 else "SHARDED"
+        self.nbytes = 0
+        self._catalogue, self._storage, self._threads = catalogue, storage, threads
+        self._group = tuple(range(ranks))
+        self._shapes = _Shapes(catalogue, ranks)
+        self._layouts = [
+            compile_layout(self._shapes.entries(rank), rank=rank, group_ranks=self._group)
+            for rank in self._group
+        ]
+        total = sum(file.size for layout in self._layouts for file in layout.files)
+        self._meter = Meter(progress, total)
+        self._parts: dict[str, dict[str, str]] = {}
+
+    def write(self) -> None:
+        for rank, layout in enumerate(self._layouts):
+            files = [self._file(rank, layout, number) for number in range(len(layout.files))]
+            self._part(rank, layout, tuple(files))
+
+    def commit(self) -> str:
+        access, url = self._storage.access, self._storage.url
+        lease = take_lease(access, url, self.session, socket.gethostname())
+        done = publish_manifest(
+            access, url, self.attempt, self.session, 0, int(lease["fencing_token"]), self._group,
+            self._parts, None,
+        )  # fmt: skip
+        return str(done["manifest"])
+
+    def _file(self, rank: int, layout: Layout, number: int) -> FileRecord:
+        image = layout.files[number]
+        name = data_name(self.attempt, rank, number)
+        sums, pending = list[int](), bytearray()
+        writer = self._storage.create_file(name, image.size)
+        try:
+            at = 0
+            for piece in self._pieces(rank, layout, number):
+                writer.write_at(at, piece)
+                at += len(piece)
+                pending += piece
+                whole = len(pending) // BLOCK * BLOCK
+                view = memoryview(pending)
+                sums += [crc64(view[low : low + BLOCK]) for low in range(0, whole, BLOCK)]
+                view.release()
+                del pending[:whole]
+                self._meter.add(len(piece))
+            if pending:
+                sums.append(crc64(bytes(pending)))
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        self.nbytes += image.size
+        self._storage.put(
+            crc_name(self.attempt, rank, number), struct.pack(f"<{len(sums)}Q", *sums)
+        )
+        crc = hex64(combined(sums, image.size))
+        return FileRecord(name, image.size, crc, crc_name(self.attempt, rank, number))
+
+    def _pieces(self, rank: int, layout: Layout, number: int) -> Iterator[memoryview]:
+        yield memoryview(layout.files[number].header)
+        for slot in layout.slots:
+            if slot.file == number and slot.stop > slot.start:
+                entry = layout.entries[slot.entry]
+                data = self._array(rank, entry)
+                yield data[slot.start * entry.itemsize : slot.stop * entry.itemsize]
+
+    def _array(self, rank: int, entry: Entry) -> memoryview:
+        """A rank's array, read out of the saved shards."""
+        catalogue = self._catalogue
+        plan = plan_logical(
+            catalogue, [entry], rank=rank, group_ranks=self._group, strict=False,
+            coordinates=ParallelCoordinates.of(catalogue, None, rank, len(self._group)),
+        )  # fmt: skip
+        data = memoryview(bytearray(entry.nbytes))  # padding of a flat parameter is zero
+        execute(ReadPlan(plan.copies), [data], catalogue.readers, threads=self._threads)
+        return data
+
+    def _part(self, rank: int, layout: Layout, files: tuple[FileRecord, ...]) -> None:
+        catalogue, host = self._catalogue, socket.gethostname()
+        part = Part(
+            checkpoint_id=self._storage.url, kind=self.kind, step=catalogue.step,
+            attempt=self.attempt, session=self.session, number=0, rank=rank, host=host,
+            group_ranks=self._group, fingerprint=layout.fingerprint, classes=layout.classes,
+            layout=encode_rows(self._shapes.entries(rank), catalogue.containers),
+            objects=self._shapes.objects(rank), files=files,
+            optimizers=self._shapes.optimizers(),
+            metadata=catalogue.metadata,
+            versions={"smckpt": __version__, "python": platform.python_version()},
+        )  # fmt: skip
+        name, body = part_name(self.attempt, rank), seal_json(part.to_json())
+        self._storage.put(name, body)
+        self._parts[str(rank)] = {"part": name, "crc64": hex64(crc64(body)), "host": host}
+
+
+class _Shapes:
+    """What each of `ranks` new ranks holds."""
+
+    def __init__(self, catalogue: Catalogue, ranks: int) -> None:
+        self._catalogue = catalogue
+        self._ranks = ranks
+        self._mesh = Mesh(("replicate", "shard"), (1, ranks), tuple(range(ranks)))
+        self._rules: dict[str, Geometry] = {}
+
+    def entries(self, rank: int) -> list[Entry]:
+        return [
+            self._entry(self._row(rows, rank), rank)
+            for rows in self._catalogue.rows_by_key.values()
+        ]
+
+    def objects(self, rank: int) -> dict[str, Any]:
+        """Its values: those of the saved rank that it follows, and what that one lacks of the
+        lowest."""
+        saved = self._catalogue.object_ranks
+        of = self._catalogue.part
+        return {
+            **of(saved[0])["objects"],
+            **of(saved[rank % len(saved)])["objects"],
+        }
+
+    def optimizers(self) -> dict[str, Any]:
+        """Of all groups; of two with one name the first group's."""
+        manifests = reversed(self._catalogue.manifests)
+        return {name: told for m in manifests for name, told in m.optimizers.items()}
+
+    def _row(self, rows: list[Entry], rank: int) -> Entry:
+        """The saved row of a key that a rank follows."""
+        kinds = {(row.geometry.fqns, row.dtype, row.geometry.per_rank) for row in rows}
+        if len(kinds) > 1:
+            raise UsageError(
+                f"{rows[0].key!r} is not the same tensor on all ranks",
+                remedy="such a checkpoint can be loaded, but not resharded",
+                path=self._catalogue.url,
+            )
+        if not rows[0].geometry.per_rank:
+            return rows[0]
+        ranks = range(self._ranks)
+        saved = followed_rank({r for row in rows for r in row.ranks}, rank, ranks)
+        return next(row for row in rows if saved in row.ranks)
+
+    def _entry(self, row: Entry, rank: int) -> Entry:
+        if row.geometry.per_rank:
+            rule: Geometry = PerRankGeometry(row.fqns, row.geometry.whole_shape, (rank,))
+        else:
+            if row.key not in self._rules:
+                self._rules[row.key] = row.geometry.over(self._mesh)
+            rule = self._rules[row.key]
+        return Entry(row.path, row.dtype, rule, row.before, row.after, (rank,))

@@ -66,6 +66,11 @@ def test_adapters_and_steps_have_directories_of_their_own(told: list[dict[str, A
         assert its["adapter_only=True"] == ["/dist_epoch_1/adapter_model", [1] * 4]
 
 
+def test_what_torchtunes_own_checkpointer_saved_is_loaded(told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        assert rank["theirs"] == {"theirs": [5] * 4, "ours": [6] * 4}
+
+
 def test_rank_0_saves_whole_tensors_and_all_ranks_load_them(told: list[dict[str, Any]]) -> None:
     saved = ["adapter", "epochs_run", "max_steps_per_epoch", "optimizer"]
     for its in (rank["by_rank_0"] for rank in told):
@@ -208,3 +213,19 @@ def test_without_enable_async_checkpointing_rank_0_saves_and_the_run_resumes(
     final = "epoch_3/model-00001-of-00001.safetensors"
     assert (out / final).read_bytes() == (straight / final).read_bytes()
     assert losses(out)[10:] == losses(straight)[-len(losses(out)[10:]) :]
+
+
+@pytest.mark.long
+def test_the_full_recipe_resumes_from_s3(
+    told: list[dict[str, Any]], folder: Path, s3_root: str
+) -> None:
+    recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
+    straight, out = folder / "s3-straight", folder / "s3"
+    recipe.run(config=recipe.ours, out=straight)
+    more = {"checkpointer.keep_last_n_checkpoints": 1, "checkpointer.smckpt_root": s3_root}
+    recipe.run("die=10", config=recipe.ours, out=out, **more)
+    recipe.run(config=recipe.ours, out=out, resume_from_checkpoint=True, **more)
+    assert [one.path.split("/")[-1] for one in smckpt.find_checkpoints(s3_root)] == ["dist_epoch_2"]
+    final = "epoch_3/model-00001-of-00001.safetensors"
+    assert (out / final).read_bytes() == (straight / final).read_bytes()
+    assert_same(*(smckpt.load(checkpoint_id=f"{its}/dist_epoch_2") for its in (s3_root, straight)))

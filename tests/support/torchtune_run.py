@@ -302,6 +302,16 @@ def by_rank_0(folder: Path, out: Path) -> dict[str, Any]:
     return told
 
 
+def theirs(out: Path) -> dict[str, Any]:
+    """torchtune's own checkpointer saves; ours loads it, until ours has saved."""
+    made = DistributedCheckpointer(str(out), str(out))
+    out.mkdir(exist_ok=True)
+    training.DistributedCheckpointer(str(out), str(out)).save_checkpoint(tiny(5), 8)
+    first = made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()
+    made.save_checkpoint(tiny(6), 9)
+    return {"theirs": first, "ours": made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()}
+
+
 def refused(folder: Path, out: Path) -> dict[str, str]:
     plain = DistributedCheckpointer(str(out), str(out))
     its = str(out)
@@ -335,6 +345,7 @@ def units(out: Path) -> dict[str, Any]:
         "calls": calls(str(out / "calls")),
         "retention": retention(out / "retention"),
         "adapters": adapters(out / "adapters"),
+        "theirs": theirs(out / "theirs"),
         "by_rank_0": by_rank_0(out / "made", out / "by_rank_0"),
         "refused": refused(out / "made", out / "refused"),
         "recipes": str(importlib.metadata.distribution("torchtune").locate_file("recipes")),

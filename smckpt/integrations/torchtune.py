@@ -5,7 +5,7 @@ intermediate checkpoints through smckpt, in the background. The last checkpoint 
 checkpointer of torchtune that the rest of the section configures, in the format that it has.
 
 torchtune's `CheckpointClient` makes its distributed checkpointer itself, so `take_over` replaces
-the two methods of it that matter.
+three methods of it.
 """
 
 from __future__ import annotations
@@ -309,6 +309,7 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
         A function that undoes it.
     """
     made, sync = client._get_dcp_checkpointer, client._save_checkpoint_sync
+    load = client.load_distributed_checkpoint
     if getattr(made, "of_smckpt", False):
         return lambda: None
 
@@ -330,12 +331,20 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
         sync(self, *args, **kwargs)
         smckpt.maybe_finalize_async_calls()  # all ranks learn if the last save was not committed
 
+    def load_distributed_checkpoint(self: Any, model: Any, optimizer: Any) -> Any:
+        # torchtune makes room for the state of an optimizer, and not for those of optimizer_in_bwd
+        for each in getattr(optimizer, "optim_map", {}).values():
+            smckpt.init_optim_state(each)
+        return load(self, model, optimizer)
+
     get_dcp_checkpointer.of_smckpt = True  # type: ignore[attr-defined]
     client._get_dcp_checkpointer = get_dcp_checkpointer
     client._save_checkpoint_sync = save_checkpoint_sync
+    client.load_distributed_checkpoint = load_distributed_checkpoint
 
     def undo() -> None:
         client._get_dcp_checkpointer, client._save_checkpoint_sync = made, sync
+        client.load_distributed_checkpoint = load
 
     return undo
 

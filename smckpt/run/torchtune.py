@@ -1,4 +1,4 @@
-"""The door to torchtune: replaces two methods of its `CheckpointClient`."""
+"""The door to torchtune: replaces three methods of its `CheckpointClient`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
 
     provided.by(
         take_over(always=True),
-        "replaced torchtune's CheckpointClient._get_dcp_checkpointer and _save_checkpoint_sync: "
-        "with enable_async_checkpointing, intermediate checkpoints are saved through smckpt",
+        "replaced torchtune's CheckpointClient._get_dcp_checkpointer, _save_checkpoint_sync and "
+        "load_distributed_checkpoint: with enable_async_checkpointing, intermediate checkpoints go "
+        "through smckpt",
     )

@@ -201,15 +201,22 @@ def test_the_lora_recipe_goes_on_bit_for_bit_after_a_kill(
 
 
 @pytest.mark.long
-def test_without_enable_async_checkpointing_rank_0_saves_and_the_run_resumes(
-    told: list[dict[str, Any]], folder: Path
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("sync", {"enable_async_checkpointing": False}),  # rank 0 saves whole tensors
+        ("in_bwd", {"optimizer_in_bwd": True, "clip_grad_norm": None}),
+    ],
+)
+def test_other_ways_to_train_go_on_bit_for_bit_after_a_kill(
+    told: list[dict[str, Any]], folder: Path, name: str, more: dict[str, Any]
 ) -> None:
     recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
-    straight, out = folder / "sync-straight", folder / "sync"
-    more = {"enable_async_checkpointing": False}
-    recipe.run(config=recipe.ours, out=straight, **more)
-    recipe.run("die=10", config=recipe.ours, out=out, **more)
-    recipe.run(config=recipe.ours, out=out, resume_from_checkpoint=True, **more)
+    straight, out = folder / f"{name}-straight", folder / name
+    more = {**more, "checkpointer": OURS}  # on the command line, as it may be
+    recipe.run(config=recipe.stock, out=straight, **more)
+    recipe.run("die=10", config=recipe.stock, out=out, **more)
+    recipe.run(config=recipe.stock, out=out, resume_from_checkpoint=True, **more)
     final = "epoch_3/model-00001-of-00001.safetensors"
     assert (out / final).read_bytes() == (straight / final).read_bytes()
     assert losses(out)[10:] == losses(straight)[-len(losses(out)[10:]) :]

@@ -17,36 +17,41 @@ def names(out: Any) -> list[str]:
     return sorted(one.path.rstrip("/").rpartition("/")[2] for one in smckpt.find_checkpoints(out))
 
 
+def kept(out: Any, told: list[dict[str, Any]]) -> None:
+    """What `ModelCheckpoint` names is there, and nothing else but what the run resumed from: a
+    directory of disk that Lightning never drops."""
+    wanted = {name for name, _ in told[0]["resumed"]["best"]} | {told[0]["resumed"]["last"]}
+    assert len(wanted) == 3 and wanted <= set(names(out))
+    assert set(names(out)) - wanted <= {"step=2.ckpt", "step=4.ckpt", "last.ckpt"}
+
+
 def held(told: list[dict[str, Any]], ranks: int = 1) -> None:
     assert len(told) == ranks
     for rank in told:
         resumed, straight = rank["resumed"], rank["straight"]
         ours, losses = resumed.pop("losses"), straight["losses"]
+        resumed["last"] = straight["last"]  # after the end of an epoch, its name gets a version
         assert ours == losses[-len(ours) :]
         assert ours[0][0] in (3, 5)  # the save of step 4 was under way when it was killed
         assert {**resumed, "losses": losses} == straight
 
 
-def test_one_process_goes_on_bit_for_bit_from_s3_after_a_kill(s3_root: str) -> None:
-    held(child.killed_and_resumed(SCRIPT, s3_root + "/run", "s3", ("die",)))
-    assert len(names(s3_root + "/run")) == 3  # the best two, and the last
-
-
 def test_two_ranks_of_fsdp2_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     told = child.killed_and_resumed(SCRIPT, tmp_path / "run", "fsdp2", ("die",), ranks=2)
     assert {rank["resumed"]["sharded"] for rank in told} == {"DTensor"}
+    kept(tmp_path / "run", told)
     held(told, 2)
-    assert len(names(tmp_path / "run")) == 3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["disk", "disk-sync", "s3-wrapped", "epochs"])
+@pytest.mark.parametrize("how", ["disk", "disk-sync", "s3", "s3-wrapped", "epochs"])
 def test_one_process_goes_on_bit_for_bit_in_other_ways(
     tmp_path: Path, s3_root: str, how: str
 ) -> None:
     place = s3_root if how.startswith("s3") else tmp_path
-    held(child.killed_and_resumed(SCRIPT, f"{place}/run", how, ("die",)))
-    assert len(names(f"{place}/run")) == 3
+    told = child.killed_and_resumed(SCRIPT, f"{place}/run", how, ("die",))
+    kept(f"{place}/run", told)
+    held(told)
 
 
 @pytest.mark.long
@@ -56,8 +61,9 @@ def test_two_ranks_go_on_bit_for_bit_after_a_kill(
     tmp_path: Path, s3_root: str, how: str, where: str
 ) -> None:
     place = s3_root if where == "s3" else tmp_path
-    held(child.killed_and_resumed(SCRIPT, f"{place}/run", how, ("die",), ranks=2), 2)
-    assert len(names(f"{place}/run")) == 3
+    told = child.killed_and_resumed(SCRIPT, f"{place}/run", how, ("die",), ranks=2)
+    kept(f"{place}/run", told)
+    held(told, 2)
 
 
 STOCK = """
@@ -92,3 +98,15 @@ def test_a_script_of_lightning_is_run_as_it_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert names(tmp_path / "run") == ["epoch=0-step=4.ckpt", "last.ckpt"]
     assert "replaced lightning.pytorch.strategies.FSDPStrategy" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_nemos_page_on_s3_runs_and_resumes(s3_root: str, ranks: int) -> None:
+    out, page = f"{s3_root}/run", SCRIPT.with_name("nemo_document.py")
+    by = {"ranks": ranks, "by": ("-m", "smckpt.run", "--for", "nemo")}
+    died = child.script(page, out, "die", **by)
+    assert died.returncode and "it lives" not in died.stderr, died.stderr[-4000:]
+    assert names(out) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    done = child.script(page, out, "resume", **by)
+    assert done.returncode == 0, done.stderr[-4000:]
+    held(child.told(done), ranks)

@@ -41,6 +41,14 @@ class Model(LightningModule):
         width = self.hparams["width"]
         layers = [torch.nn.Linear(width, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 16)]
         self.layers = torch.nn.Sequential(*layers)
+        if type(self.trainer.strategy).__name__ == "SmckptFSDPStrategy":  # else refused on CPUs
+            from torch.distributed.fsdp import FullyShardedDataParallel
+            from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+            self.layers = FullyShardedDataParallel(
+                self.layers, device_id=torch.device("cpu"), use_orig_params=True,
+                auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+            )  # fmt: skip
         mesh = getattr(self, "_device_mesh", None)
         if mesh is not None:
             from torch.distributed.fsdp import fully_shard
@@ -51,7 +59,7 @@ class Model(LightningModule):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         # of the random numbers that come back
         loss = (self.layers(batch + torch.randn_like(batch)) - batch).square().mean()
-        self.log("loss", loss)
+        self.log("loss", loss, sync_dist=True)  # so that all ranks keep the same ones
         self.losses.append((self.global_step + 1, loss.item()))
         return loss
 
@@ -93,6 +101,8 @@ class Seen(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.steps.append(trainer.global_step)
         if trainer.global_step == self.dies:
+            if isinstance(wrapper := trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+                wrapper._executor.submit(int).result()  # so that there is a checkpoint
             os.kill(os.getpid(), signal.SIGKILL)
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,8 +133,10 @@ def trainer(out: str, how: str, dies: int) -> Any:
         where["strategy"] = strategy(how)
     elif how.startswith("fsdp"):
         where["strategy"] = strategy(how)
+    # with max_steps Lightning itself miscounts after a resumption from the end of an epoch
+    until = {"max_epochs": 3} if how == "epochs" else {"max_steps": STEPS}
     return ours.SmckptTrainer(
-        accelerator="cpu", max_steps=STEPS, callbacks=[Seen(dies), saved], logger=False,
+        accelerator="cpu", **until, callbacks=[Seen(dies), saved], logger=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         default_root_dir=tempfile.gettempdir(), **where,
     )  # fmt: skip
@@ -135,7 +147,7 @@ def strategy(how: str) -> Any:
     if how == "fsdp2":
         return ours.SmckptModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if how == "fsdp1":
-        return ours.SmckptFSDPStrategy(auto_wrap_policy={torch.nn.Linear})
+        return ours.SmckptFSDPStrategy()
     return "ddp"
 
 

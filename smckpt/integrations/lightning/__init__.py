@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from smckpt.integrations.lightning.connector import SmckptCheckpointConnector
 from smckpt.integrations.lightning.names import provide_s3
+from smckpt.integrations.lightning.nemo import NeMoCheckpointConnector, NeMoModelCheckpoint
 from smckpt.integrations.lightning.plugin import (
     S3CheckpointIO,
     SmckptCheckpointIO,
@@ -22,6 +23,8 @@ from smckpt.integrations.lightning.strategies import (
 from smckpt.integrations.lightning.trainer import SmckptTrainer
 
 __all__ = [
+    "NeMoCheckpointConnector",
+    "NeMoModelCheckpoint",
     "S3CheckpointIO",
     "S3Utils",
     "SmckptCheckpointConnector",

@@ -53,9 +53,9 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         if not weights_only:
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
             checkpoint[_KEY] = {
+                "epoch_ended": bool(progress.is_last_batch),
                 "ranks": self.trainer.world_size,
                 "random": self._random_states(),
-                "epoch_ended": bool(progress.is_last_batch),
             }
         return checkpoint
 

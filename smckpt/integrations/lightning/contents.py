@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = ["LIGHTNING_KEYS", "checkpoint_of", "optimizer_key", "rest_of", "state
 
 _REST, _KINDS = "lightning", "lightning_kinds"
 LIGHTNING_KEYS = (_REST, _KINDS)  # of all but model and optimizers
+_TYPE = re.compile(r"(?:GLOBAL|global) ([\w.]+) was not")  # in the message of torch.load
 _SMALL = 1 << 20  # bytes of tensors that a value may hold; more are saved as tensors
 
 
@@ -116,8 +118,10 @@ def _given(key: str, kind: str, value: Any, weights_only: bool | None) -> Any:
     try:
         return torch.load(io.BytesIO(value), map_location="cpu", weights_only=strict)
     except pickle.UnpicklingError as error:
+        named = _TYPE.search(str(error))
         raise UsageError(
-            f"the checkpoint's {key!r} holds objects that only code can make: {error}",
+            f"the checkpoint's {key!r} holds objects that only code can make"
+            + (f", such as {named[1]}" if named else ""),
             remedy="if you trust the checkpoint, pass weights_only=False, or name the types with "
             "torch.serialization.add_safe_globals",
         ) from error

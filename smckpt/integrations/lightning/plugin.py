@@ -27,10 +27,12 @@ from smckpt.integrations.lightning.saves import (
     device_of,
     own_group,
     refuse_storage_options,
+    written_by_lightning,
 )
+from smckpt.storage import open_storage
 from smckpt.storage.urls import is_local, is_s3_url
 
-__all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any", "written_by_lightning"]
+__all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any"]
 
 
 class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -162,11 +164,7 @@ class S3CheckpointIO(SmckptCheckpointIO):
         s3_region: str | None = None,
         s3client_config: dict[str, Any] | None = None,
     ) -> None:
-        if not is_s3_url(str(dirpath)):
-            raise UsageError(
-                f"dirpath is {dirpath!r}, which is not in S3",
-                remedy="write s3://bucket/prefix, or use SmckptCheckpointIO",
-            )
+        _refuse_elsewhere("dirpath", dirpath)
         given = {
             "chunk_size_MB": DEFAULT_CHUNK_SIZE_MB if chunk_size_MB is None else chunk_size_MB,
             "max_read_concurrency": DEFAULT_MAX_READ_CONCURRENCY
@@ -182,9 +180,24 @@ class S3CheckpointIO(SmckptCheckpointIO):
             s3client_config={**(s3client_config or {}), **given},
         )
         self.dirpath = os.fspath(dirpath)
+        open_storage(self.dirpath, **self.saves.arguments)  # refuses impossible values
         self.chunk_size_MB = given["chunk_size_MB"]
         self.max_read_concurrency = given["max_read_concurrency"]
         self.max_write_concurrency = given["max_write_concurrency"]
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        _refuse_elsewhere("the checkpoint's path", path)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def _refuse_elsewhere(name: str, given: Any) -> None:
+    if not is_s3_url(str(given)):
+        raise UsageError(
+            f"{name} is {given!r}, which is not in S3",
+            remedy="write s3://bucket/prefix, or use SmckptCheckpointIO",
+        )
 
 
 def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,12 +211,6 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
         return SmckptCheckpointIO().load_checkpoint(path, map_location, weights_only)
 
     return load
-
-
-def written_by_lightning(place: str) -> bool:
-    """Whether it is a file, or a directory of Lightning's sharded strategies."""
-    paths = (place, os.path.join(place, "meta.pt"))
-    return is_local(place) and any(map(os.path.isfile, paths))
 
 
 def _executor_around() -> Any:

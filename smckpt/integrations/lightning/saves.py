@@ -7,6 +7,7 @@ is committed.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -14,19 +15,27 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 
 import smckpt
 from smckpt.checkpoint.format import parse_name
 from smckpt.engine.job import SaveHandle
-from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.storage import open_storage
 from smckpt.storage.urls import is_local, is_s3_url, parent_url
 
-__all__ = ["Saves", "device_of", "own_group", "refuse_storage_options"]
+__all__ = [
+    "Saves",
+    "device_of",
+    "own_group",
+    "refuse_storage_options",
+    "written_by_lightning",
+]
+
+log = logging.getLogger("smckpt")
 
 _QUEUE = "lightning"
+_REMOVAL_SECONDS = 600.0
 
 
 class Saves:
@@ -37,9 +46,12 @@ class Saves:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = dict(arguments)
-        self._last: SaveHandle | None = None
+        self._begun = 0  # saves; the last one has this number
+        self._committed = 0  # the number of the last one that is committed
         self._dropped: list[tuple[int, str]] = []  # the number of the save that replaces it, path
         self._lock = threading.Lock()
+        self._settled = threading.Event()  # the last save has ended, and what it replaces is gone
+        self._settled.set()
 
     def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
         """
@@ -51,20 +63,24 @@ class Saves:
             SaveFailedError: an earlier save was not committed; with `wait`, also this one.
         """
         with self._lock:
-            self._dropped = [(number, other) for number, other in self._dropped if other != path]
-        save = smckpt.save if wait else smckpt.async_save
-        handle = save(state, checkpoint_id=path, queue=_QUEUE, **self._s3(path), **arguments)
+            self._begun += 1
+            number = self._begun
+            self._dropped = [(at, other) for at, other in self._dropped if other != path]
+        handle = smckpt.async_save(
+            state, checkpoint_id=path, queue=_QUEUE, **self._s3(path), **arguments
+        )
         assert handle is not None
-        with self._lock:
-            self._last = handle
-        handle.add_done_callback(self._ended)
+        self._settled = settled = threading.Event()
+        handle.add_done_callback(lambda done: self._ended(number, done, settled))
+        if wait:
+            handle.wait()
 
     def drop(self, path: str) -> None:
-        """Remove a checkpoint, as soon as the save before this call is committed."""
+        """Remove a checkpoint, as soon as the save before this call is committed. If that fails,
+        the checkpoint stays until a later one is."""
         with self._lock:
-            last = self._last
-            if last is not None and (not last.done() or last.error is not None):
-                self._dropped.append((last.number, path))
+            if self._committed < self._begun:
+                self._dropped.append((self._begun, path))
                 return
         self._remove(path)
 
@@ -74,7 +90,10 @@ class Saves:
         Raises:
             SaveFailedError: a save was not committed.
         """
-        smckpt.maybe_finalize_async_calls(queue=_QUEUE)
+        try:
+            smckpt.maybe_finalize_async_calls(queue=_QUEUE)
+        finally:
+            self._settled.wait(_REMOVAL_SECONDS)
 
     def load(self, path: str, target: dict[str, Any] | None = None, **arguments: Any) -> Any:
         return smckpt.load(target, checkpoint_id=path, **self._s3(path), **arguments)
@@ -89,34 +108,39 @@ class Saves:
     def _s3(self, path: str) -> dict[str, Any]:
         return self.arguments if is_s3_url(path) else {}
 
-    def _ended(self, handle: SaveHandle) -> None:
-        if handle.error is not None:
-            return
-        with self._lock:
-            due = [path for number, path in self._dropped if number <= handle.number]
-            self._dropped = [one for one in self._dropped if one[0] > handle.number]
+    def _ended(self, number: int, handle: SaveHandle, settled: threading.Event) -> None:
+        due: list[str] = []
+        if handle.error is None:
+            with self._lock:
+                self._committed = max(self._committed, number)
+                due = [path for at, path in self._dropped if at <= number]
+                self._dropped = [one for one in self._dropped if one[0] > number]
         for path in due:
-            self._remove(path)
+            try:
+                self._remove(path)
+            except CheckpointError as error:
+                log.warning("%s was not removed: %s", path, error)
+        settled.set()
 
     def _remove(self, path: str) -> None:
         if is_local(path) and os.path.islink(path):  # save_last="link"
             os.unlink(path)
             return
-        try:
-            smckpt.remove(path, **self._s3(path))
-        except CheckpointNotFoundError:
-            self._remove_foreign(path)
-        self._remove_rest(path)
-        rank_zero_info(f"removed the checkpoint {path}")
+        if written_by_lightning(path):
+            TorchCheckpointIO().remove_checkpoint(path)
+        else:
+            try:
+                smckpt.remove(path, **self._s3(path))
+            except CheckpointNotFoundError:
+                self._remove_object(path)
+            self._remove_rest(path)
+        log.info("removed %s", path)
 
-    def _remove_foreign(self, path: str) -> None:
-        """What Lightning's own plugins, or NeMo's, wrote: one file."""
-        if is_local(path):
-            if os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt")):
-                TorchCheckpointIO().remove_checkpoint(path)
-        elif is_s3_url(path):
-            folder, name = parent_url(path), path.rstrip("/").rpartition("/")[2]
-            open_storage(folder, **self.arguments).delete(name)
+    def _remove_object(self, path: str) -> None:
+        """What NeMo's own plugin wrote: one object."""
+        if is_s3_url(path):
+            name = path.rstrip("/").rpartition("/")[2]
+            open_storage(parent_url(path), **self.arguments).delete(name)
 
     def _remove_rest(self, path: str) -> None:
         """Leases, and what a save that was never committed has left."""
@@ -157,3 +181,9 @@ def device_of(map_location: Any) -> torch.device | None:
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")
     return None if map_location is None else torch.device(map_location)
+
+
+def written_by_lightning(place: str) -> bool:
+    """Whether it is a file, or a directory of Lightning's sharded strategies."""
+    paths = (place, os.path.join(place, "meta.pt"))
+    return is_local(place) and any(map(os.path.isfile, paths))

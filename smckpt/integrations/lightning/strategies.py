@@ -23,8 +23,12 @@ from smckpt.integrations.lightning.contents import (
     rest_of,
     state_of,
 )
-from smckpt.integrations.lightning.plugin import SmckptCheckpointIO, written_by_lightning
-from smckpt.integrations.lightning.saves import Saves, refuse_storage_options
+from smckpt.integrations.lightning.plugin import SmckptCheckpointIO
+from smckpt.integrations.lightning.saves import (
+    Saves,
+    refuse_storage_options,
+    written_by_lightning,
+)
 
 __all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]
 

@@ -1,0 +1,197 @@
+"""The plugins of Lightning and NeMo by themselves: what they save, remove, refuse and find."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+import smckpt
+from smckpt.errors import SaveFailedError, StateError, UsageError
+from smckpt.integrations.lightning import (
+    S3CheckpointIO,
+    SmckptCheckpointIO,
+    SmckptFSDPStrategy,
+    SmckptModelParallelStrategy,
+)
+from smckpt.run import provide
+from tests.support.lightning_state import checkpoint, same
+
+
+@dataclass
+class Settings:
+    rate: float = 0.1
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    plugin, saved = SmckptCheckpointIO(), checkpoint()
+    plugin.save_checkpoint(saved, tmp_path / "one.ckpt")
+    found = plugin.load_checkpoint(tmp_path / "one.ckpt")
+    assert same(saved, found)
+    assert isinstance(found["lr_schedulers"][0]["milestones"], collections.Counter)
+    plugin.teardown()
+    (one,) = smckpt.find_checkpoints(tmp_path)
+    assert one.step == 4
+
+
+def test_objects_that_need_code_are_loaded_as_weights_only_says(tmp_path: Path) -> None:
+    plugin, saved = SmckptCheckpointIO(), checkpoint()
+    saved["hyper_parameters"]["settings"] = Settings()
+    plugin.save_checkpoint(saved, tmp_path / "one.ckpt")
+    with pytest.raises(
+        UsageError, match="'hyper_parameters' holds .*, such as .*weights_only=False"
+    ):
+        plugin.load_checkpoint(tmp_path / "one.ckpt")
+    assert same(plugin.load_checkpoint(tmp_path / "one.ckpt", weights_only=False), saved)
+    saved["hyper_parameters"]["settings"] = lambda: None
+    with pytest.raises(StateError, match="'hyper_parameters' cannot be pickled"):
+        plugin.save_checkpoint(saved, tmp_path / "two.ckpt")
+
+
+def test_what_lightning_itself_wrote_is_loaded_and_removed(tmp_path: Path) -> None:
+    saved = checkpoint()
+    del saved["hyper_parameters"]["where"]
+    TorchCheckpointIO().save_checkpoint(saved, tmp_path / "one.ckpt")
+    assert same(SmckptCheckpointIO().load_checkpoint(tmp_path / "one.ckpt"), saved)
+    SmckptCheckpointIO().remove_checkpoint(tmp_path / "one.ckpt")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError, match="one.ckpt"):
+        SmckptCheckpointIO().load_checkpoint(tmp_path / "one.ckpt")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_dropped_checkpoint_goes_when_its_successor_is_committed(
+    tmp_path: Path, wrapped: bool, waits: bool
+) -> None:
+    plugin: Any = SmckptCheckpointIO(async_checkpointing=not waits)
+    if wrapped:
+        plugin = AsyncCheckpointIO(plugin)
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    for path in (first, second):
+        plugin.save_checkpoint(checkpoint(), path)
+    plugin.remove_checkpoint(first)
+    plugin.teardown()
+    if wrapped and not waits:
+        plugin.checkpoint_io.teardown()
+    assert [one.path for one in smckpt.find_checkpoints(tmp_path)] == [str(second)]
+    assert not first.exists()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_dropped_checkpoint_stays_while_no_later_save_is_committed(
+    tmp_path: Path, wrapped: bool
+) -> None:
+    plugin: Any = SmckptCheckpointIO(async_checkpointing=not wrapped)
+    outer = AsyncCheckpointIO(plugin) if wrapped else plugin
+    (tmp_path / "file").touch()
+    first, third = tmp_path / "first.ckpt", tmp_path / "third.ckpt"
+    outer.save_checkpoint(checkpoint(), first)
+    outer.save_checkpoint(checkpoint(), tmp_path / "file" / "second.ckpt")
+    outer.remove_checkpoint(first)
+    with pytest.raises(SaveFailedError, match="file"):
+        outer.teardown()
+    assert [one.path for one in smckpt.find_checkpoints(tmp_path)] == [str(first)]
+    plugin.save_checkpoint(checkpoint(), third)
+    plugin.teardown()
+    assert [one.path for one in smckpt.find_checkpoints(tmp_path)] == [str(third)]
+
+
+class Breaks(Callback):
+    """From the last step on, no save succeeds."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            smckpt.maybe_finalize_async_calls()
+            self.place.rename(self.place.with_name("moved"))
+            self.place.touch()
+
+
+def test_a_last_save_that_fails_fails_the_end_of_fit(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    saved = ModelCheckpoint(dirpath=place, every_n_train_steps=2)
+    trainer = Trainer(
+        max_steps=4, accelerator="cpu", callbacks=[saved, Breaks(place)], logger=False,
+        plugins=[SmckptCheckpointIO()], limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(SaveFailedError, match="run"):
+        trainer.fit(BoringModel())
+
+
+def test_none_means_the_default_and_a_place_outside_s3_is_refused(tmp_path: Path) -> None:
+    plugin = S3CheckpointIO("s3://bucket/run", None, None, None, None)
+    asked = (plugin.chunk_size_MB, plugin.max_read_concurrency, plugin.max_write_concurrency)
+    assert (*asked, plugin.async_checkpointing) == (64, 15, 10, False)
+    with pytest.raises(UsageError, match="not in S3"):
+        S3CheckpointIO(str(tmp_path))
+    with pytest.raises(UsageError, match="not in S3"):
+        S3CheckpointIO(None)
+    with pytest.raises(UsageError, match="not in S3"):
+        plugin.save_checkpoint(checkpoint(), tmp_path / "one.ckpt")
+    with pytest.raises(UsageError, match="chunk_size_MB=1 "):
+        S3CheckpointIO("s3://bucket/run", chunk_size_MB=1)
+    with pytest.raises(UsageError, match="max_read_concurrency=0 "):
+        S3CheckpointIO("s3://bucket/run", max_read_concurrency=0)
+    with pytest.raises(UsageError, match="storage_options"):
+        plugin.save_checkpoint(checkpoint(), "s3://bucket/run/a", storage_options={"a": 1})
+
+
+def test_what_a_sharded_strategy_cannot_honour_is_refused() -> None:
+    with pytest.raises(UsageError, match="state_dict_type='full'"):
+        SmckptFSDPStrategy(state_dict_type="full")
+    with pytest.raises(UsageError, match="save_distributed_checkpoint=False"):
+        SmckptModelParallelStrategy(save_distributed_checkpoint=False)
+    strategy = SmckptFSDPStrategy()
+    with pytest.raises(UsageError, match="TorchCheckpointIO is not honoured"):
+        strategy.checkpoint_io = TorchCheckpointIO()
+    with pytest.raises(UsageError, match="storage_options"):
+        strategy.save_checkpoint({}, "a", storage_options={"a": 1})
+    strategy.checkpoint_io = plugin = S3CheckpointIO("s3://bucket/run", chunk_size_MB=8)
+    assert strategy.saves is plugin.saves and not strategy.async_checkpointing
+
+
+# -- smckpt run --------------------------------------------------------------------------------
+
+
+def test_lightnings_names_are_replaced_and_taken_back() -> None:
+    from lightning.pytorch import strategies
+    from lightning.pytorch.core import saving
+    from lightning.pytorch.strategies import strategy
+    from lightning.pytorch.trainer import trainer
+
+    def names() -> list[Any]:
+        return [
+            strategies.FSDPStrategy, strategies.fsdp.FSDPStrategy, strategies.ModelParallelStrategy,
+            strategies.StrategyRegistry["fsdp"]["strategy"], strategy.TorchCheckpointIO,
+            saving.pl_load, trainer._CheckpointConnector,
+        ]  # fmt: skip
+
+    before = names()
+    with provide(["lightning"]) as provided:
+        assert all(a is not b for a, b in zip(names(), before, strict=True))
+        assert len(provided.lines) == 9
+        assert isinstance(Trainer(accelerator="cpu").strategy.checkpoint_io, SmckptCheckpointIO)
+    assert names() == before
+
+
+def test_nemos_modules_are_provided_where_it_is_absent() -> None:
+    with provide(["nemo"]):
+        from nemo.utils.callbacks.s3_checkpoint_io import S3CheckpointIO as Named
+        from nemo.utils.s3_dirpath_utils import build_s3_url, is_s3_url
+
+        assert Named is S3CheckpointIO and is_s3_url(build_s3_url("b", "k"))
+        with pytest.raises(UsageError, match="nemo is installed or provided here already"):
+            provide(["nemo"])
+    with pytest.raises(ModuleNotFoundError):
+        import nemo  # noqa: F401

@@ -21,7 +21,7 @@ from smckpt.checkpoint.commit import create_manifest, gathered_manifest, publish
 from smckpt.checkpoint.format import SENSELESS, Manifest, manifest_name, record_name
 from smckpt.checkpoint.leases import claim, later_run, mark_lease, release, take_lease
 from smckpt.checkpoint.meter import Progress
-from smckpt.checkpoint.unfinished import Attempt, Refusal, UnfinishedStep, unfinished_step
+from smckpt.checkpoint.unfinished import Refusal, UnfinishedSave, UnfinishedStep, unfinished_step
 from smckpt.checkpoint.verify import Problem, verify_catalogue
 from smckpt.errors import (
     CheckpointError,
@@ -67,7 +67,9 @@ def _as_if_committed(top: Storage, step: UnfinishedStep) -> Catalogue:
     return catalogue_of(top, commit)
 
 
-def _manifest(top: Storage, one: Attempt, fencing_token: int, record: str | None) -> Manifest:
+def _manifest(
+    top: Storage, one: UnfinishedSave, fencing_token: int, record: str | None
+) -> Manifest:
     """The manifest of a group's parts, all of which are read and compared with each other."""
     pointer = None if record is None else relative_url(record, one.storage.url)
     try:
@@ -140,7 +142,7 @@ def commit_unfinished(
 def _claimed(step: UnfinishedStep) -> Iterator[None]:
     """Keep everybody from deleting the files. A session that lives, and sees our lease, would take
     its files back; either it raised the fence before us, or it finds our claim or our manifest."""
-    held: list[Attempt] = []
+    held: list[UnfinishedSave] = []
     try:
         for one in step.attempts:
             if not claim(one.storage, one.name):
@@ -183,7 +185,11 @@ def _refusing(top: Storage, token: int, urls: list[str]) -> Callable[[Storage], 
 
 
 def _publish(
-    top: Storage, one: Attempt, token: int, record: str | None, refuse: Callable[[Storage], None]
+    top: Storage,
+    one: UnfinishedSave,
+    token: int,
+    record: str | None,
+    refuse: Callable[[Storage], None],
 ) -> dict[str, str]:
     refuse(one.storage)
     manifest = _manifest(top, one, token, record)

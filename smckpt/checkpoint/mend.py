@@ -190,7 +190,7 @@ def damages_of(
             for part in group.manifest.parts:
                 found += _of_part(stores.of(part.rank), group, part, donors)
                 for file in part.files:
-                    look = _Look(stores.of(part.rank), group, part.rank, file, donors)
+                    look = _FileLook(stores.of(part.rank), group, part.rank, file, donors)
                     found += look.damages(pool, meter)
     return found
 
@@ -224,7 +224,7 @@ def _of_part(
     yield Damage(storage, part.name, part.rank, what, data=found)
 
 
-class _Look:
+class _FileLook:
     """One data file and its checksums."""
 
     def __init__(

@@ -23,13 +23,13 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
-__all__ = ["Attempt", "Refusal", "UnfinishedStep", "unfinished_step"]
+__all__ = ["Refusal", "UnfinishedSave", "UnfinishedStep", "unfinished_step"]
 
 _LEVELS = 16  # of directories above, in which a lease of several groups may be
 
 
 @dataclass(frozen=True)
-class Attempt:
+class UnfinishedSave:
     """The parts of one save in one directory.
 
     Args:
@@ -91,7 +91,7 @@ class UnfinishedStep:
         lead: the session that held the lease of the groups; "" if none did.
     """
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[UnfinishedSave, ...]
     alone: bool
     lead: str = ""
 
@@ -151,12 +151,12 @@ def unfinished_step(
     return _of_one(top, found, leases, told=groups is not None)
 
 
-def attempts_at(storage: Storage, way: str) -> list[Attempt]:
+def attempts_at(storage: Storage, way: str) -> list[UnfinishedSave]:
     """The saves that left parts in a directory, newest first as far as numbers tell."""
     leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
     tokens = {lease.session: lease.fencing_token for lease in leases}  # oldest first
     ways = dict.fromkeys([None, *(lease.prefix_sharding for lease in leases)])
-    found: dict[tuple[str, int], Attempt] = {}
+    found: dict[tuple[str, int], UnfinishedSave] = {}
     for over in ways:
         stores = PrefixStores(storage, over)
         wrote: dict[tuple[str, int], set[int]] = {}
@@ -171,12 +171,12 @@ def attempts_at(storage: Storage, way: str) -> list[Attempt]:
                 try:
                     part, _ = read_whole_part(stores.of(min(ranks)), name)
                 except CorruptCheckpointError as error:
-                    found[session, number] = Attempt(
+                    found[session, number] = UnfinishedSave(
                         way, storage, over, session, number, its, None, None, (), (), str(error)
                     )
                     continue
                 absent = tuple(rank for rank in part.group_ranks if rank not in ranks)
-                found[session, number] = Attempt(
+                found[session, number] = UnfinishedSave(
                     way, storage, over, session, number, its,
                     part.kind, part.step, part.group_ranks, absent,
                 )  # fmt: skip
@@ -237,7 +237,7 @@ def newest_commit(storage: Storage) -> Commit | None:
 
 
 def _of_one(
-    top: Storage, found: Sequence[Attempt], leases: Sequence[Lease], *, told: bool
+    top: Storage, found: Sequence[UnfinishedSave], leases: Sequence[Lease], *, told: bool
 ) -> UnfinishedStep | Refusal | None:
     commit = newest_commit(top)
     left = [one for one in found if not _is_of(commit, one)]
@@ -269,7 +269,7 @@ def _of_one(
     return UnfinishedStep((best,), alone=True)
 
 
-def _is_of(commit: Commit | None, one: Attempt) -> bool:
+def _is_of(commit: Commit | None, one: UnfinishedSave) -> bool:
     """Whether a commit has committed this very attempt."""
     return commit is not None and any(
         directory == one.storage.url and (m.session, m.number) == (one.session, one.number)
@@ -277,14 +277,14 @@ def _is_of(commit: Commit | None, one: Attempt) -> bool:
     )
 
 
-def _follows(one: Attempt, last: Lease | None) -> bool:
+def _follows(one: UnfinishedSave, last: Lease | None) -> bool:
     """Whether no later session has taken a lease of the directory since this attempt's."""
     if last is None or last.session == one.session:
         return True
     return not one.token and one.session not in last.before
 
 
-def _newer(one: Attempt, commit: Commit | None) -> bool:
+def _newer(one: UnfinishedSave, commit: Commit | None) -> bool:
     if commit is None:
         return True
     for directory, manifest in commit.manifests:
@@ -293,7 +293,7 @@ def _newer(one: Attempt, commit: Commit | None) -> bool:
     return not one.token or one.token > commit.order[0]
 
 
-def _newest(found: Sequence[Attempt]) -> Attempt | None:
+def _newest(found: Sequence[UnfinishedSave]) -> UnfinishedSave | None:
     """The newest of several attempts; None where nothing tells."""
     free = [one for one in found if not one.token]  # began after all leases
     sessions = {one.session for one in free or found}
@@ -302,7 +302,7 @@ def _newest(found: Sequence[Attempt]) -> Attempt | None:
     return max(free or found, key=lambda one: one.number)
 
 
-def _several(found: Sequence[Attempt], top: Storage) -> Refusal:
+def _several(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
     names = ", ".join(sorted(one.name for one in found)[:4])
     return Refusal(
         f"several sessions left parts, and nothing tells which are newer: {names}",
@@ -311,7 +311,7 @@ def _several(found: Sequence[Attempt], top: Storage) -> Refusal:
     )
 
 
-def _incomplete(found: Sequence[Attempt], top: Storage) -> Refusal:
+def _incomplete(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
     if damaged := [one.damage for one in found if one.damage]:
         return Refusal(damaged[0], _OLDER, top.url)
     said = [
@@ -345,7 +345,7 @@ def _scope_above(top: Storage) -> str | None:
 
 def _groups_unknown(top: Storage) -> Refusal | None:
     """If directories below hold parts that may be the groups of one step, which no lease names."""
-    wrote: dict[str, Attempt] = {}
+    wrote: dict[str, UnfinishedSave] = {}
     for name in top.list_dirs():
         if is_prefix(name):
             continue
@@ -374,12 +374,12 @@ def _of_groups(
     lead = leases[-1].session if leases else ""
     ours = [lease for lease in leases if lease.session == lead]
     commits: dict[str, Commit | None] = {}
-    by_group: list[dict[int, list[Attempt]]] = []
+    by_group: list[dict[int, list[UnfinishedSave]]] = []
     for way in ways:
         storage = top.join(way)
         storage.refuse_links()
         commits[way] = newest_commit(storage)
-        by_number: dict[int, list[Attempt]] = {}
+        by_number: dict[int, list[UnfinishedSave]] = {}
         for one in attempts_at(storage, way):
             if _belongs(one, ours):
                 by_number.setdefault(one.number, []).append(one)
@@ -400,7 +400,7 @@ def _of_groups(
     return first
 
 
-def _belongs(one: Attempt, ours: Sequence[Lease]) -> bool:
+def _belongs(one: UnfinishedSave, ours: Sequence[Lease]) -> bool:
     """Whether an attempt may be of the session that holds the step's leases, or of one that began
     after them."""
     its = [other for other in leases_at(one.storage) if one.storage.url in other.scope]
@@ -410,7 +410,10 @@ def _belongs(one: Attempt, ours: Sequence[Lease]) -> bool:
 
 
 def _unfit(
-    top: Storage, ways: Sequence[str], here: Sequence[Sequence[Attempt]], ours: Sequence[Lease]
+    top: Storage,
+    ways: Sequence[str],
+    here: Sequence[Sequence[UnfinishedSave]],
+    ours: Sequence[Lease],
 ) -> Refusal | None:
     """Why these attempts of one number do not make a step."""
     if empty := [way for way, group in zip(ways, here, strict=True) if not group]:

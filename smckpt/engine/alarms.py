@@ -128,7 +128,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _WatchedSlot:
     """A slot that is watched. parameter: for `unchanged`."""
 
     name: str
@@ -167,7 +167,7 @@ class Looker:
     def _compares(self, entry: int, start: int, stop: int) -> bool:
         return stop > start and self.alarms.watches(self._names[entry])
 
-    def watched(self, compares: bool) -> list[_Slot]:
+    def watched(self, compares: bool) -> list[_WatchedSlot]:
         """The slots of this rank that the worker looks at, by file and place."""
         found, alarms = [], self.alarms
         shared = self._shares.values() if compares else ()
@@ -182,13 +182,13 @@ class Looker:
                 continue
             dtype = entry.dtype if counted else ""
             where = Watched(slot.file, slot.offset, slot.offset + nbytes, dtype)
-            found.append(_Slot(name, slot.entry, slot.start, nbytes, parameter, where))
+            found.append(_WatchedSlot(name, slot.entry, slot.start, nbytes, parameter, where))
         return sorted(found, key=lambda one: (one.where.file, one.where.start))
 
     def looked(
         self,
         held: Mapping[tuple[int, ...], list[int]],
-        slots: Sequence[_Slot],
+        slots: Sequence[_WatchedSlot],
         done: PartWritten,
         now: Last,
         last: Last | None,
@@ -228,7 +228,7 @@ class Looker:
     def _shared(
         self,
         held: Mapping[tuple[int, ...], list[int]],
-        slots: Sequence[_Slot],
+        slots: Sequence[_WatchedSlot],
         sums: Sequence[int],
     ) -> Iterator[Shared]:
         wrote: dict[int, list[tuple[int, int, int]]] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from awscrt import checksums
 
 from smckpt.errors import CorruptCheckpointError
-from smckpt.translate.torch_archive import Record
+from smckpt.translate.torch_archive import ArchiveRecord
 
 __all__ = ["MappedFiles"]
 
@@ -31,7 +31,7 @@ class MappedFiles:
         self._lock = threading.Lock()
         self._resident = 0
 
-    def bytes_of(self, record: Record) -> Array:
+    def bytes_of(self, record: ArchiveRecord) -> Array:
         """The bytes of a record, compared with its CRC the first time.
 
         Raises:
@@ -59,7 +59,7 @@ class MappedFiles:
         with self._lock:
             self._maps.clear()  # what is still read keeps its own
 
-    def _map(self, record: Record) -> mmap.mmap:
+    def _map(self, record: ArchiveRecord) -> mmap.mmap:
         with self._lock:
             mapped = self._maps.get(record.path)
             if mapped is None:
@@ -82,7 +82,7 @@ class MappedFiles:
                 self._maps.move_to_end(record.path)
             return mapped
 
-    def _check(self, record: Record, mapped: mmap.mmap) -> None:
+    def _check(self, record: ArchiveRecord, mapped: mmap.mmap) -> None:
         key = record.path, record.offset
         with self._lock:
             lock = self._checked.setdefault(key, threading.Lock())

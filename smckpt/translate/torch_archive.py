@@ -19,7 +19,7 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.translate.pickled import Global, Inert, read_pickle
 
-__all__ = ["Archive", "Record", "StoredTensor", "is_archive", "open_archive"]
+__all__ = ["Archive", "ArchiveRecord", "StoredTensor", "is_archive", "open_archive"]
 
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
 _TAIL = 64 << 10  # bytes at the end: for most archives all of the directory
@@ -38,7 +38,7 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """Bytes of a file, and their CRC-32; None: there is none."""
 
     path: str
@@ -55,7 +55,7 @@ class StoredTensor:
     shape: Shape
     strides: Shape
     start: int
-    record: Record
+    record: ArchiveRecord
 
 
 class _Storage(NamedTuple):
@@ -68,7 +68,7 @@ class Archive:
     """root: what was saved, with `StoredTensor` for tensors and `Inert` for other objects."""
 
     root: Any
-    records: Mapping[str, Record]
+    records: Mapping[str, ArchiveRecord]
 
 
 def is_archive(start: bytes) -> bool:
@@ -137,7 +137,7 @@ def _storage(pid: Any) -> Any:
 class _Tensors:
     """Puts `StoredTensor` in the place of the calls that make tensors, at any depth."""
 
-    def __init__(self, records: Mapping[str, Record]) -> None:
+    def __init__(self, records: Mapping[str, ArchiveRecord]) -> None:
         self._records = records
         self._done: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no identity is used again
@@ -219,11 +219,11 @@ class _Window:
             start += len(part)
         return b"".join(parts)
 
-    def record(self, record: Record) -> bytes:
+    def record(self, record: ArchiveRecord) -> bytes:
         start = record.offset - self._offset
         return self.read(start, start + record.nbytes)
 
-    def at(self, start: int, nbytes: int, crc: int) -> Record:
+    def at(self, start: int, nbytes: int, crc: int) -> ArchiveRecord:
         """The record whose local header begins at `start`."""
         head = self.read(start, start + 30)
         if head[:4] != _LOCAL:
@@ -232,10 +232,10 @@ class _Window:
         begin = start + 30 + name + extra
         if begin + nbytes > self.nbytes:
             _bad(self.path, f"the record at byte {self._offset + start} reaches beyond the end")
-        return Record(self.path, self._offset + begin, nbytes, crc)
+        return ArchiveRecord(self.path, self._offset + begin, nbytes, crc)
 
 
-def _directory(window: _Window) -> dict[str, Record]:
+def _directory(window: _Window) -> dict[str, ArchiveRecord]:
     tail_start = max(0, window.nbytes - _TAIL)
     tail = window.read(tail_start, window.nbytes)
     end = tail.rfind(_END)
@@ -255,7 +255,7 @@ def _directory(window: _Window) -> dict[str, Record]:
         _bad(window.path, f"its directory has {size} bytes")
     inside = start >= tail_start
     table = tail[start - tail_start :] if inside else window.read(start, start + size)
-    records: dict[str, Record] = {}
+    records: dict[str, ArchiveRecord] = {}
     at = 0
     for _ in range(count):
         name, record, at = _entry(window, table, at)
@@ -265,7 +265,7 @@ def _directory(window: _Window) -> dict[str, Record]:
     return records
 
 
-def _entry(window: _Window, table: bytes, at: int) -> tuple[str, Record, int]:
+def _entry(window: _Window, table: bytes, at: int) -> tuple[str, ArchiveRecord, int]:
     head = table[at : at + 46]
     if len(head) < 46 or head[:4] != _ENTRY:
         _bad(window.path, f"its directory is damaged at its byte {at}")

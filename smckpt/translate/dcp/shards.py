@@ -16,7 +16,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, row_major_strides
 from smckpt.translate.boxes import SavedBox, SavedTensor
 from smckpt.translate.foreign import ForeignCheckpoint
-from smckpt.translate.torch_archive import Record, StoredTensor
+from smckpt.translate.torch_archive import ArchiveRecord, StoredTensor
 
 __all__ = ["open_shards"]
 
@@ -96,7 +96,7 @@ def _parts(file: Path, header: Header) -> list[tuple[str, Box, StoredTensor]]:
             offsets = places[name]["saved_offsets"]
             if len(offsets) != len(slot.shape) or any(type(n) is not int or n < 0 for n in offsets):
                 raise ValueError(f"{name} is at {offsets}")
-            record = Record(str(file), slot.offset, slot.nbytes)
+            record = ArchiveRecord(str(file), slot.offset, slot.nbytes)
             strides = row_major_strides(slot.shape)
             stored = StoredTensor(codes[slot.code], slot.shape, strides, 0, record)
             box = Box(tuple(offsets), slot.shape)

@@ -72,13 +72,13 @@ class CheckpointMetadataCache:
 
 
 @dataclasses.dataclass
-class _Process:
+class _PlanProcess:
     """cache: what `init_checkpoint_metadata_cache` made."""
 
     cache: CheckpointMetadataCache | None = None
 
 
-_PROCESS = _Process()
+_PROCESS = _PlanProcess()
 
 
 def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:

@@ -13,8 +13,8 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, WorkerError
-from smckpt.integrations.nvrx.worker.served import Ended, Failed, Run, serve
-from smckpt.integrations.nvrx.worker.snapshot import Place, ResultsQueue, taken
+from smckpt.integrations.nvrx.worker.served import CallEnded, CallFailed, Run, serve
+from smckpt.integrations.nvrx.worker.snapshot import ResultsQueue, SnapshotPlace, taken
 from smckpt.staging.arena import Arena
 
 __all__ = ["Call", "WorkerOptions", "WorkerProcess"]
@@ -91,7 +91,7 @@ class _Alive:
         self.arenas[self.made] = Arena(max(size, 1))
         return self.made
 
-    def send(self, number: int, arena: int, place: Place) -> None:
+    def send(self, number: int, arena: int, place: SnapshotPlace) -> None:
         new = None if arena in self.known else self.arenas[arena]
         size = None if new is None else new.size
         self.messages.send(Run(number, arena, place, size, tuple(self.gone)))
@@ -238,11 +238,11 @@ class WorkerProcess:
             return True
         call = self._calls.pop(answer.number)
         alive.free.append(call.arena)
-        if isinstance(answer, Ended):
+        if isinstance(answer, CallEnded):
             for results, given in zip(call.queues, answer.results, strict=False):
                 for one in given:
                     results.put(one)
-        elif isinstance(answer, Failed):
+        elif isinstance(answer, CallFailed):
             log.error("a function failed in the worker:\n%s", answer.trace or answer.error)
             call.error = SaveFailedError(
                 f"the function failed in the worker: {answer.error}",

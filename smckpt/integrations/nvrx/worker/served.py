@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from smckpt.integrations.nvrx.worker.snapshot import Place, restored
+from smckpt.integrations.nvrx.worker.snapshot import SnapshotPlace, restored
 
-__all__ = ["Ended", "Failed", "Run", "serve"]
+__all__ = ["CallEnded", "CallFailed", "Run", "serve"]
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call
 _ONE_PROCESS, _CLASS_SHIFT = 1, 13  # linux/ioprio.h
@@ -39,13 +39,13 @@ class Run:
 
     number: int
     arena: int
-    place: Place
+    place: SnapshotPlace
     size: int | None
     gone: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Ended:
+class CallEnded:
     """From the worker: the function has ended, with what it put into each results queue."""
 
     number: int
@@ -53,7 +53,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Failed:
+class CallFailed:
     """From the worker: the function raised."""
 
     number: int
@@ -92,19 +92,19 @@ def serve(
             try:
                 messages.send(answer)
             except (TypeError, AttributeError, ValueError) as error:  # what it put has no pickle
-                messages.send(Failed(told.number, f"its results cannot be sent: {error}", ""))
+                messages.send(CallFailed(told.number, f"its results cannot be sent: {error}", ""))
 
 
-def _answer(told: Run, memory: mmap.mmap) -> Ended | Failed:
+def _answer(told: Run, memory: mmap.mmap) -> CallEnded | CallFailed:
     try:
         request, outboxes = restored(memory, told.place)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()  # NVRx's contract: the second argument
         request.async_fn(*arguments, **(request.async_fn_kwargs or {}))
-        return Ended(told.number, [list(box) for box in outboxes])
+        return CallEnded(told.number, [list(box) for box in outboxes])
     except Exception as error:
-        return Failed(told.number, f"{type(error).__name__}: {error}", traceback.format_exc())
+        return CallFailed(told.number, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 def _end_if_asked(stop: Connection) -> None:

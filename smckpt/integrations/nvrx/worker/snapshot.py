@@ -22,7 +22,7 @@ from smckpt.errors import UsageError
 from smckpt.staging.arena import Arena
 from smckpt.staging.copies import copy_all
 
-__all__ = ["Outbox", "Place", "ResultsQueue", "restored", "taken"]
+__all__ = ["Outbox", "ResultsQueue", "SnapshotPlace", "restored", "taken"]
 
 _ALIGNMENT = 64  # of a storage in the arena: torch's own for the CPU
 
@@ -45,7 +45,7 @@ class Outbox(list[Any]):
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotPlace:
     """Where the bytes are: the size of the pickle, which comes first; then each storage's offset
     and size."""
 
@@ -53,7 +53,9 @@ class Place:
     storages: tuple[tuple[int, int], ...]
 
 
-def taken(request: Any, arena_of: Callable[[int], Arena]) -> tuple[Place, tuple[ResultsQueue, ...]]:
+def taken(
+    request: Any, arena_of: Callable[[int], Arena]
+) -> tuple[SnapshotPlace, tuple[ResultsQueue, ...]]:
     """Copy a request. When this returns, the trainer may change its tensors.
 
     Args:
@@ -92,10 +94,10 @@ def taken(request: Any, arena_of: Callable[[int], Arena]) -> tuple[Place, tuple[
     if cuda := next((source.device for _, source in copies if source.is_cuda), None):
         arena.pin(cuda)
     copy_all(copies)
-    return Place(data.tell(), tuple(places)), tuple(pickler.queues)
+    return SnapshotPlace(data.tell(), tuple(places)), tuple(pickler.queues)
 
 
-def restored(memory: mmap.mmap, place: Place) -> tuple[Any, list[Outbox]]:
+def restored(memory: mmap.mmap, place: SnapshotPlace) -> tuple[Any, list[Outbox]]:
     """The request and its outboxes, in the worker. Its tensors lie in `memory`."""
     unpickler = _Unpickler(io.BytesIO(memory[: place.pickle]), memory, place)
     return unpickler.load(), unpickler.outboxes
@@ -136,7 +138,7 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap, place: Place) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap, place: SnapshotPlace) -> None:
         super().__init__(file)
         self.outboxes: list[Outbox] = []
         self._memory, self._place = memory, place

@@ -31,7 +31,6 @@ LATER = (
     "checkpoint/compare.py", "checkpoint/difference.py", "cli/compare.py", "cli/prove.py",
     "checkpoint/finish.py", "checkpoint/mend.py", "checkpoint/repair.py",
     "checkpoint/unfinished.py", "cli/repair.py", "checkpoint/reshard.py", "cli/reshard.py",
-
 )  # fmt: skip
 NO_CODE = {
     tokenize.COMMENT,

@@ -237,7 +237,7 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
 def _path(keys: Iterable[Any]) -> Path:
     path = tuple(keys)
     if not all(type(key) in (str, int) for key in path):
-        raise ValueError(f"the path of a container is {path}")
+        raise ValueError(f"{path} is not a path of names and numbers")
     return path
 
 
@@ -274,11 +274,11 @@ class _Decoder:
                 path=self._path,
             )
         return Entry(
-            tuple(row["path"]),
+            _path(row["path"]),
             dtype,
             rule,
-            tuple(row["before"]),
-            tuple(row["after"]),
+            _path(row["before"]),
+            _path(row["after"]),
             ranks,
         )
 

@@ -115,7 +115,7 @@ def test_a_layout_with_other_names_takes_a_few_lines(tmp_path, hub):
     assert found.layout == "mine"
     out = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(out[n], state[n]) for n in state)
-    with pytest.raises(errors.UsageError, match="'te_split' already"):
+    with pytest.raises(errors.UsageError, match="'te_split' exists already"):
         register_layout(TensorLayout("te_split", ()))
 
 

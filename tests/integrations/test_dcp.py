@@ -392,7 +392,7 @@ def test_the_call_that_is_printed_for_a_directory_of_dcp_reads_it(tmp_path: Path
     state: dict[str, Any] = {"model": plain(2).state_dict(), "step": 0}
     with pytest.raises(errors.CheckpointNotFoundError, match="DCP") as told:
         smckpt.load(state, checkpoint_id=tmp_path / "it's of dcp")
-    call = told.value.remedy.removeprefix("load it with ")
+    call, _, _ = told.value.remedy.removeprefix("load it with ").partition(", look at it with ")
     exec(call, {"smckpt": smckpt, "torch": torch, "state": state})
     assert equal(state, saved)
 

@@ -246,10 +246,40 @@ def test_a_worker_for_each_request_ends_with_it(tmp_path: Path) -> None:
 
 def hangs(started: Path, ended: Path) -> None:
     try:
-        started.touch()
+        started.write_text(str(os.getpid()))
+        started.with_name("pid").symlink_to(started)
+        signal.pause()
+        started.with_name("survived").touch()
         signal.pause()
     finally:
         ended.touch()
+
+
+def comes(path: Path) -> bool:
+    deadline = time.monotonic() + seconds(60)
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from tests.integrations.test_nvrx import comes, hangs
+queue, started = AsyncCallsQueue(), Path(sys.argv[1])
+queue.schedule_async_request(AsyncRequest(hangs, (started, started.with_name("ended")), []))
+assert comes(started.with_name("pid"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_ends_with_its_trainer_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    script, started = tmp_path / "killed.py", tmp_path / "started"
+    script.write_text("if __name__ == '__main__':\n" + KILLED.replace("\n", "\n    "))
+    done = child.script(script, str(started))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert ends(int(started.read_text()))
 
 
 def test_an_abort_ends_the_worker_in_the_middle_of_its_work(tmp_path: Path) -> None:
@@ -258,13 +288,10 @@ def test_an_abort_ends_the_worker_in_the_middle_of_its_work(tmp_path: Path) -> N
     queue.schedule_async_request(AsyncRequest(hangs, (started, ended), [lambda: 1 / 0]))
     caller = queue.persistent_caller
     assert caller is not None
-    deadline = time.monotonic() + seconds(60)
-    while not started.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert comes(tmp_path / "pid")
     pid = caller._alive.process.pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGTERM)  # of a batch system: the trainer may still want to save
-    assert queue.maybe_finalize_async_calls() == []
+    assert comes(tmp_path / "survived") and queue.maybe_finalize_async_calls() == []
     abort_nvrx_checkpoint()
     assert not alive(pid) and ended.exists(), "its finally blocks have run"
     assert queue.maybe_finalize_async_calls(blocking=True) == []

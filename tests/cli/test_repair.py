@@ -43,7 +43,7 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 
 def named_by(text: str) -> list[str]:
     """The arguments of the first `smckpt repair` command in a text."""
-    match = re.search(r"smckpt repair ([^`;(]+)", text)
+    match = re.search(r"smckpt repair ([^`;(\n]+)", text)
     assert match is not None, text
     return shlex.split(match[1])
 

@@ -7,6 +7,7 @@ the directory of a step on, and kills itself and its rank before one of them.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,8 +122,8 @@ def load(folder: Path, groups: bool, step: int) -> list[dict[str, Any]]:
     """Load a step into another model; for each rank the names that differ from what was saved."""
     done = _run(folder, str(step), groups, None)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    return [json.loads(line.removeprefix("told ")) for line in lines]
+    # two ranks may write one line
+    return [json.loads(said) for said in re.findall(r"told (\{[^{}]*\})", done.stdout)]
 
 
 def _run(

@@ -39,7 +39,7 @@ class Alarms:
     all ranks have it), or "error" (the save fails by name on all ranks; nothing is committed).
 
     unchanged: all parameters of the group are bit for bit those of the queue's last committed save,
-        though the step is another one: an optimizer that does not step, or a state dict that is not
+        though the step is a later one: an optimizer that does not step, or a state dict that is not
         taken anew. It costs no further pass over the bytes. The parameters are known if the state
         was taken in `sm_state_dict_type` or by the manager, or are DTensors.
     replicas: replicas of the group hold different values in an entry that they share, or a rank
@@ -211,8 +211,7 @@ class Looker:
         watched = " ".join([self.layout.fingerprint, *(slots[number].name for number in ours)])
         now = replace(now, watched=watched, sums=sums)
         unchanged, since = None, ""
-        another = now.step is None or last is None or now.step != last.step
-        if sums and another and last is not None and last.watched == watched:
+        if sums and last is not None and last.watched == watched and _is_later(now, last):
             same, since = sums == last.sums, last.called
             unchanged = sum(slots[number].nbytes for number in ours) if same else 0
         looked = Looked(
@@ -251,6 +250,12 @@ class Looker:
                 _hex(own),
                 tuple(names) if mine == 0 else (),
             )
+
+
+def _is_later(now: Last, last: Last) -> bool:
+    """Whether training has gone on since the last save, as far as the steps tell. A step that is
+    not later is the same one again, or one of another run."""
+    return now.step is None or last.step is None or now.step > last.step
 
 
 # -- the coordinator -------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_a_row_that_a_config_denies_is_not_asked_for(tmp_path, model):
 def test_a_name_that_is_taken_is_refused(name):
     register_family(STARCODER2)
     register_family(STARCODER2)  # the same once more
-    with pytest.raises(errors.UsageError, match=f"there is a family of models '{name}' already"):
+    with pytest.raises(errors.UsageError, match=f"the family of models '{name}' exists already"):
         register_family(Family(name, STARCODER2.rows[:3]))
 
 

@@ -91,7 +91,7 @@ def test_a_layout_that_is_registered_is_found_from_names_both_ways_bitwise(tmp_p
 def test_a_name_that_is_taken_is_refused(name):
     register_layout(OURS)
     register_layout(OURS)  # the same once more
-    with pytest.raises(errors.UsageError, match=f"there is a layout '{name}' already"):
+    with pytest.raises(errors.UsageError, match=f"the layout '{name}' exists already"):
         register_layout(TensorLayout(name, OURS.rows[:3]))
 
 

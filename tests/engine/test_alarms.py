@@ -106,6 +106,17 @@ def test_an_optimizer_that_does_not_step_is_told_by_name(
     assert training.save(tmp_path) == ()
 
 
+def test_a_run_that_begins_again_at_an_earlier_step_is_not_told(tmp_path: Path) -> None:
+    training = Training()
+    training.train()
+    training.train()
+    assert training.save(tmp_path) == ()
+    training.step = 1
+    assert training.save(tmp_path) == ()
+    training.step = 3
+    assert len(training.save(tmp_path)) == 1
+
+
 def test_a_cached_model_beside_an_optimizer_that_steps_is_told(tmp_path: Path) -> None:
     training = Training()
     cached = training.state()["model"]

@@ -62,7 +62,7 @@ def test_a_store_that_the_worker_could_not_import_is_refused() -> None:
 
     with pytest.raises(smckpt.UsageError, match="cannot import"):
         smckpt.register_store("inner", Inner)
-    with pytest.raises(smckpt.UsageError, match="there is a store 's3' already"):
+    with pytest.raises(smckpt.UsageError, match="the store 's3' exists already"):
         smckpt.register_store("s3", shelf.ShelfStorage)
     smckpt.register_store("lost", "no_such_module:Store")
     with pytest.raises(smckpt.UsageError, match="cannot import no_such_module:Store"):

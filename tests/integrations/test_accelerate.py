@@ -46,6 +46,7 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill_and_from_accelerates_own(
     assert {**told["stock"], "losses": told["straight"]["losses"]} == told["straight"]
 
 
+@pytest.mark.long
 def test_with_its_checkpoints_in_s3_it_goes_on_bit_for_bit(
     tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

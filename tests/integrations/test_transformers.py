@@ -33,6 +33,7 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain"))
 
 
+@pytest.mark.long
 def test_with_its_checkpoints_in_s3_another_machine_goes_on_bit_for_bit(
     tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

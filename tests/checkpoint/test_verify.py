@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from smckpt.layout.strided import Box
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import saves, synthetic
+from tests.support.limits import seconds
 from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
 from tests.support.saves import hybrid
@@ -153,11 +155,15 @@ def test_a_missing_file_is_found_and_named(step: Path) -> None:
 
 def test_what_a_newer_save_sweeps_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
     smckpt.save({"a": torch.ones(5 << 20)}, checkpoint_id=tmp_path)  # pieces of 8 MiB: three
+    (old,) = tmp_path.glob("data-*.safetensors")
     told: list[int] = []
 
     def replace(done: int, _: int) -> None:
         if not told:
             smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+            until = time.monotonic() + seconds(60)  # the sweep goes on after the save
+            while old.exists() and time.monotonic() < until:
+                time.sleep(0.01)
         told.append(done)
 
     with pytest.raises(CheckpointReplacedError, match="a newer save replaced.*verify again"):

@@ -59,9 +59,13 @@ def script(
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What each rank of a script has told: lines `told <JSON>`."""
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    return [json.loads(line.removeprefix("told ")) for line in lines]
+    """What each rank of a script has told: `told {…}`. Ranks share the output, so it may follow
+    something else in a line."""
+    found, at, mark = [], 0, "told {"
+    while (at := done.stdout.find(mark, at)) >= 0:
+        value, at = json.JSONDecoder().raw_decode(done.stdout, at + len(mark) - 1)
+        found.append(value)
+    return found
 
 
 def killed_and_resumed(

@@ -166,7 +166,8 @@ queue.schedule_async_request(AsyncRequest(save_whole, (torch.ones(3), sys.argv[1
 """
 
 
-@pytest.mark.parametrize("kind", ["daemon", pytest.param("process", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["daemon", "process"])
 def test_a_program_that_forgets_a_save_waits_for_it_and_tells(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "forgetful.py"
     script.write_text("if __name__ == '__main__':\n" + FORGETFUL.replace("\n", "\n    "))

@@ -147,6 +147,7 @@ def names(out: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_the_full_recipe_killed_and_resumed_ends_with_the_bits_of_one_that_was_not(
     told: list[dict[str, Any]], folder: Path
 ) -> None:

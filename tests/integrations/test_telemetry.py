@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import queue
@@ -90,7 +91,7 @@ def test_json_lines_have_a_record_of_each(tmp_path: Path, hearing: Any, caplog: 
 
 
 def test_tensorboards_reader_finds_the_scalars(tmp_path: Path, hearing: Any) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     hearing(telemetry.TensorBoard(tmp_path / "board"))
     events = saves_and_a_load(tmp_path, "board")
     found = reader.EventAccumulator(str(tmp_path / "board"))
@@ -108,8 +109,8 @@ def test_tensorboards_reader_finds_the_scalars(tmp_path: Path, hearing: Any) -> 
 
 
 def test_prometheus_exposes_the_metrics_as_text(tmp_path: Path, hearing: Any) -> None:
-    client = pytest.importorskip("prometheus_client")
-    parser = pytest.importorskip("prometheus_client.parser")
+    client = importlib.import_module("prometheus_client")
+    parser = importlib.import_module("prometheus_client.parser")
     registry = client.CollectorRegistry()
     hearing(telemetry.Prometheus(registry))
     events = saves_and_a_load(tmp_path, "prom")
@@ -136,8 +137,8 @@ def test_prometheus_exposes_the_metrics_as_text(tmp_path: Path, hearing: Any) ->
 
 
 def test_opentelemetrys_reader_collects_the_metrics(tmp_path: Path, hearing: Any) -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
-    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    sdk = importlib.import_module("opentelemetry.sdk.metrics")
+    export = importlib.import_module("opentelemetry.sdk.metrics.export")
     reader = export.InMemoryMetricReader()
     provider = sdk.MeterProvider([reader])
     hearing(telemetry.OpenTelemetry(provider))

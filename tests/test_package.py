@@ -143,7 +143,8 @@ def test_the_wheel_holds_the_package_and_imports_in_an_empty_environment(source,
     subprocess.run(install, check=True, timeout=seconds(240))
     code = (
         "import smckpt, smckpt.layout.image, pathlib;"
-        "assert (pathlib.Path(smckpt.__file__).parent / 'py.typed').is_file();"
+        "at = pathlib.Path(smckpt.__file__).parent;"
+        "assert (at / 'py.typed').is_file() and (at / 'cli' / 'page.html').is_file();"
         "print(smckpt.__version__, smckpt.ParallelState(8, hybrid_shard_degree=4).rep_size)"
     )
     done = subprocess.run(

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from smckpt._version import __version__
+from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
 from smckpt.cli.output import (
     bytes_text,
@@ -493,5 +494,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (diff, doctor, prove, prune, repair, reshard, run, status):
+for command in (browse, diff, doctor, prove, prune, repair, reshard, run, status):
     app.add_command(command)

@@ -12,13 +12,13 @@ from smckpt.checkpoint.numbers import CODES, numbers
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
 
-__all__ = ["statistics"]
+__all__ = ["Sums", "countable", "statistics", "stretches"]
 
 _AT_ONCE = 8 << 20  # bytes read and counted at a time
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Sums over the finite elements so far."""
 
     count: int = 0
@@ -68,16 +68,22 @@ def statistics(catalogue: Catalogue, name: str) -> dict[str, Any] | None:
     Raises:
         CorruptCheckpointError: a block does not fit its checksum.
     """
-    dtype = catalogue.logical[name].dtype
-    if dtype not in CODES or any(len(row.fqns) > 1 for row, _ in catalogue.pieces.by_name[name]):
+    if not countable(catalogue, name):
         return None
-    sums = _Sums()
-    for data in _stretches(catalogue, name):
+    dtype = catalogue.logical[name].dtype
+    sums = Sums()
+    for data in stretches(catalogue, name):
         sums.add(numbers(data, dtype))
     return sums.to_json()
 
 
-def _stretches(catalogue: Catalogue, name: str) -> Iterator[bytearray]:
+def countable(catalogue: Catalogue, name: str) -> bool:
+    """Whether the tensor's elements are numbers to NumPy, and those of its rows are its own."""
+    rows = catalogue.pieces.by_name[name]
+    return catalogue.logical[name].dtype in CODES and all(len(row.fqns) == 1 for row, _ in rows)
+
+
+def stretches(catalogue: Catalogue, name: str) -> Iterator[bytearray]:
     """The bytes of the tensor's elements, each once, in any order."""
     for row, _ in catalogue.pieces.by_name[name]:
         for holders in catalogue.holders(row):

@@ -19,7 +19,7 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage
 from smckpt.storage.urls import relative_url
 
-__all__ = ["Condition", "examine"]
+__all__ = ["Condition", "examine", "mend_remedy"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
     try:
         found = found_at(storage)
     except CheckpointError as error:
-        return Condition(place, _step_in(place), "damaged", str(error), _mend(storage))
+        return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
     if found is not None:
         return _committed(place, storage, found)
     if commits_at(storage):
@@ -101,12 +101,13 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
         except CheckpointNotFoundError as error:
             why = error.message
         except CheckpointError as error:
-            return Condition(place, _step_in(place), "damaged", str(error), _mend(storage))
+            return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
         return _unfinished(place, storage, names, why)
     return _unfinished(place, storage, names, "")
 
 
-def _mend(storage: Storage) -> str:
+def mend_remedy(storage: Storage) -> str:
+    """What to do about a committed step whose files are damaged."""
     return (
         f"`smckpt repair {storage.url}` mends what it finds beside it, with `--from COPY` what a "
         "copy has. Until then a restore takes the next older step"
@@ -123,7 +124,7 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
         found.step,
         "cut" if missing else "whole",
         missing,
-        _mend(storage) if missing else "",
+        mend_remedy(storage) if missing else "",
         found.nbytes,
         found.committed_at,
     )

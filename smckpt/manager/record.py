@@ -10,7 +10,7 @@ from typing import Any
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.errors import UsageError
 
-__all__ = ["History", "history_of", "mark_of", "recorded", "run_of"]
+__all__ = ["History", "history_of", "mark_of", "recorded", "run_in", "run_of"]
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,26 @@ class History:
     seconds: float = 0.0
 
 
-def _manager_of(found: FoundCheckpoint) -> dict[str, Any]:
-    manager = found.metadata.get("manager")
+def _manager_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    manager = metadata.get("manager")
     return manager if isinstance(manager, dict) else {}
 
 
 def mark_of(found: FoundCheckpoint) -> str | None:
     """The run that saved a checkpoint; None if no manager did."""
-    run = _manager_of(found).get("run")
+    run = _manager_of(found.metadata).get("run")
     return run if isinstance(run, str) else None
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:
+    """`run_in` of a checkpoint's metadata."""
+    return run_in(found.metadata)
+
+
+def run_in(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """The run's failures and seconds, and {"seconds", "why"} of the interval if "auto" chose one;
     None if no manager recorded them."""
-    manager = _manager_of(found)
+    manager = _manager_of(metadata)
     failures, seconds = manager.get("failures"), manager.get("seconds")
     if type(failures) is not int or not isinstance(seconds, (int, float)):
         return None
@@ -52,7 +57,7 @@ def history_of(found: FoundCheckpoint) -> History:
     run = run_of(found)
     if run is None:
         return History()
-    failed = _manager_of(found).get("ended") is None
+    failed = _manager_of(found.metadata).get("ended") is None
     return History(run["failures"] + failed, run["seconds"])
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from smckpt.storage.s3.config import S3Config
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
-    from smckpt.translate import export_hf, import_hf, register_layout, verify_hf
+    from smckpt.translate import convert, export_hf, import_hf, register_layout, verify_hf
 
 __all__ = [
     "FULL",
@@ -101,6 +101,7 @@ __all__ = [
     "add_sink",
     "async_save",
     "build_s3_url",
+    "convert",
     "export_hf",
     "extend_torch_config",
     "find_checkpoints",
@@ -155,7 +156,7 @@ _HOMES = {
     "smckpt.storage.s3.config": ("S3Config",),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
-    "smckpt.translate": ("export_hf", "import_hf", "register_layout", "verify_hf"),
+    "smckpt.translate": ("convert", "export_hf", "import_hf", "register_layout", "verify_hf"),
 }
 
 

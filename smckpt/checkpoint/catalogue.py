@@ -21,12 +21,14 @@ from smckpt.checkpoint.sources import SavedPiece, SavedPieces
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
-from smckpt.storage import Access, Storage
+from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = [
     "Catalogue",
+    "Found",
     "LogicalTensor",
+    "Member",
     "SavedFile",
     "SavedPiece",
     "Stored",
@@ -48,7 +50,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """One group's manifest and its directory. directories: rank r's files are in number r modulo
     their count."""
 
@@ -58,12 +60,12 @@ class _Member:
     directories: tuple[str, ...]
 
 
-class _Found:
+class Found:
     """What a catalogue has read and found out so far."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, readers: Readers) -> None:
         self.lock = threading.Lock()
-        self.readers = Readers(access)
+        self.readers = readers
         self.files: dict[int, list[SavedFile]] = {}
         self.headers: dict[SavedFile, Header] = {}
         self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
@@ -78,8 +80,8 @@ class Catalogue:
 
     url: str
     commit: Commit
-    members: tuple[_Member, ...]
-    _found: _Found = field(compare=False, repr=False)
+    members: tuple[Member, ...]
+    _found: Found = field(compare=False, repr=False)
 
     @property
     def identity(self) -> str:
@@ -383,14 +385,14 @@ def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
     share = storage.access.share.times(min(len(member.directories) for member in members))
-    return Catalogue(storage.url, commit, members, _Found(storage.access.holding(share)))
+    return Catalogue(storage.url, commit, members, Found(Readers(storage.access.holding(share))))
 
 
-def _member(storage: Storage, manifest: Manifest) -> _Member:
+def _member(storage: Storage, manifest: Manifest) -> Member:
     directory = storage.url
     rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
     prefix_sharding = manifest.prefix_sharding
     if prefix_sharding is not None:
         prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
     directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
-    return _Member(directory, manifest, rows, tuple(directories))
+    return Member(directory, manifest, rows, tuple(directories))

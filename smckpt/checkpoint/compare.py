@@ -27,7 +27,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
 from smckpt.storage import access_to
 
-__all__ = ["Compared", "compare_checkpoints"]
+__all__ = ["Compared", "compare_checkpoints", "tensors_apart"]
 
 _AT_ONCE = 8 << 20  # bytes of each side that a thread holds
 
@@ -291,6 +291,20 @@ def _compare_named(name: str, a: _Side, b: _Side) -> Iterator[Difference]:
                 yield _of_one(name, one.holder, "AB"[number], base.holder)
 
 
+def tensors_apart(catalogue: Catalogue) -> list[str]:
+    """The names of the tensors of which ranks, or groups of ranks, hold different ones.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged.
+    """
+    side, found = _Side(catalogue), []
+    for name in catalogue.pieces.by_name:
+        first, *others = (one for one in side.tensors(name).values() if not one.unused)
+        if any(True for one in others for _ in _compare(side, first, side, one)):
+            found.append(name)
+    return found
+
+
 def _kind(tensor: _Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
@@ -307,7 +321,7 @@ def _compare(a: _Side, ours: _Tensor, b: _Side, theirs: _Tensor) -> Iterator[Dif
             return
     apart = _Apart(ours)
     for box, from_a, from_b in _jobs(ours, theirs):
-        for chunk in _chunks(box, _AT_ONCE // DTYPES[ours.dtype].itemsize):
+        for chunk in box.chunks(_AT_ONCE // DTYPES[ours.dtype].itemsize):
             apart.add(chunk, a.read(ours, chunk, from_a), b.read(theirs, chunk, from_b))
     if apart.count:
         yield apart.difference(holder)
@@ -328,20 +342,6 @@ def _jobs(
     if held[0] < whole or held[1] > whole:
         for source in alike.values():  # A lacks these, or the loop above took another copy
             yield source.piece.box, a.pieces, [source]
-
-
-def _chunks(box: Box, most: int) -> Iterator[Box]:
-    """A box in parts of at most `most` elements, in row-major order."""
-    if box.numel <= most:
-        yield box
-        return
-    dim = next(d for d, size in enumerate(box.sizes) if size > 1)
-    step = max(1, most // math.prod(box.sizes[dim + 1 :]))
-    low, size = box.offsets[dim], box.sizes[dim]
-    for at in range(low, low + size, step):
-        offsets = (*box.offsets[:dim], at, *box.offsets[dim + 1 :])
-        sizes = (*box.sizes[:dim], min(step, low + size - at), *box.sizes[dim + 1 :])
-        yield from _chunks(Box(offsets, sizes), most)
 
 
 class _Apart:

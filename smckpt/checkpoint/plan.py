@@ -26,7 +26,7 @@ from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
 
-__all__ = ["ReadPlan", "followed_rank", "plan_local", "plan_logical", "whole_tensors"]
+__all__ = ["Planner", "ReadPlan", "followed_rank", "plan_local", "plan_logical", "whole_tensors"]
 
 
 def plan_logical(
@@ -63,20 +63,46 @@ def plan_logical(
     )
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
-    finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
-    found = [
-        (source, copy, number, entry.itemsize)
-        for number, entry in enumerate(entries)
-        for source, copy in finder.copies(entry)
-    ]
-    catalogue.read_headers({r for source, *_ in found for r in source.holders})
-    known: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
-    for source, copy, number, itemsize in found:
-        array = id(source.row), source.holders
-        if array not in known:
-            known[array] = catalogue.slots(source.row, source.holders)
-        plan.copies.append(StoredCopy(known[array], copy, number, itemsize))
+    planner = Planner(catalogue, rank=rank, group_ranks=group_ranks, coordinates=coordinates)
+    plan.copies = planner.copies(entries)
     return plan
+
+
+class Planner:
+    """Plans entries by logical name, as `plan_logical` does, and remembers what it finds out. So
+    many small plans cost no more than a large one."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        rank: int,
+        group_ranks: Sequence[int],
+        coordinates: ParallelCoordinates = ANYWHERE,
+    ) -> None:
+        self._catalogue = catalogue
+        self._finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
+        self._known: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
+
+    def copies(self, entries: Sequence[Entry]) -> list[StoredCopy]:
+        """The copies that fill those entries whose names the checkpoint has.
+
+        Raises:
+            As `plan_logical`, for any other fault than a missing name.
+        """
+        found = [
+            (source, copy, number, entry.itemsize)
+            for number, entry in enumerate(entries)
+            for source, copy in self._finder.copies(entry)
+        ]
+        self._catalogue.read_headers({r for source, *_ in found for r in source.holders})
+        out = []
+        for source, copy, number, itemsize in found:
+            array = id(source.row), source.holders
+            if array not in self._known:
+                self._known[array] = self._catalogue.slots(source.row, source.holders)
+            out.append(StoredCopy(self._known[array], copy, number, itemsize))
+        return out
 
 
 def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:

@@ -1,19 +1,20 @@
 """Write a checkpoint anew for another number of shards: `reshard_checkpoint`.
 
-Each new rank's arrays are planned as a load plans them, read one at a time, and written in the
-order of the new file. Memory: one array of one rank.
+Each new rank's arrays are planned as a load plans them, read 64 MiB at a time, and written in the
+order of the new file. A flat parameter of FSDP1 is read whole.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import platform
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt._version import __version__
@@ -25,22 +26,23 @@ from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name
 from smckpt.checkpoint.meter import Meter, Progress
-from smckpt.checkpoint.plan import followed_rank, plan_logical
+from smckpt.checkpoint.plan import Planner, followed_rank
 from smckpt.checkpoint.prefixes import PrefixStores
 from smckpt.checkpoint.read import ReadPlan, execute
 from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.sealed import seal_json
 from smckpt.checkpoint.sweep import discard_attempt
 from smckpt.errors import UsageError
-from smckpt.layout.entries import Entry
-from smckpt.layout.geometry import Geometry, PerRankGeometry
+from smckpt.layout.entries import Entry, dotted
+from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import Storage, access_to
 
-__all__ = ["ReshardReport", "reshard_checkpoint"]
+__all__ = ["ReshardReport", "reshard_checkpoint", "write_resharded"]
 
 _MAX_RANKS = 1 << 16
+_AT_ONCE = 64 << 20  # bytes of an array
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,29 @@ def reshard_checkpoint(
         TopologyError: tensor-parallel ranks saved plain tensors of their own, which have no shards.
         CorruptCheckpointError: the source is damaged; nothing is committed.
     """
+    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    catalogue, storage = open_catalogue(access.open(source)), access.open(target)
+    return write_resharded(catalogue, storage, shard=shard, threads=threads, progress=progress)
+
+
+def write_resharded(
+    catalogue: Catalogue,
+    storage: Storage,
+    *,
+    shard: int,
+    ignore: Sequence[str] = (),
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> ReshardReport:
+    """Write what a catalogue has as `shard` ranks would have saved it; see `reshard_checkpoint`.
+    The catalogue's readers are closed.
+
+    Args:
+        ignore: globs of logical names of tensors, and of names of values, that are left out.
+    """
     began = time.monotonic()
     if type(shard) is not int or not 1 <= shard <= _MAX_RANKS:
         raise UsageError(f"shard={shard!r}", remedy=f"pass a number from 1 to {_MAX_RANKS}")
-    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
-    catalogue, storage = open_catalogue(access.open(source)), access.open(target)
     if not catalogue.whole:
         raise UsageError(
             "this is one group of a step; it is no checkpoint without the other groups",
@@ -104,7 +124,7 @@ def reshard_checkpoint(
         raise UsageError(
             "the directory is not empty", remedy="choose an empty directory", path=storage.url
         )
-    writer = _Writer(catalogue, storage, shard, threads, progress)
+    writer = _Writer(catalogue, storage, shard, ignore, threads, progress)
     try:
         writer.write()
         identity = writer.commit()
@@ -114,7 +134,7 @@ def reshard_checkpoint(
     finally:
         catalogue.readers.close()
     return ReshardReport(
-        catalogue.url, storage.url, identity, writer.kind, shard, len(catalogue.logical),
+        catalogue.url, storage.url, identity, writer.kind, shard, writer.tensors,
         writer.nbytes, time.monotonic() - began,
     )  # fmt: skip
 
@@ -123,8 +143,8 @@ class _Writer:
     """Writes the parts of ranks that never ran, as they would have written them."""
 
     def __init__(
-        self, catalogue: Catalogue, storage: Storage, ranks: int, threads: int,
-        progress: Progress | None,
+        self, catalogue: Catalogue, storage: Storage, ranks: int, ignore: Sequence[str],
+        threads: int, progress: Progress | None,
     ) -> None:  # fmt: skip
         self.session = secrets.token_hex(6)
         self.attempt = f"{self.session}-{0:08d}"
@@ -132,7 +152,8 @@ class _Writer:
         self.nbytes = 0
         self._catalogue, self._storage, self._threads = catalogue, storage, threads
         self._group = tuple(range(ranks))
-        self._shapes = _Shapes(catalogue, ranks)
+        self._shapes = _Shapes(catalogue, ranks, ignore)
+        self._planners: dict[int, Planner] = {}
         self._layouts = [
             compile_layout(self._shapes.entries(rank), rank=rank, group_ranks=self._group)
             for rank in self._group
@@ -140,6 +161,13 @@ class _Writer:
         total = sum(file.size for layout in self._layouts for file in layout.files)
         self._meter = Meter(progress, total)
         self._parts: dict[str, dict[str, str]] = {}
+
+    @property
+    def tensors(self) -> int:
+        """How many logical tensors there are."""
+        return len(
+            {e.logical_name(f) for one in self._layouts for e in one.entries for f in e.fqns}
+        )
 
     def write(self) -> None:
         for rank, layout in enumerate(self._layouts):
@@ -190,19 +218,29 @@ class _Writer:
         for slot in layout.slots:
             if slot.file == number and slot.stop > slot.start:
                 entry = layout.entries[slot.entry]
-                data = self._array(rank, entry)
-                yield data[slot.start * entry.itemsize : slot.stop * entry.itemsize]
+                yield from self._elements(rank, entry, slot.start, slot.stop)
 
-    def _array(self, rank: int, entry: Entry) -> memoryview:
-        """A rank's array, read out of the saved shards."""
-        catalogue = self._catalogue
-        plan = plan_logical(
-            catalogue, [entry], rank=rank, group_ranks=self._group, strict=False,
-            coordinates=ParallelCoordinates.of(catalogue, None, rank, len(self._group)),
-        )  # fmt: skip
-        data = memoryview(bytearray(entry.nbytes))  # padding of a flat parameter is zero
-        execute(ReadPlan(plan.copies), [data], catalogue.readers, threads=self._threads)
-        return data
+    def _elements(self, rank: int, entry: Entry, start: int, stop: int) -> Iterator[memoryview]:
+        """Elements [start, stop) of a rank's array, read out of the saved shards."""
+        at = 0
+        for part in _chunks(entry, rank):
+            low, high = max(start - at, 0), min(stop - at, part.numel)
+            if low < high:
+                data = memoryview(bytearray(part.nbytes))  # padding of a flat parameter is zero
+                plan = ReadPlan(self._planner(rank).copies([part]))
+                execute(plan, [data], self._catalogue.readers, threads=self._threads)
+                yield data[low * entry.itemsize : high * entry.itemsize]
+            at += part.numel
+
+    def _planner(self, rank: int) -> Planner:
+        if rank not in self._planners:
+            coordinates = ParallelCoordinates.of(self._catalogue, None, rank, len(self._group))
+            self._planners = {
+                rank: Planner(
+                    self._catalogue, rank=rank, group_ranks=self._group, coordinates=coordinates
+                )
+            }
+        return self._planners[rank]
 
     def _part(self, rank: int, layout: Layout, files: tuple[FileRecord, ...]) -> None:
         catalogue, host = self._catalogue, socket.gethostname()
@@ -221,11 +259,26 @@ class _Writer:
         self._parts[str(rank)] = {"part": name, "crc64": hex64(crc64(body)), "host": host}
 
 
+def _chunks(entry: Entry, rank: int) -> Iterator[Entry]:
+    """A rank's array in parts of bounded size, in its order. One that is made of several pieces (a
+    flat parameter) is one part."""
+    pieces = entry.geometry.pieces(rank)
+    whole = len(pieces) == 1 and pieces[0].box.numel == entry.numel
+    if entry.geometry.per_rank or not whole:
+        yield entry
+        return
+    (piece,) = pieces
+    for box in piece.box.chunks(max(1, _AT_ONCE // entry.itemsize)):
+        rule = BoxGeometry(piece.name, piece.shape, (box,), (rank,))
+        yield replace(entry, geometry=rule)
+
+
 class _Shapes:
     """What each of `ranks` new ranks holds."""
 
-    def __init__(self, catalogue: Catalogue, ranks: int) -> None:
+    def __init__(self, catalogue: Catalogue, ranks: int, ignore: Sequence[str]) -> None:
         self._catalogue = catalogue
+        self._ignore = ignore
         self._ranks = ranks
         self._mesh = Mesh(("replicate", "shard"), (1, ranks), tuple(range(ranks)))
         self._rules: dict[str, Geometry] = {}
@@ -234,6 +287,7 @@ class _Shapes:
         return [
             self._entry(self._row(rows, rank), rank)
             for rows in self._catalogue.rows_by_key.values()
+            if not self._left_out(dotted(rows[0].logical_path(rows[0].fqns[0])))
         ]
 
     def objects(self, rank: int) -> dict[str, Any]:
@@ -241,15 +295,16 @@ class _Shapes:
         lowest."""
         saved = self._catalogue.object_ranks
         of = self._catalogue.part
-        return {
-            **of(saved[0])["objects"],
-            **of(saved[rank % len(saved)])["objects"],
-        }
+        both = {**of(saved[0])["objects"], **of(saved[rank % len(saved)])["objects"]}
+        return {name: leaf for name, leaf in both.items() if not self._left_out(name)}
 
     def optimizers(self) -> dict[str, Any]:
         """Of all groups; of two with one name the first group's."""
         manifests = reversed(self._catalogue.manifests)
         return {name: told for m in manifests for name, told in m.optimizers.items()}
+
+    def _left_out(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)
 
     def _row(self, rows: list[Entry], rank: int) -> Entry:
         """The saved row of a key that a rank follows."""

@@ -19,6 +19,7 @@ import click
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
+from smckpt.cli.convert import convert
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -494,5 +495,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (browse, diff, doctor, prove, prune, repair, reshard, run, status):
+for command in (browse, convert, diff, doctor, prove, prune, repair, reshard, run, status):
     app.add_command(command)

@@ -78,6 +78,19 @@ class Box:
             left = [part for rest in left for part in rest._without(other)]
         return left
 
+    def chunks(self, most: int) -> Iterator[Box]:
+        """This box in parts of at most `most` elements, in row-major order."""
+        if self.numel <= most:
+            yield self
+            return
+        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        step = max(1, most // math.prod(self.sizes[dim + 1 :]))
+        low, size = self.offsets[dim], self.sizes[dim]
+        for at in range(low, low + size, step):
+            offsets = (*self.offsets[:dim], at, *self.offsets[dim + 1 :])
+            sizes = (*self.sizes[:dim], min(step, low + size - at), *self.sizes[dim + 1 :])
+            yield from Box(offsets, sizes).chunks(most)
+
     def _without(self, other: Box) -> list[Box]:
         common = self.intersect(other)
         if common is None:

@@ -3,6 +3,7 @@ data moves."""
 
 from __future__ import annotations
 
+from smckpt.translate.convert import ConvertReport, convert
 from smckpt.translate.export import ExportReport, export_hf
 from smckpt.translate.families import register_family
 from smckpt.translate.family import Family
@@ -12,12 +13,14 @@ from smckpt.translate.table import LayoutRow, TensorLayout
 from smckpt.translate.verify_hf import HFReport, verify_hf
 
 __all__ = [
+    "ConvertReport",
     "ExportReport",
     "Family",
     "HFReport",
     "ImportReport",
     "LayoutRow",
     "TensorLayout",
+    "convert",
     "export_hf",
     "get_layout",
     "import_hf",

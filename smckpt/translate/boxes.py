@@ -24,7 +24,7 @@ from smckpt.translate.mapped import MappedFiles
 from smckpt.translate.pieces import RankTensors
 from smckpt.translate.torch_archive import StoredTensor
 
-__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "refuse_gaps"]
+__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "place_of", "refuse_gaps"]
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,31 @@ class BoxTensors:
     ) -> tuple[Piece, StoredTensor]:
         key = tensor.name, number
         if key not in self._pieces:
-            stored = saved.find()
-            outer = len(saved.inside)
-            if (stored.dtype, stored.shape[outer:]) != (tensor.dtype, saved.box.sizes) or any(
-                i >= n for i, n in zip(saved.inside, stored.shape, strict=False)
-            ):
-                raise TensorMismatchError(
-                    f"the part of {tensor.name} at {saved.box.offsets} is {stored.dtype} "
-                    f"{stored.shape} in its file, but the checkpoint's metadata says "
-                    f"{tensor.dtype} {saved.box.sizes}",
-                    remedy="files of two checkpoints are mixed: use another one",
-                    path=saved.file,
-                )
-            start = stored.start + sum(
-                i * n for i, n in zip(saved.inside, stored.strides, strict=False)
-            )
-            piece = Piece(tensor.name, tensor.shape, saved.box, start, stored.strides[outer:])
-            self._pieces[key] = piece, stored
+            self._pieces[key] = place_of(tensor, saved)
         return self._pieces[key]
+
+
+def place_of(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:
+    """Where the elements of a box are in the record of its stored tensor.
+
+    Raises:
+        TensorMismatchError: another tensor lies there.
+    """
+    stored = saved.find()
+    outer = len(saved.inside)
+    if (stored.dtype, stored.shape[outer:]) != (tensor.dtype, saved.box.sizes) or any(
+        i >= n for i, n in zip(saved.inside, stored.shape, strict=False)
+    ):
+        raise TensorMismatchError(
+            f"the part of {tensor.name} at {saved.box.offsets} is {stored.dtype} "
+            f"{stored.shape} in its file, but the checkpoint's metadata says "
+            f"{tensor.dtype} {saved.box.sizes}",
+            remedy="files of two checkpoints are mixed: use another one",
+            path=saved.file,
+        )
+    start = stored.start + sum(i * n for i, n in zip(saved.inside, stored.strides, strict=False))
+    piece = Piece(tensor.name, tensor.shape, saved.box, start, stored.strides[outer:])
+    return piece, stored
 
 
 def refuse_gaps(tensor: SavedTensor, url: str) -> None:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.catalogue import LogicalTensor
+from smckpt.layout.entries import Path
 from smckpt.translate.boxes import BoxTensors, SavedTensor
 
-__all__ = ["ForeignCheckpoint"]
+__all__ = ["ForeignCheckpoint", "SavedValue"]
 
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
 
 
 @dataclass(frozen=True)
+class SavedValue:
+    """A value that is not a tensor: its place in the state dict, and what reads it."""
+
+    path: Path
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class ForeignCheckpoint:
     """format: its name. saved: the tensors. objects: the names of other values. files: name → size.
-    facts: what else is known, by name."""
+    facts: what else is known, by name. values: the other values, where they can be read.
+    containers: the kinds of those above tensors that are no dicts, as far as they are known."""
 
     url: str
     format: str
@@ -28,6 +38,8 @@ class ForeignCheckpoint:
     files: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     of_optimizers: frozenset[str] = frozenset()
+    values: Mapping[str, SavedValue] = field(default_factory=dict)
+    containers: Mapping[Path, str] = field(default_factory=dict)
 
     @cached_property
     def logical(self) -> Mapping[str, LogicalTensor]:

@@ -30,8 +30,9 @@ from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.targets import INDEX, SINGLE
 from smckpt.translate.torch_files import open_torch
 
-__all__ = ["RankFiles", "TensorReader", "bits", "open_directory", "open_files"]
+__all__ = ["RankFiles", "TensorReader", "bits", "open_directory", "open_files", "weight_files"]
 
+_TORCH_INDEX, _TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _RESIDENT = 128 << 20  # bytes; after so many, mapped pages are released
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Unmaps: TypeAlias = list[Callable[[], object]]
@@ -232,6 +233,29 @@ def open_directory(directory: Path, *, exact: bool = False) -> RankFiles:
             path=str(index),
         )  # fmt: skip
     return RankFiles(str(directory), arrays, dtypes, maps)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of weights of a Hugging Face directory, safetensors before torch's; [] without any.
+
+    Raises:
+        CorruptCheckpointError: an index is damaged, or a file that it names is missing.
+    """
+    for index, single in ((INDEX, SINGLE), (_TORCH_INDEX, _TORCH_SINGLE)):
+        if (directory / index).is_file():
+            names = sorted(set(_weight_map(directory / index).values()))
+        elif (directory / single).is_file():
+            names = [single]
+        else:
+            continue
+        for name in names:
+            if not (directory / name).is_file():
+                raise CorruptCheckpointError(
+                    f"{name} is missing, which {index} names",
+                    remedy="download the directory again", path=str(directory),
+                )  # fmt: skip
+        return [directory / name for name in names]
+    return []
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -34,6 +34,7 @@ from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.leaves import flattened
 from smckpt.layout.strided import Box
 from smckpt.meeting.group import Group, group_of
 from smckpt.storage import Storage, open_storage, own_access
@@ -245,7 +246,7 @@ class DistributedFileSystemReader(StorageReader):
         mine = rank if rank in saved else saved[rank % len(saved)]
         optimizers = catalogue.part(mine)["optimizers"]
         for path, value in catalogue.objects(mine).values():
-            yield from _flattened(path, _with_names(path, value, optimizers))
+            yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         name = item.storage_index.fqn
@@ -355,29 +356,6 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 # -- paths and values as DCP has them --------------------------------------------------------------
-
-
-def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """The leaves of `value` as DCP flattens it: through mappings, and lists of them."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flattened((*path, str(key)), inner)
-    elif isinstance(value, list) and not _is_leaf(value):
-        for index, inner in enumerate(value):
-            yield from _flattened((*path, index), inner)
-    else:
-        yield path, value
-
-
-def _is_leaf(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return False
-    if not isinstance(value, list):
-        return True
-    return not any(
-        isinstance(v, torch.Tensor) or (isinstance(v, (Mapping, list)) and not _is_leaf(v))
-        for v in value
-    )
 
 
 def _with_names(path: Path, value: Any, optimizers: Mapping[str, Any]) -> Any:

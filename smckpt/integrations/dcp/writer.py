@@ -35,6 +35,7 @@ from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
+from smckpt.layout.leaves import joined
 from smckpt.layout.strided import Box
 from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
@@ -287,7 +288,7 @@ class DistributedFileSystemWriter(StorageWriter):
         }
         return {
             dotted(path): {"path": list(path), "value": encode_object(value, path=dotted(path))}
-            for path, value in _whole(values, tensors)
+            for path, value in joined(values, tensors)
         }
 
     def _part(self, ticket: _Ticket, layout: Layout, objects: dict[str, Any]) -> dict[str, Any]:
@@ -430,32 +431,3 @@ def _decoded(fqn: str, data: Any) -> Any:
             remedy="save numbers, strings, lists, dicts and tensors; convert NumPy arrays to "
             "tensors, and leave functions and custom objects out",
         ) from error
-
-
-def _whole(values: Mapping[Path, Any], tensors: Iterable[Path]) -> Iterable[tuple[Path, Any]]:
-    """The largest subtrees of the state dict without a tensor, joined from DCP's leaves."""
-    root: dict[Any, Any] = {}
-    leaf = object()  # marks a value: dicts may be values too
-    for path, value in values.items():
-        node = root
-        for part in path:
-            node = node.setdefault(part, {})
-        node[leaf] = value
-    above = {path[:depth] for path in tensors for depth in range(len(path) + 1)} | {()}
-
-    def built(node: dict[Any, Any]) -> Any:
-        if leaf in node:
-            return node[leaf]
-        if all(isinstance(part, int) for part in node):
-            return [built(node[index]) for index in sorted(node)]
-        return {part: built(inner) for part, inner in node.items()}
-
-    def walk(path: Path, node: dict[Any, Any]) -> Iterable[tuple[Path, Any]]:
-        for part, inner in node.items():
-            here = (*path, part)
-            if here in above and leaf not in inner:
-                yield from walk(here, inner)
-            else:
-                yield here, built(inner)
-
-    return list(walk((), root))

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.entries import Path as StatePath
 from smckpt.translate.boxes import SavedBox, SavedTensor
 from smckpt.translate.dcp.megatron import backend_of, facts_of, optimizers_of, unstacked
 from smckpt.translate.dcp.metadata import METADATA, Metadata, Place, TensorMetadata, read_metadata
-from smckpt.translate.foreign import ForeignCheckpoint
+from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
 from smckpt.translate.torch_archive import StoredTensor, open_archive
+from smckpt.translate.torch_values import read_value
 
 __all__ = ["DCP", "open_dcp"]
 
@@ -55,7 +57,17 @@ def open_dcp(path: Path) -> ForeignCheckpoint | None:
         )
         for name, tensor in found.tensors.items()
     }  # fmt: skip
-    made = ForeignCheckpoint(str(path), kind, saved, tuple(sorted(found.objects)), sizes)
+    values = {
+        name: SavedValue(
+            found.paths.get(name, (name,)),
+            partial(read_value, path / at.file, at.offset, at.nbytes, name),
+        )
+        for name, at in found.objects.items()
+    }
+    made = ForeignCheckpoint(
+        str(path), kind, saved, tuple(sorted(found.objects)), sizes, values=values,
+        containers=_lists(t.path for t in saved.values()),
+    )  # fmt: skip
     if backend is None:
         return made
     return replace(
@@ -65,6 +77,14 @@ def open_dcp(path: Path) -> ForeignCheckpoint | None:
         saved=unstacked(saved),
         facts=facts_of(path), of_optimizers=optimizers_of(saved),
     )  # fmt: skip
+
+
+def _lists(paths: Iterable[StatePath]) -> dict[StatePath, str]:
+    """The lists above tensors. DCP records the keys of all other containers as text."""
+    return {
+        path[:depth]: "list" for path in paths for depth in range(len(path))
+        if isinstance(path[depth], int)
+    }  # fmt: skip
 
 
 def _described(path: Path) -> list[str]:

@@ -1,0 +1,309 @@
+"""A checkpoint in another format has the same names and bits, whichever way it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import smckpt
+from smckpt import convert, verify_checkpoint
+from smckpt.cli.app import app
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from tests.checkpoint.test_reshard import saved as saved_synthetic
+from tests.support.launch import run_ranks
+
+State = dict[str, Any]
+
+
+def trained() -> tuple[Any, Any]:
+    """A model with an uneven first dimension and a buffer, under FSDP2, after a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: str) -> None:
+    model, optimizer = trained()
+    own = {
+        "step": 7,
+        "name": "run",
+        "betas": (0.5, float("inf")),
+        "scheduler": {"last": 3, "lr": [0.25]},
+    }
+    for kind in (smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL):
+        with smckpt.sm_state_dict_type(model, kind):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **own}
+        smckpt.save(state, checkpoint_id=f"{folder}/{kind.name}")
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        **own,
+    }
+    dcp.save(state, checkpoint_id=f"{folder}/dcp")
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(f"{folder}/dcp", f"{folder}/stock.pt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save, 2, str(folder))
+    return folder
+
+
+def flat(value: Any, path: tuple[Any, ...] = ()) -> State:
+    """Leaves by dotted name, tensors and values; a list of plain values is a leaf."""
+    if isinstance(value, dict):
+        found = [flat(inner, (*path, key)) for key, inner in value.items()]
+    elif isinstance(value, list) and any(isinstance(v, (dict, torch.Tensor)) for v in value):
+        found = [flat(inner, (*path, index)) for index, inner in enumerate(value)]
+    else:
+        return {".".join(map(str, path)): value}
+    return {name: leaf for one in found for name, leaf in one.items()}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    ours, theirs = flat(found), flat(wanted)
+    assert sorted(ours) == sorted(theirs)
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert ours[name].dtype == value.dtype and ours[name].shape == value.shape, name
+            assert torch.equal(ours[name], value), name
+        else:
+            assert repr(ours[name]) == repr(value), name
+
+
+def stock(saved: Path) -> State:
+    return torch.load(saved / "stock.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED", "FULL"])
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_every_kind_comes_out_for_torch_bit_for_bit(saved, tmp_path, kind, to):
+    target = tmp_path / "out"
+    report = convert(saved / kind, target, to=to)
+    assert (report.source_format, report.format) == ("smckpt", to)
+    if to == "dcp":
+        dcp_to_torch_save(target, tmp_path / "state.pt")
+        found = torch.load(tmp_path / "state.pt", weights_only=False)
+    else:
+        found = torch.load(target, weights_only=True, mmap=True)
+    wanted = smckpt.load(checkpoint_id=saved / kind)
+    assert_same(found, wanted)
+    assert report.tensors == sum(isinstance(v, torch.Tensor) for v in flat(wanted).values())
+    assert os.listdir(tmp_path).count("out") == 1 and not list(tmp_path.glob("*.unfinished"))
+
+
+def load_stock(folder: str) -> None:
+    """Stock DCP fills the live state of two ranks, sharded otherwise than it was saved."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    model, optimizer = trained()
+    with torch.no_grad():
+        for tensor in (
+            *model.parameters(),
+            *(t for s in optimizer.state.values() for t in s.values()),
+        ):
+            tensor.zero_()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "step": 0,
+    }
+    dcp.load(state, checkpoint_id=f"{folder}/as_dcp")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    dcp.save({**state, "name": "run"}, checkpoint_id=f"{folder}/again")
+
+
+def test_stock_dcp_loads_it_under_two_ranks(saved, tmp_path):
+    convert(saved / "SHARDED", tmp_path / "as_dcp", to="dcp")
+    run_ranks(load_stock, 2, str(tmp_path))
+    dcp_to_torch_save(tmp_path / "again", tmp_path / "again.pt")
+    found = torch.load(tmp_path / "again.pt", weights_only=False)
+    wanted = stock(saved)
+    assert_same(found, {key: wanted[key] for key in ("model", "optimizer", "step", "name")})
+
+
+@pytest.mark.parametrize("source", ["dcp", "stock.pt"])
+@pytest.mark.parametrize("shard", [1, 3])
+def test_what_torch_wrote_becomes_ours_for_any_number_of_ranks(saved, tmp_path, source, shard):
+    report = convert(saved / source, tmp_path / "ours", to="smckpt", shard=shard)
+    assert report.ranks == shard and verify_checkpoint(tmp_path / "ours").ok
+    assert_same(smckpt.load(checkpoint_id=tmp_path / "ours"), stock(saved))
+    (one,) = smckpt.find_checkpoints(str(tmp_path))
+    assert one.step == 7 and one.kind == ("FULL" if shard == 1 else "SHARDED")
+
+
+def test_there_and_back_is_the_same_state(saved, tmp_path):
+    convert(saved / "dcp", tmp_path / "ours", to="smckpt")
+    convert(tmp_path / "ours", tmp_path / "a.pt", to="torch")
+    convert(saved / "dcp", tmp_path / "b.pt", to="torch")
+    assert_same(torch.load(tmp_path / "a.pt"), stock(saved))
+    assert_same(torch.load(tmp_path / "b.pt"), stock(saved))
+
+
+def test_several_groups_come_out_and_what_ranks_hold_apart_is_refused_by_name(tmp_path):
+    source = saved_synthetic(tmp_path / "source", "hsdp")
+    for to in ("dcp", "torch"):
+        with pytest.raises(StateError, match="model.rng, rank are different on different ranks"):
+            convert(source, tmp_path / "out", to=to)
+    with pytest.raises(UsageError, match="rank=9"):
+        convert(source, tmp_path / "out", to="torch", rank=9)
+    convert(source, tmp_path / "of2.pt", to="torch", rank=2)
+    convert(source, tmp_path / "none.pt", to="torch", ignore=["rank", "*.rng"])
+    found, less = torch.load(tmp_path / "of2.pt"), torch.load(tmp_path / "none.pt")
+    assert found["rank"] == 2 and found["model"]["rng"].reshape(1).view(torch.uint8)[0] == 2
+    assert "rank" not in less and "rng" not in less["model"]
+    wanted = smckpt.load(checkpoint_id=source)
+    assert torch.equal(less["model"]["w"], wanted["model"]["w"])
+
+
+DTYPES = (
+    torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint16,
+    torch.uint64, torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+def odd_state() -> State:
+    torch.manual_seed(0)
+    raw = torch.randint(0, 255, (48,), dtype=torch.uint8)
+    kinds = {str(d)[6:]: (raw % 2 if d is torch.bool else raw).clone().view(d) for d in DTYPES}
+    base = torch.arange(24.0).reshape(4, 6)
+    return {
+        "kinds": kinds, "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "turned": base.t(),
+        "part": base[1:3, 2:4], "list": [torch.ones(2), {"x": torch.zeros(1)}], "none": None,
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]), "big": 1 << 80, "bytes": b"\0\xff",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["pt", "dcp", "ours"])
+@pytest.mark.parametrize("to", ["dcp", "torch", "smckpt"])
+def test_dtypes_strides_and_values_survive_every_way(tmp_path, source, to):
+    state = odd_state()
+    at = tmp_path / "source"
+    if source == "pt":
+        torch.save(state, at)
+    elif source == "dcp":
+        dcp.save(state, checkpoint_id=at, no_dist=True)
+    else:
+        smckpt.save(dict(state), checkpoint_id=at)
+    out = tmp_path / "out"
+    convert(at, out, to=to)
+    if to == "dcp":
+        dcp_to_torch_save(out, tmp_path / "out.pt")
+    found = smckpt.load(checkpoint_id=out) if to == "smckpt" else torch.load(
+        out if to == "torch" else tmp_path / "out.pt", weights_only=to == "torch"
+    )  # fmt: skip
+    for name, value in flat(state).items():
+        got = flat(found)[name]
+        if isinstance(value, torch.Tensor):
+            assert got.dtype == value.dtype and got.shape == value.shape, name
+            value, got = (t.contiguous().view(torch.uint8) if t.ndim else t for t in (value, got))
+            assert torch.equal(got, value), name
+        else:
+            assert got == value and type(got) is type(value), name
+
+
+def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
+    torch.save({"w": torch.ones(2), "odd": {"of": Path("x")}, "fine": 1}, tmp_path / "a.pt")
+    with pytest.raises(StateError, match="odd hold objects that are not plain data"):
+        convert(tmp_path / "a.pt", tmp_path / "out", to="smckpt")
+    assert not (tmp_path / "out").exists()
+    report = convert(tmp_path / "a.pt", tmp_path / "out", to="smckpt", ignore=["odd"])
+    assert report.ignored == ("odd",) and sorted(smckpt.load(checkpoint_id=tmp_path / "out")) == [
+        "fine",
+        "w",
+    ]
+    state = {"w": torch.ones(2), "rng": np.random.RandomState(1).get_state()}
+    smckpt.save(state, checkpoint_id=tmp_path / "numpy")
+    with pytest.raises(StateError, match="rng.1 hold objects that torch.load"):
+        convert(tmp_path / "numpy", tmp_path / "b.pt", to="torch")
+    convert(tmp_path / "numpy", tmp_path / "dcp", to="dcp")
+    read = {"w": torch.zeros(2), "rng": ()}
+    dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert (read["rng"][1] == state["rng"][1]).all()
+    convert(tmp_path / "dcp", tmp_path / "back", to="smckpt")
+    kind, keys, *rest = smckpt.load(checkpoint_id=tmp_path / "back")["rng"]
+    assert (kind, *rest) == (state["rng"][0], *state["rng"][2:]) and (keys == state["rng"][1]).all()
+
+
+def test_weights_of_hugging_face_become_ours(tmp_path):
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    weights = {"a.weight": torch.randn(3, 2), "b.bias": torch.ones(4, dtype=torch.bfloat16)}
+    save_file(weights, hub / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    for number, source in enumerate(
+        (hub, hub / "model.safetensors", tmp_path / "pytorch_model.bin")
+    ):
+        convert(source, tmp_path / f"{number}", to="smckpt")
+        assert_same(smckpt.load(checkpoint_id=tmp_path / f"{number}"), weights)
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path):
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = data.find(np.arange(100, 104, dtype=np.float32).tobytes())
+    data[at] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    for to in ("smckpt", "dcp", "torch"):
+        with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+            convert(tmp_path / "a.pt", tmp_path / to, to=to)
+    assert sorted(os.listdir(tmp_path)) in (["a.pt"], ["a.pt", "smckpt"])
+    with pytest.raises(smckpt.CheckpointNotFoundError):
+        smckpt.load(checkpoint_id=tmp_path / "smckpt")
+
+
+def test_what_is_at_the_target_stays(tmp_path, capsys):
+    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for to, target in (
+        ("dcp", "dir"),
+        ("torch", "file"),
+        ("smckpt", "dir"),
+        ("torch", "dir"),
+        ("dcp", "file"),
+    ):
+        with pytest.raises(smckpt.CheckpointError):
+            convert(tmp_path / "a", tmp_path / target, to=to)
+    assert (tmp_path / "dir" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_the_command_says_what_it_wrote(tmp_path, capsys):
+    smckpt.save({"w": torch.ones(2), "step": 4}, checkpoint_id=tmp_path / "a")
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]
+    app(["convert", *arguments, "--json"], standalone_mode=False)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["source_format"], said["format"], said["tensors"], said["values"]) == (
+        "smckpt",
+        "dcp",
+        1,
+        1,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "smckpt.cli", "convert", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "something is there already" in done.stderr

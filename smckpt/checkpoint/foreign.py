@@ -22,9 +22,9 @@ def foreign_format(found: Collection[str], path: str) -> tuple[str, str] | None:
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return (
             "this is a checkpoint of torch.distributed.checkpoint (DCP)",
-            "load it with smckpt.load(state, storage_reader="
-            f"torch.distributed.checkpoint.FileSystemReader({path!r})), look at it with "
-            "`smckpt show`, or make a Hugging Face model of it with `smckpt export`",
+            f"load it with smckpt.load(state, checkpoint_id={path!r}), make one of smckpt's of it "
+            f"(smckpt convert {path} TARGET --to smckpt), look at it with `smckpt show`, or make a "
+            "Hugging Face model of it with `smckpt export`",
         )
     if path.rstrip("/").endswith(_SMP) and any(name.endswith(".pt") for name in names):
         return (

@@ -38,6 +38,7 @@ from smckpt.state_dict.opened import Opened
 from smckpt.state_dict.restore import restore
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Storage
+from smckpt.translate.foreign_catalogue import open_any
 
 if TYPE_CHECKING:
     from smckpt.layout.entries import Entry
@@ -299,11 +300,11 @@ class Loader:
                 raise failure
 
         def look() -> Choice:
-            found = early or open_catalogue(request.storage)
+            found = early or open_any(request.storage)
             theirs = rounds.chosen(found.identity)
             if theirs != found.identity:
                 with _swept(request, Choice(theirs)):
-                    found = open_catalogue(request.storage, choose=theirs)
+                    found = open_any(request.storage, choose=theirs)
             opened.append(found)
             return Choice(found.identity, found.commit.name)
 
@@ -321,7 +322,7 @@ class Loader:
 
         def bring() -> Common:
             with _swept(request, chosen.commit):
-                catalogue = chosen.catalogue or open_catalogue(
+                catalogue = chosen.catalogue or open_any(
                     request.storage, choose=chosen.commit.choose, name=chosen.commit.name
                 )
                 made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
@@ -415,7 +416,7 @@ def _glance(storage: Storage) -> Catalogue | None:
     """Open the newest commit while the peers look at their states. A failure here is only logged,
     because the choice fails in the same way."""
     try:
-        return open_catalogue(storage)
+        return open_any(storage)
     except CheckpointError as error:
         log.debug("nothing to read ahead: %s", error)
         return None

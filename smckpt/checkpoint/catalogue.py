@@ -98,6 +98,11 @@ class Catalogue:
         return parent_url(join_url(self.members[0].directory, record))
 
     @property
+    def ours(self) -> bool:
+        """Whether smckpt wrote it. Only then it records a step."""
+        return True
+
+    @property
     def single_group(self) -> bool:
         return len(self.members) == 1
 

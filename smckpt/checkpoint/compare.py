@@ -27,7 +27,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
 from smckpt.storage import access_to
 
-__all__ = ["Compared", "compare_checkpoints", "tensors_apart"]
+__all__ = ["Compared", "compare_catalogues", "compare_checkpoints", "tensors_apart"]
 
 _AT_ONCE = 8 << 20  # bytes of each side that a thread holds
 
@@ -84,7 +84,20 @@ def compare_checkpoints(
         CorruptCheckpointError: one of them is damaged.
         UsageError: one of them is one group of a step.
     """
-    sides = _Side.at(a), _Side.at(b)
+    opened = (open_catalogue(access_to(url).open(url)) for url in (a, b))
+    return compare_catalogues(*opened, ignore=ignore, threads=threads, progress=progress)
+
+
+def compare_catalogues(
+    a: Catalogue,
+    b: Catalogue,
+    *,
+    ignore: Sequence[str] = (),
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> Compared:
+    """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
+    sides = _Side.of(a), _Side.of(b)
     of_values, told = _compare_values(*(side.catalogue for side in sides))
     every = {name for side in sides for name in side.catalogue.pieces.by_name}
     ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
@@ -107,7 +120,7 @@ def compare_checkpoints(
     own = [one for one in found if one.holder]
     shared = [one for one in found if not one.holder]
     return Compared(
-        os.fspath(a), os.fspath(b), len(names), len(of_values - ignored), total,
+        a.url, b.url, len(names), len(of_values - ignored), total,
         (*told, *own, *shared), tuple(sorted(ignored)),
     )  # fmt: skip
 
@@ -118,7 +131,7 @@ def compare_checkpoints(
 def _compare_values(a: Catalogue, b: Catalogue) -> tuple[set[str], list[Difference]]:
     """The names of all values, and the differences."""
     found: list[Difference] = []
-    if a.step != b.step:
+    if a.step != b.step and a.ours and b.ours:
         found.append(Difference("(recorded step)", "value", "", f"{a.step} and {b.step}"))
     names: set[str] = set()
     ranks = [one.object_ranks for one in (a, b)]
@@ -174,8 +187,7 @@ class _Side:
         self.catalogue = catalogue
 
     @classmethod
-    def at(cls, url: str | os.PathLike[str]) -> _Side:
-        catalogue = open_catalogue(access_to(url).open(url))
+    def of(cls, catalogue: Catalogue) -> _Side:
         if not catalogue.whole:
             raise UsageError(
                 "this is one group of a step, which is not a checkpoint without the other groups",

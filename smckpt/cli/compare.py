@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from smckpt.cli.output import (
     print_table,
     progress_bar,
 )
-from smckpt.errors import CheckpointNotFoundError
+from smckpt.errors import CheckpointNotFoundError, UsageError
 
 if TYPE_CHECKING:
+    from smckpt.checkpoint.catalogue import Catalogue
     from smckpt.checkpoint.compare import Compared
 
 __all__ = ["diff", "ignore"]
@@ -42,20 +44,50 @@ def diff(
 ) -> None:
     """Compare checkpoints A and B by logical name, bit for bit: tensors, random states, values.
 
-    The two may differ in kind of state, sharding and number of ranks. Exit status: 0 equal, 1 they
-    differ, 2 they could not be compared.
+    The two may differ in kind of state, sharding and number of ranks. Each may also be a directory
+    of torch DCP, a file of torch.save or safetensors, or a directory of Hugging Face. Exit status:
+    0 equal, 1 they differ, 2 they could not be compared.
     """
-    from smckpt.checkpoint.compare import compare_checkpoints
+    from smckpt.checkpoint.compare import compare_catalogues
 
     if step is not None:
         a, b = _at(a, step), _at(b, step)
     with progress_bar("comparing", quiet=as_json) as progress:
-        found = compare_checkpoints(a, b, ignore=ignore, threads=threads, progress=progress)
+        opened = _opened(a, ignore), _opened(b, ignore)
+        _refuse_other_names(*opened)
+        found = compare_catalogues(*opened, ignore=ignore, threads=threads, progress=progress)
     if as_json:
         print_json(found.to_json())
     else:
         _print(found)
     sys.exit(0 if found.equal else 1)
+
+
+def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
+    """The catalogue of ours or of others."""
+    from smckpt.storage import open_storage
+    from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
+
+    catalogue = open_any(open_storage(url))
+    if isinstance(catalogue, ForeignCatalogue):
+        catalogue.refuse_unread(lambda name: any(fnmatch.fnmatchcase(name, p) for p in ignore))
+    return catalogue
+
+
+def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
+    """Refuse a comparison of two formats that have no name in common: all would differ."""
+    names, others = a.logical.keys(), b.logical.keys()
+    if (a.ours and b.ours) or not names or not others or names & others:
+        return
+    remedy = "compare files whose names agree; `smckpt show` lists them"
+    for one, other in ((a, b), (b, a)):
+        if one.identity.startswith("Hugging Face"):
+            remedy = f"run `smckpt verify --hf {one.url} --against {other.url}`, which translates "
+            remedy += "names"
+    raise UsageError(
+        f"no tensor has the same name in both: {a.url} has {min(names)}, {b.url} {min(others)}",
+        remedy=remedy,
+    )
 
 
 def _at(root: str, step: int) -> str:

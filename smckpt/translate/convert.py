@@ -128,9 +128,8 @@ def convert(
             made = work.to_torch(os.fspath(target), to, rank)
     finally:
         catalogue.readers.close()
-    foreign = isinstance(catalogue, ForeignCatalogue)
     return ConvertReport(
-        catalogue.url, made.target, catalogue.commit.identity if foreign else "smckpt", to,
+        catalogue.url, made.target, "smckpt" if catalogue.ours else catalogue.identity, to,
         made.ranks, made.tensors, made.values, made.nbytes, time.monotonic() - began,
         tuple(sorted(work.ignored)), made.changed,
     )  # fmt: skip
@@ -250,17 +249,8 @@ class _Work:
         return found
 
     def _refuse_unread(self) -> None:
-        if not isinstance(self._catalogue, ForeignCatalogue):
-            return
-        unread = {
-            name: error
-            for name, error in self._catalogue.unread.items()
-            if not self._left_out(name)
-        }
-        if unread:
-            first = next(iter(unread.values()))
-            _refuse(list(unread), f"hold objects that are not plain data ({first.message})",
-                    "leave them out: ignore=[…]", self._catalogue.url)  # fmt: skip
+        if isinstance(self._catalogue, ForeignCatalogue):
+            self._catalogue.refuse_unread(self._left_out)
 
     def _refuse_differing(self, rank: int | None) -> None:
         if rank is not None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from smckpt.checkpoint.headers import StoredSlot
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.sources import SavedPieces
 from smckpt.errors import CheckpointNotFoundError, StateError, UsageError
-from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import joined
@@ -129,6 +129,25 @@ class ForeignCatalogue(Catalogue):
     _own: _ForeignReaders = field(compare=False, repr=False)
 
     @property
+    def ours(self) -> bool:
+        return False
+
+    def refuse_unread(self, left_out: Callable[[str], bool]) -> None:
+        """
+        Raises:
+            StateError: values are not plain data; the message names them. Those that are left out
+                do not count.
+        """
+        unread = [name for name in sorted(self.unread) if not left_out(name)]
+        if unread:
+            why = self.unread[unread[0]].message
+            more = f" and {len(unread) - 8} more" if unread[8:] else ""
+            raise StateError(
+                f"{', '.join(unread[:8])}{more} hold objects that are not plain data ({why})",
+                remedy="leave them out: ignore=[…]", path=self.url,
+            )  # fmt: skip
+
+    @property
     def containers(self) -> dict[StatePath, str] | None:
         return dict(self.source.containers)
 
@@ -155,12 +174,12 @@ class ForeignCatalogue(Catalogue):
         return [self._own.stored(tensor, saved)] if saved.box.numel else []
 
     def part(self, rank: int) -> dict[str, Any]:
-        return self._part
+        return {"objects": self._encoded[0], "optimizers": {}}
 
     @cached_property
     def unread(self) -> dict[str, StateError]:
-        """The values that are not plain data, and why. They are left out."""
-        return self._values[1]
+        """The values that are not plain data, and why. They are not among the objects."""
+        return self._values[1] | self._encoded[1]
 
     @cached_property
     def _values(self) -> tuple[dict[StatePath, Any], dict[str, StateError]]:
@@ -174,16 +193,16 @@ class ForeignCatalogue(Catalogue):
         return values, unread
 
     @cached_property
-    def _part(self) -> dict[str, Any]:
+    def _encoded(self) -> tuple[dict[str, Any], dict[str, StateError]]:
         leaves = joined(self._values[0], (tensor.path for tensor in self.source.saved.values()))
-        objects = {}
+        objects, unread = {}, {}
         for path, value in leaves:
-            name = ".".join(map(str, path))
+            name = dotted(path)
             try:
                 objects[name] = {"path": list(path), "value": encode_object(value, path=name)}
             except StateError as error:
-                self.unread[name] = error
-        return {"objects": objects, "optimizers": {}}
+                unread[name] = error
+        return objects, unread
 
 
 def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:

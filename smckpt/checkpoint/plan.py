@@ -104,6 +104,24 @@ class Planner:
             out.append(StoredCopy(self._known[array], copy, number, itemsize))
         return out
 
+    def form(self, name: str) -> tuple[str, Shape]:
+        """The dtype and the shape of the tensor that this rank would follow under a name.
+
+        Raises:
+            TopologyError: it is not known whose tensor that is.
+        """
+        row, fqn = self._finder.rows(name)[0]
+        return row.dtype, row.geometry.shape_of(fqn)
+
+    def check(self, entry: Entry) -> None:
+        """Plan an entry by metadata alone, without headers and values.
+
+        Raises:
+            As `copies`. Boxes without a mesh that overlap count as ambiguous.
+        """
+        self._finder.metadata_only = True
+        self._finder.copies(entry)
+
 
 def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
     """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
@@ -145,6 +163,7 @@ class _Finder:
         group_ranks: Sequence[int],
         coordinates: ParallelCoordinates,
     ) -> None:
+        self.metadata_only = False
         self._coordinates = coordinates
         self._catalogue = catalogue
         self._rank = rank
@@ -263,7 +282,8 @@ class _Finder:
             return
         if any(self._is_own(entry, piece, source) for source in sources):
             return
-        self._catalogue.read_headers({rank for source in sources for rank in source.holders})
+        if not self.metadata_only:
+            self._catalogue.read_headers({r for source in sources for r in source.holders})
         boxes: dict[Box, SavedPiece] = {}
         for source in sources:
             like = boxes.setdefault(source.piece.box, source)
@@ -304,7 +324,7 @@ class _Finder:
 
     def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
         """Whether equal boxes without a mesh have the same values, so that either can be used."""
-        if not (one.row.geometry.explicit and other.row.geometry.explicit):
+        if self.metadata_only or not (one.row.geometry.explicit and other.row.geometry.explicit):
             return False
         itemsize = DTYPES[one.row.dtype].itemsize
         mine, theirs = (

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -34,6 +34,7 @@ from smckpt.cli.prove import prove
 from smckpt.cli.repair import repair
 from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, prune, status
+from smckpt.cli.verify import verify
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.run.command import run
 
@@ -190,89 +191,6 @@ def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bo
     else:
         print_foreign(facts, tensors)
     return True
-
-
-@app.command()
-@click.argument("checkpoint", required=False)
-@click.option("--hf", metavar="DIR", help="Check a Hugging Face directory instead.")
-@click.option("--quick", is_flag=True, help="Check names, sizes and headers; read no data.")
-@click.option(
-    "--against", metavar="CHECKPOINT", help="With --hf: compare the weights with this checkpoint."
-)
-@click.option(
-    "--reference", metavar="DIR", help="With --hf: compare the logits with this directory's model."
-)
-@click.option("--layout", help="With --against: its tensor-parallel layout, as for export.")
-@click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--etp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--padded-vocab-size", type=click.IntRange(1), help="With --against, as for export.")
-@threads
-@as_json
-def verify(
-    checkpoint: str | None,
-    hf: str | None,
-    quick: bool,
-    against: str | None,
-    reference: str | None,
-    threads: int,
-    as_json: bool,
-    **of_layout: Any,
-) -> None:
-    """Compare every byte of CHECKPOINT with its checksum, or check an exported model with --hf.
-    Exit with 1 if anything is wrong."""
-    if (checkpoint is None) == (hf is None):
-        raise click.UsageError("give either CHECKPOINT or --hf DIR")
-    if hf is not None:
-        if quick:
-            raise click.UsageError("--quick goes with CHECKPOINT")
-        _verify_hf(hf, against, reference, as_json, of_layout)
-    if any(value is not None for value in (against, reference, *of_layout.values())):
-        raise click.UsageError(
-            "--against, --reference, --layout, --tp, --ep, --etp, --padded-vocab-size go with --hf"
-        )
-    assert checkpoint is not None
-    from smckpt.checkpoint.verify import verify_checkpoint
-
-    with progress_bar("verifying", quiet=as_json or quick) as progress:
-        report = verify_checkpoint(checkpoint, quick=quick, threads=threads, progress=progress)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        for problem in report.problems:
-            print_line(f"{problem.path}: {problem.what}")
-        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
-        verdict += ", the data not read" if quick else ""
-        print_line(
-            f"{verdict}: {count_text(report.tensors, 'tensor')} in "
-            f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"
-        )
-    sys.exit(0 if report.ok else 1)
-
-
-def _verify_hf(
-    directory: str,
-    against: str | None,
-    reference: str | None,
-    as_json: bool,
-    of_layout: dict[str, Any],
-) -> NoReturn:
-    from smckpt.translate import verify_hf
-
-    with progress_bar("comparing", quiet=as_json or against is None) as progress:
-        report = verify_hf(
-            directory, against=against, reference=reference, progress=progress, **of_layout
-        )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        for problem in report.problems:
-            print_line(problem)
-        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
-        compared = f", {report.compared} compared with {against}" if against else ""
-        apart = f", logits within {report.logits:g}" if report.logits is not None else ""
-        print_line(f"{verdict}: {count_text(report.tensors, 'tensor')}{compared}{apart}")
-    sys.exit(0 if report.ok else 1)
 
 
 @app.command()
@@ -495,5 +413,5 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (browse, convert, diff, doctor, prove, prune, repair, reshard, run, status):
+for command in (browse, convert, diff, doctor, prove, prune, repair, reshard, run, status, verify):
     app.add_command(command)

@@ -47,8 +47,10 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
                 expected[file.crc_name] = 8 * -(-file.size // BLOCK)
             for name, size in expected.items():
                 path = file_url(at.of(part.rank).url, name)
+                of = f"group {group.directory}, " if group.directory else ""
+                of = f" ({of}rank {part.rank} on {part.host})"
                 if name not in here:
-                    return f"{path} is missing"
+                    return f"{path} is missing{of}"
                 if size is not None and here[name] != size:
-                    return f"{path} has {here[name]} of {size} bytes"
+                    return f"{path} has {here[name]} of {size} bytes{of}"
     return ""

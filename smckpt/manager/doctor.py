@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit, commits_at
-from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, found_at
+from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, find_checkpoints, found_at
 from smckpt.checkpoint.foreign import natural_order
 from smckpt.checkpoint.format import ParsedName, parse_name
 from smckpt.checkpoint.leases import leases_at
@@ -86,7 +86,8 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
             _step_in(place),
             "removing",
             "a deletion is under way, or was cut short",
-            "the next run that keeps checkpoints here, or `smckpt prune`, finishes it",
+            "the next run that keeps checkpoints here finishes it, or "
+            f"`smckpt prune {root.url} --keep-last N`, which keeps N steps",
         )
     try:
         found = found_at(storage)
@@ -102,8 +103,8 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
             why = error.message
         except CheckpointError as error:
             return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
-        return _unfinished(place, storage, names, why)
-    return _unfinished(place, storage, names, "")
+        return _unfinished(root, place, storage, names, why)
+    return _unfinished(root, place, storage, names, "")
 
 
 def mend_remedy(storage: Storage) -> str:
@@ -130,7 +131,9 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
     )
 
 
-def _unfinished(place: str, storage: Storage, names: Sequence[str], why: str) -> Condition | None:
+def _unfinished(
+    root: Storage, place: str, storage: Storage, names: Sequence[str], why: str
+) -> Condition | None:
     parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
     written = any(p.kind in ("data", "part", "manifest") for _, p in parsed)
     if not written and not any(p.kind == "lease" for _, p in parsed):
@@ -151,7 +154,7 @@ def _unfinished(place: str, storage: Storage, names: Sequence[str], why: str) ->
         )
     if not written:  # the directory of a step, whose groups are told each by itself
         return None
-    why = why or _waiting(storage, parsed)
+    why = why or _waiting(root, storage, parsed)
     if isinstance(found, Refusal):
         why, remedy = f"{why}: {found.what}" if found.what not in why else why, found.remedy
     else:
@@ -160,7 +163,7 @@ def _unfinished(place: str, storage: Storage, names: Sequence[str], why: str) ->
     return Condition(place, _step_in(place), "unfinished", why, f"{remedy} sweeps it", nbytes)
 
 
-def _waiting(storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
+def _waiting(root: Storage, storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
     wrote = {p.rank for _, p in parsed if p.kind == "part"}
     due: set[int] = set()
     with contextlib.suppress(CheckpointError):
@@ -168,7 +171,22 @@ def _waiting(storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
             due = set(lease.ranks)
     away = sorted(due - wrote)
     why = f"{len(wrote)} ranks have written their part"
-    return why + (f", ranks {away[:8]} have not" if away else ", and no manifest is there")
+    if not away:
+        return f"{why}, and no manifest is there"
+    hosts = _hosts(root)
+    there = {hosts[rank] for rank in away if rank in hosts}
+    where = f" (in the newest step on {', '.join(sorted(there)[:8])})" if there else ""
+    return f"{why}, ranks {away[:8]} have not{where}"
+
+
+def _hosts(root: Storage) -> dict[int, str]:
+    """Where the ranks ran that saved the newest step below."""
+    with contextlib.suppress(CheckpointError):
+        found = find_checkpoints(root.url)
+        if found:
+            commit = choose_commit(root.at(found[-1].path))
+            return {part.rank: part.host for _, m in commit.manifests for part in m.parts}
+    return {}
 
 
 def _step_in(place: str) -> int | None:

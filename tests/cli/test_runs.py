@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints
+from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.commit import take_lease
 from smckpt.manager.pins import pinned, remove_unless_pinned
 from smckpt.storage import open_storage
 from tests.support.copies import killed_at
@@ -70,6 +72,26 @@ def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:
     left = told(command("status", root, "--json"))
     assert [one["place"] for one in left["under_way"]] == ["40"]
     assert left["newest"]["step"] == 10
+
+
+def test_the_rank_the_host_and_the_command_are_named(root: Path) -> None:
+    data = next((root / "20").glob("data-*-r00001-*.safetensors"))
+    data.unlink()
+    cut = Group(root / "40", (0, 1), session="d" * 12)
+    lease = take_lease(cut.access, str(cut.directory), cut.session, cut.host, ranks=(0, 1))
+    cut.fencing_token = lease["fencing_token"]
+    cut.write_rank(1, 0, step=40)  # rank 0 was killed
+    steps = {one["place"]: one for one in told(command("doctor", root, "--json"))["steps"]}
+    host = next(iter(found_hosts(root / "30")))
+    assert steps["20"]["why"].endswith(f"{data.name} is missing (rank 1 on {host})")
+    assert f"`smckpt repair {root / '20'}`" in steps["20"]["remedy"]
+    why = f"1 ranks have written their part, ranks [0] have not (in the newest step on {host})"
+    assert steps["40"]["why"].startswith(why)
+
+
+def found_hosts(step: Path) -> set[str]:
+    commit = choose_commit(open_storage(str(step)))
+    return {part.host for _, manifest in commit.manifests for part in manifest.parts}
 
 
 def test_where_nothing_is_whole_it_says_so(tmp_path: Path) -> None:

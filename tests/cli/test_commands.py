@@ -1,0 +1,48 @@
+"""What all commands have in common: JSON, exit status, and a page that lists them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+
+import pytest
+
+from smckpt.cli.app import app
+from smckpt.cli.output import progress_bar
+from tests.support.main_job import ROOT
+
+NO_JSON = {"browse", "run"}  # one writes a page, the other runs a script
+PAGE = (ROOT / "docs" / "manager.md").read_text().partition("## Commands and their exit status")[2]
+ROWS = {row[0]: row for row in re.findall(r"^\| `(\w+)`( ▸)? \| (.*?) \|", PAGE, re.MULTILINE)}
+
+
+def test_the_page_lists_every_command_once() -> None:
+    assert sorted(ROWS) == sorted(app.commands)
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_every_command_prints_for_programs(name: str) -> None:
+    options = {option for each in app.commands[name].params for option in each.opts}
+    assert ("--json" in options) == (name not in NO_JSON)
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_a_command_that_reads_data_draws_a_bar(name: str) -> None:
+    callback = app.commands[name].callback
+    assert callback is not None
+    source = inspect.getsource(inspect.getmodule(inspect.unwrap(callback)))  # type: ignore[arg-type]
+    own = inspect.getsource(inspect.unwrap(callback))
+    alone = not callback.__module__.endswith("app")
+    assert ("progress_bar(" in (source if alone else own)) == bool(ROWS[name][1])
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress_bar("reading", quiet=False) as progress:  # pytest's stderr is a file
+        assert progress is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress_bar("reading", quiet=False) as progress:
+        assert progress is not None
+        progress(1, 2)
+    with progress_bar("reading", quiet=True) as progress:
+        assert progress is None

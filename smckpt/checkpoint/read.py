@@ -26,6 +26,7 @@ from smckpt.checkpoint.blocks import (
 )
 from smckpt.checkpoint.catalogue import Stored
 from smckpt.checkpoint.crc import BLOCK
+from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.strided import Box, Copy, elements
 from smckpt.layout.strided import execute as copy_elements
@@ -87,6 +88,7 @@ def execute(
     *,
     threads: int = 4,
     preverify: bool = False,
+    progress: Progress | None = None,
 ) -> ReadStats:
     """Carry out a read plan.
 
@@ -97,6 +99,7 @@ def execute(
             They stay open.
         threads: how many threads read and check.
         preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
+        progress: called with (requests done, requests in all), one call at a time.
 
     Raises:
         CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
@@ -107,7 +110,7 @@ def execute(
     if preverify:
         checking = readers if readers.verify else Readers(readers.access)
         _run(list(reads.checks(checking)), threads)
-    reads.fill(readers, threads)
+    reads.fill(readers, threads, progress)
     return ReadStats(reads.nbytes, time.perf_counter() - began)
 
 
@@ -145,7 +148,7 @@ class _Reads:
         for stored in self.gathers:
             yield from ((file, offset, nbytes) for _, file, offset, nbytes in _source(stored))
 
-    def fill(self, readers: Readers, threads: int) -> None:
+    def fill(self, readers: Readers, threads: int, progress: Progress | None = None) -> None:
         repeated: list[tuple[memoryview, memoryview]] = []
         try:
             most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
@@ -163,6 +166,9 @@ class _Reads:
                     for stored in self.gathers
                 ),
             ]
+            if progress is not None:
+                meter = Meter(progress, len(tasks))
+                tasks = [_counted(task, meter) for task in tasks]
             if crowded:
                 tasks = _run_until_one_waits(tasks)
             _run(tasks, threads)
@@ -197,6 +203,14 @@ class _Reads:
         return _processors() < 2 * ranks and all(
             readers.storage(place).is_file_system for place in places
         )
+
+
+def _counted(task: Task, meter: Meter) -> Task:
+    def run() -> None:
+        task()
+        meter.add(1)
+
+    return run
 
 
 def _fitting(stored: StoredCopy) -> Iterator[StoredCopy]:

@@ -288,6 +288,15 @@ class SaveJob:
         step = self.handle.step
         return f"save {self.handle.number}" if step is None else f"step {step}"
 
+    def under_way(self) -> str:
+        """What it is doing now."""
+        to = self.handle.checkpoint_id
+        if not self.written:
+            return f"{self.called} is being written to {to}"
+        return (
+            f"{self.called} waits to be committed in {to}, {bytes_text(self.nbytes)} of this rank"
+        )
+
     def elapsed(self) -> float:
         """Seconds since the end of the wait for the save before this one."""
         return time.perf_counter() - self.began - self.waited

@@ -24,6 +24,7 @@ from smckpt.engine.events import LoadEvent, Sinks
 from smckpt.engine.groups import partition_of
 from smckpt.engine.load_plan import LoadPlan, LoadRequest, LoadTarget, plan_of, refuse_spare
 from smckpt.engine.load_rounds import Choice, Common, Rounds, in_common, nothing
+from smckpt.engine.telling import telling
 from smckpt.errors import (
     CheckpointError,
     CheckpointReplacedError,
@@ -352,13 +353,23 @@ class Loader:
     def read(self, planned: LoadPlan, request: LoadRequest) -> None:
         """Read the bytes into the memory of the target. Each block is compared with its
         checksum."""
-        execute(
-            planned.plan,
-            planned.memory.buffers,
-            planned.catalogue.readers,
-            threads=max(request.threads, request.storage.read_threads),
-            preverify=request.preverify,
-        )
+        done = [0, 1]  # tasks, and of how many
+
+        def progress(*now: int) -> None:
+            done[:] = now
+
+        def under_way() -> str:
+            return f"{100 * done[0] // done[1]}% is read from {request.directory} on this rank"
+
+        with telling(self.group.rank, under_way):
+            execute(
+                planned.plan,
+                planned.memory.buffers,
+                planned.catalogue.readers,
+                threads=max(request.threads, request.storage.read_threads),
+                preverify=request.preverify,
+                progress=progress,
+            )
 
     def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
         """Move tensors from their stand-ins to the targets, and values into the dict and through it

@@ -15,6 +15,7 @@ from smckpt.engine.events import SaveEvent, Sinks
 from smckpt.engine.groups import Partition
 from smckpt.engine.job import SaveHandle, SaveJob, SaveRequest, bytes_text
 from smckpt.engine.save import Saver
+from smckpt.engine.telling import telling
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
 from smckpt.meeting.group import Group
@@ -203,7 +204,8 @@ class SaveQueue:
         while (staged := self._inbox.get()) is not None:
             job, commit = staged
             try:
-                committed = commit()
+                with telling(self.group.rank, job.under_way):
+                    committed = commit()
                 self._announce(job, committed)
                 self._done(job, None)
                 self._committer.sweep(job, committed)

@@ -167,9 +167,10 @@ class _Work:
             self._catalogue, access.open(target), shard=shard, ignore=self._ignore,
             threads=self._threads, progress=self._progress,
         )  # fmt: skip
-        names = [*self._catalogue.logical, *self._values(self._catalogue.object_ranks[0])]
-        values = len([n for n in map(str, names) if not self._left_out(n)]) - written.tensors
-        return _Made(written.target, written.ranks, written.tensors, values, written.nbytes)
+        for name in self._catalogue.logical:
+            self._left_out(name)
+        values = [n for n in self._values(self._catalogue.object_ranks[0]) if not self._left_out(n)]
+        return _Made(written.target, written.ranks, written.tensors, len(values), written.nbytes)
 
     def to_torch(self, target: str, to: str, rank: int | None) -> _Made:
         if not is_local(target):

@@ -8,10 +8,12 @@ the CRC-32 of `torch.save`, where the file has one.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,8 +118,9 @@ def _step_of(source: ForeignCheckpoint) -> int | None:
     """The step, where the state has it at the top."""
     for name in _STEPS:
         if name in source.values:
-            value = source.values[name].read()
-            return value if type(value) is int and value >= 0 else None
+            with contextlib.suppress(StateError):
+                value = source.values[name].read()
+                return value if type(value) is int and value >= 0 else None
     return None
 
 
@@ -294,6 +297,7 @@ class _ForeignReaders(Readers):
         in row-major order. Memory: pages of both files, which the system drops."""
         if self._spool is None:
             self._spool = tempfile.mkdtemp(prefix="smckpt-")
+            weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         path = os.path.join(self._spool, f"{len(self._places)}")
         target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
         memory = self._records.files.bytes_of(record)

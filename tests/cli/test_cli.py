@@ -326,7 +326,7 @@ def test_ls_names_what_is_of_another_format(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"")
     (tmp_path / "__0_0.distcp").write_bytes(b"")
     text = run("ls", tmp_path)
-    assert "torch.distributed.checkpoint (DCP)" in text and "FileSystemReader(" in text
+    assert "torch.distributed.checkpoint (DCP)" in text and "smckpt convert" in text
 
 
 def test_a_directory_that_cannot_be_read_is_told_once(root, tmp_path):

@@ -159,7 +159,7 @@ def test_where_there_is_no_commit_the_error_says_what_is_here_instead(tmp_path: 
 @pytest.mark.parametrize(
     ("names", "what", "call"),
     [
-        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint (DCP)", "FileSystemReader("),
+        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint (DCP)", "smckpt convert "),
         (["config.json", "model.safetensors"], "Hugging Face's format", "smckpt import "),
         (["pytorch_model.bin.index.json"], "Hugging Face's format", "from_pretrained("),
         (["adapter_config.json", "adapter_model.safetensors"], "PEFT's format", "PeftModel."),

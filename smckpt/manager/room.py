@@ -14,12 +14,14 @@ from smckpt.errors import StorageError
 from smckpt.layout.image import compile_layout
 from smckpt.manager.retention import Keep
 from smckpt.state_dict.select import Selector
+from smckpt.storage import lustre
 from smckpt.storage.urls import is_local
 
 __all__ = ["Room", "bytes_of", "check_room", "room_at"]
 
 log = logging.getLogger("smckpt")
 
+_NAMED = 4  # full targets in one warning
 _Q_GETQUOTA = 0x800007 << 8  # of a user: type 0
 
 
@@ -48,9 +50,7 @@ def room_at(url: str) -> Room | None:
     or a file system without a size."""
     if not is_local(url):
         return None
-    path = url
-    while not os.path.lexists(path) and os.path.dirname(path) != path:
-        path = os.path.dirname(path)
+    path = _existing(url)
     try:
         told = os.statvfs(path)
     except OSError:
@@ -61,7 +61,15 @@ def room_at(url: str) -> Room | None:
     quota = _quota_left(path)
     if quota is not None:
         rooms.append(Room(quota, "this user's quota"))
+    rooms += [Room(left, name) for name, left in lustre.quotas_left(path)]
     return min(rooms, key=lambda room: room.nbytes)
+
+
+def _existing(path: str) -> str:
+    """The path, or the first directory above that exists."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
 
 
 def _quota_left(path: str) -> int | None:
@@ -137,6 +145,7 @@ def check_room(
             remedy="free space, raise the quota, or save elsewhere",
             path=root,
         )
+    _warn_of_full_targets(root, max(bytes_of_ranks.values()))
     if keep.last is None:
         return
     stay = max(keep.last, 1) + (keep.best.count if keep.best else 0)
@@ -150,6 +159,30 @@ def check_room(
             bytes_text(needed),
             left,
         )
+
+
+def _warn_of_full_targets(root: str, rank: int) -> None:
+    """Name the targets of a Lustre that have less room than a rank writes: a file that Lustre puts
+    there cannot be written, although the file system as a whole has room."""
+    told = lustre.targets(_existing(root)) if is_local(root) else ()
+    full = sorted((one for one in told if one.free < rank), key=lambda one: one.free)
+    if not full:
+        return
+    named = ", ".join(f"{one.name} ({bytes_text(one.free)} left)" for one in full[:_NAMED])
+    log.warning(
+        "%d of %d Lustre targets have less room than a rank writes (up to %s): %s%s. A file that "
+        "Lustre places there fails with ENOSPC. Delete or move files there (`lfs find "
+        "%s --ost %d`, `lfs migrate`), spread new files over all targets (`lfs "
+        "setstripe -c -1 %s`), or ask the administrator to stop new files there",
+        len(full),
+        len(told),
+        bytes_text(rank),
+        named,
+        f" and {len(full) - _NAMED} more" if full[_NAMED:] else "",
+        root,
+        full[0].index,
+        root,
+    )
 
 
 def _count(number: int, what: str) -> str:

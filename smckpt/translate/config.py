@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
 
-__all__ = ["CONFIG", "GENERATION_CONFIG", "ModelConfig", "read_config", "tokenizer_files"]
+__all__ = [
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "ModelConfig",
+    "code_files",
+    "read_config",
+    "tokenizer_files",
+]
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -28,12 +36,19 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "spiece.model",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
 )
+_TOKENIZER_ENDINGS = (".model", ".spm", ".tiktoken")
+_TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
+# Files whose `auto_map` names classes in Python files beside them.
+_WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -122,8 +137,42 @@ def read_config(source: Any) -> ModelConfig | None:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The files of a tokenizer or processor in `directory`."""
-    return [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    """The files of a tokenizer or processor in `directory`, with its further chat templates."""
+    names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
+    found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
+    return [
+        path
+        for path in (*found, *sorted(directory.glob(f"{_TEMPLATES}/*.jinja")))
+        if path.is_file()
+    ]
+
+
+def code_files(directory: Path) -> list[Path]:
+    """The Python files in `directory` that an `auto_map` there names, and those that they import
+    from beside them. `trust_remote_code=True` runs them; an export copies them as they are."""
+    found: dict[str, Path] = {}
+    wanted = [name for file in _WITH_CODE for name in _modules_of(directory / file)]
+    while wanted:
+        name = wanted.pop()
+        path = directory / f"{name}.py"
+        if name in found or not path.is_file():
+            continue
+        found[name] = path
+        text = path.read_text(errors="replace")
+        wanted += [a or b for a, b in _IMPORTED.findall(text)]
+    return [found[name] for name in sorted(found)]
+
+
+def _modules_of(file: Path) -> list[str]:
+    """The modules that the `auto_map` of a file names, except those in another repository."""
+    try:
+        said = read_json(file, given=False) if file.is_file() else {}
+    except (OSError, ValueError):
+        return []
+    named = said.get("auto_map") if isinstance(said, dict) else None
+    values = named.values() if isinstance(named, dict) else [named]
+    each = [c for value in values for c in (value if isinstance(value, list) else [value])]
+    return [c.split(".")[0] for c in each if isinstance(c, str) and "--" not in c]
 
 
 def _read_json(path: Path, given: bool) -> Any:

@@ -46,6 +46,8 @@ class Output:
         self._open: dict[str, FileWriter] = {}
         self._chunks: dict[str, int] = {}
         self._made: list[str] = []
+        self._folders: dict[str, Storage] = {}
+        self._nested: list[tuple[Storage, str]] = []
         self._new = is_local(url) and not os.path.exists(local_path(url))
 
     def prepare(self, *, overwrite: bool) -> None:
@@ -85,11 +87,18 @@ class Output:
                 return
         self._finish(file)
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file. It may replace an old one, which only `overwrite` allows."""
-        self.storage.delete(name)
-        self.storage.put(name, data)
-        self._made.append(name)
+    def put(self, name: str, data: bytes, folder: str = "") -> None:
+        """Write a small file, in the directory or a folder of it. It may replace an old one, which
+        only `overwrite` allows."""
+        if folder and folder not in self._folders:
+            self._folders[folder] = self.storage.at(f"{self.url.rstrip('/')}/{folder}")
+        storage = self._folders[folder] if folder else self.storage
+        storage.delete(name)
+        storage.put(name, data)
+        if folder:
+            self._nested.append((storage, name))
+        else:
+            self._made.append(name)
 
     def refuse_absent(self) -> None:
         """
@@ -127,6 +136,8 @@ class Output:
         with ExitStack() as each:  # go on after one that cannot be removed
             for name in self._made:
                 each.callback(self.storage.delete, name)
+            for storage, name in self._nested:
+                each.callback(_remove, storage, name)
             for writer in self._open.values():
                 each.callback(_abort, writer)
         if self._new and self._made:
@@ -134,7 +145,8 @@ class Output:
                 os.rmdir(local_path(self.url))
 
     def close(self) -> None:
-        self.storage.close()
+        for storage in (self.storage, *self._folders.values()):
+            storage.close()
 
     def _present(self, overwrite: bool) -> list[str]:
         present = [f.name for f in self.storage.list()]
@@ -200,6 +212,14 @@ def aligned(size: int) -> memoryview:
     """`size` bytes of page-aligned memory, which direct writes need. It is freed with its last
     view."""
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+def _remove(storage: Storage, name: str) -> None:
+    """Delete a file of a folder, and the folder if it is empty then."""
+    storage.delete(name)
+    if is_local(storage.url):
+        with suppress(OSError):
+            os.rmdir(local_path(storage.url))
 
 
 def _abort(writer: FileWriter) -> None:

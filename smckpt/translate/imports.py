@@ -20,13 +20,13 @@ from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.arguments import check_counts, check_flags, check_paths
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
-from smckpt.translate.config import CONFIG, read_config
+from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
-from smckpt.translate.rank_files import open_directory
+from smckpt.translate.release import PREDICTION_LAYERS, open_release
 from smckpt.translate.stream import write_chunks
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.vocabulary import most_padding, padded_rows
@@ -77,10 +77,15 @@ def import_hf(
     records the ranks' coordinates. `load(…, parallel_state=…)` fills a live model of these degrees
     from it, with or without FSDP. config.json is beside it. Rows of padding are zero. A tensor of
     which several ranks hold copies is in each rank's file. The bytes of weights are copied, never
-    changed. Memory stays at two chunks of 16 MiB per thread.
+    changed, except quantized ones: float8 with `weight_scale_inv` (DeepSeek) and mxfp4 (GPT-OSS)
+    become the numbers that they stand for, in the config's dtype, and the config that is written
+    has no `quantization_config`. Layers that predict further tokens (DeepSeek's
+    `num_nextn_predict_layers`) are left out, and a note says so. Memory stays at two chunks of
+    16 MiB per thread.
 
     Args:
-        directory: has safetensors files, and config.json unless `config` is given.
+        directory: has safetensors files, or else `pytorch_model.bin` or its index, and config.json
+            unless `config` is given.
         out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
         layout: a layout's name, or a `TensorLayout`.
         tp, ep: the degrees.
@@ -118,11 +123,12 @@ def import_hf(
     dims = model_dims(settings, str(folder))
     assert settings is not None
     chosen = get_layout(layout, dims.family)
-    source, made = from_hub(open_directory(folder), dims, chosen, degrees, pad_vocab_to_multiple_of)
+    reader, left_out = open_release(folder, settings, dims.family)
+    source, made = from_hub(reader, dims, chosen, degrees, pad_vocab_to_multiple_of)
     topology = ParallelState(
         degrees.ranks, tensor_parallel_degree=tp, expert_parallel_degree=degrees.columns
     )
-    notes = _notes(chosen, dims.sizes["V"], degrees.tp, pad_vocab_to_multiple_of)
+    notes = left_out + _notes(chosen, dims.sizes["V"], degrees.tp, pad_vocab_to_multiple_of)
     nonfinite = NonFinite()
     ranker, ranks = topology.ranker, range(degrees.ranks)
     session = new_session()
@@ -140,7 +146,7 @@ def import_hf(
         notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
         output.put_parts(topology, {"layout": chosen.name})
         # last, because it replaces the old checkpoint's config, which must stay until `commit`
-        output.put(CONFIG, (json.dumps(settings.complete(None), indent=2) + "\n").encode())
+        output.put(CONFIG, (json.dumps(_config(settings, left_out), indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=overwrite)
     for note in notes:
@@ -149,6 +155,13 @@ def import_hf(
         output.url, tuple(file.name for file in files), chosen.name,
         sum(file.data_bytes for file in files), time.perf_counter() - began, tuple(notes), counts,
     )  # fmt: skip
+
+
+def _config(settings: ModelConfig, left_out: list[str]) -> dict[str, Any]:
+    """The config of what was written: nothing is quantized, and layers may be left out."""
+    values = settings.complete(None)
+    values.pop("quantization_config", None)
+    return {**values, PREDICTION_LAYERS: 0} if left_out else values
 
 
 def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:

@@ -32,7 +32,8 @@ from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_config, sort
 from smckpt.translate.names import HubTensor, model_tensors
 from smckpt.translate.pieces import RankTensors, TensorKey
-from smckpt.translate.rank_files import RankFiles, TensorReader, open_directory
+from smckpt.translate.quantized import dequantized
+from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.stream import tied_names
 from smckpt.translate.targets import Chunk, Range, Target
 from smckpt.translate.translated import Translated, TranslatedSource
@@ -72,7 +73,7 @@ def find_peft_contents(
         return ExportContents(
             source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity
         )
-    directory = _open_base(base, adapter) if base is not None else None
+    directory = _open_base(base, adapter, settings) if base is not None else None
     family = settings.values["model_type"] if settings is not None else None
     if directory is None and (looks_transformed(parts.base) or looks_packed(parts.base, family)):
         raise UsageError(
@@ -154,7 +155,7 @@ class Merged:
 class _Both:
     """One reader for a checkpoint's tensors, which are whole, and for a directory's."""
 
-    def __init__(self, checkpoint: LogicalTensors, directory: RankFiles) -> None:
+    def __init__(self, checkpoint: LogicalTensors, directory: TensorReader) -> None:
         self.url = checkpoint.url
         self.held: Mapping[str, RankTensors] = {**directory.held, **checkpoint.held}
         self._checkpoint = checkpoint
@@ -241,7 +242,7 @@ class MergedSource:
 
 
 def _merged_targets(
-    parts: PeftTensors[Translated], config: LoraConfig, directory: RankFiles | None, url: str
+    parts: PeftTensors[Translated], config: LoraConfig, directory: TensorReader | None, url: str
 ) -> list[Merged | Translated]:
     """The model's tensors in their dtypes: those of the base, those with a LoRA pair, those saved
     whole.
@@ -281,10 +282,12 @@ def _merged_targets(
     return out
 
 
-def _open_base(directory: str | os.PathLike[str], config: LoraConfig) -> RankFiles:
-    """The base's weights in a Hugging Face directory."""
+def _open_base(
+    directory: str | os.PathLike[str], config: LoraConfig, settings: ModelConfig | None
+) -> TensorReader:
+    """The base's weights in a Hugging Face directory; those that are quantized become numbers."""
     config.refuse_biases(os.fspath(directory))
-    return open_directory(Path(os.fspath(directory)))
+    return dequantized(open_directory(Path(os.fspath(directory))), settings)
 
 
 def _check(made: Merged, url: str) -> None:

@@ -14,7 +14,7 @@ from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
-from smckpt.translate.rank_files import RankFiles, TensorReader
+from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.stream import equal, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.translated import Translated, TranslatedSource, whole
@@ -174,11 +174,10 @@ def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: 
 
 
 def from_hub(
-    reader: RankFiles, dims: Dims, layout: TensorLayout, degrees: Degrees, multiple: int
+    reader: TensorReader, dims: Dims, layout: TensorLayout, degrees: Degrees, multiple: int
 ) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
     """The tensors of each rank (tp, column) in a layout, made from Hugging Face's."""
     hub = dims.family.hub
-    reader = _with_outer_name(reader, hub)
     missing, unexpected = unmatched(reader.held, hub, dims, 1)
     if missing or unexpected:
         raise KeysMismatchError(
@@ -199,15 +198,6 @@ def from_hub(
             target_of(key, source, target, blocks[key], dtypes)
         )
     return TranslatedSource(reader), out
-
-
-def _with_outer_name(reader: RankFiles, hub: TensorLayout) -> RankFiles:
-    """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
-    outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
-    heads = {row.name for row in hub.rows if row.roles == ("head",)}
-    if any(name.startswith(f"{outer}.") for name in reader.held):
-        return reader
-    return reader.renamed({n: n if n in heads else f"{outer}.{n}" for n in reader.held})
 
 
 def _refuse_other_head(reader: TensorReader, hub: TensorLayout, dims: Dims) -> None:

@@ -27,12 +27,11 @@ from smckpt.translate.compile import Block
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.names import unwrapped
 from smckpt.translate.pieces import RankTensors, TensorKey
-from smckpt.translate.targets import INDEX, SINGLE
+from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
 from smckpt.translate.torch_files import open_torch
 
 __all__ = ["RankFiles", "TensorReader", "bits", "open_directory", "open_files", "weight_files"]
 
-_TORCH_INDEX, _TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _RESIDENT = 128 << 20  # bytes; after so many, mapped pages are released
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Unmaps: TypeAlias = list[Callable[[], object]]
@@ -81,9 +80,13 @@ class RankFiles:
         }
 
     def renamed(self, names: Mapping[str, str]) -> RankFiles:
-        """The same tensors under other names: old → new."""
-        arrays = {key._replace(name=names[key.name]): a for key, a in self._arrays.items()}
-        dtypes = {names[name]: dtype for name, dtype in self._dtypes.items()}
+        """The tensors of these names under other names: old → new."""
+        arrays = {
+            key._replace(name=names[key.name]): array
+            for key, array in self._arrays.items()
+            if key.name in names
+        }
+        dtypes = {new: self._dtypes[old] for old, new in names.items()}
         return RankFiles(self.url, arrays, dtypes, self._unmaps)
 
     def plan(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -189,7 +192,8 @@ def _refuse_order(paths: list[str]) -> None:
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> RankFiles:
-    """Open the weights of a Hugging Face directory: one safetensors file, or those of its index.
+    """Open the weights of a Hugging Face directory: one file, or those of its index; safetensors,
+    or else what `torch.save` wrote.
 
     Args:
         exact: the index must name every tensor with its file.
@@ -198,24 +202,18 @@ def open_directory(directory: Path, *, exact: bool = False) -> RankFiles:
         UsageError: there are no weights.
         CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
     """
-    index = directory / INDEX
+    single, index = _weights_of(directory)
     where = _weight_map(index) if index.is_file() else {}
-    if not where and not (directory / SINGLE).is_file():
-        raise UsageError(
-            f"the directory has neither {SINGLE} nor {INDEX}",
-            remedy="pass the directory that export_hf or save_pretrained wrote",
-            path=str(directory),
-        )
     arrays: dict[TensorKey, Array] = {}
     dtypes: dict[str, str] = {}
     maps: _Unmaps = []
-    for name in sorted(set(where.values())) or [SINGLE]:
+    for name in sorted(set(where.values())) or [single]:
         if not (directory / name).is_file():
             raise UsageError(
-                f"{name} is missing", remedy=f"pass a directory with all files of its {INDEX}",
+                f"{name} is missing", remedy=f"pass a directory with all files of its {index.name}",
                 path=str(directory),
             )  # fmt: skip
-        for tensor, (dtype, array) in _open_safetensors(directory / name, maps).items():
+        for tensor, (dtype, array) in _open_file(directory / name, maps)[0].items():
             if tensor in dtypes:
                 raise CorruptCheckpointError(
                     f"{tensor} is in {name} and in another file of the index",
@@ -241,7 +239,7 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         CorruptCheckpointError: an index is damaged, or a file that it names is missing.
     """
-    for index, single in ((INDEX, SINGLE), (_TORCH_INDEX, _TORCH_SINGLE)):
+    for index, single in ((INDEX, SINGLE), (INDEX_BIN, SINGLE_BIN)):
         if (directory / index).is_file():
             names = sorted(set(_weight_map(directory / index).values()))
         elif (directory / single).is_file():
@@ -256,6 +254,20 @@ def weight_files(directory: Path) -> list[Path]:
                 )  # fmt: skip
         return [directory / name for name in names]
     return []
+
+
+def _weights_of(directory: Path) -> tuple[str, Path]:
+    """The name of a single file of weights, and the path of an index, of the first kind that the
+    directory has. transformers prefers safetensors too."""
+    kinds = ((SINGLE, INDEX), (SINGLE_BIN, INDEX_BIN))
+    for single, index in kinds:
+        if any((directory / name).is_file() for name in (single, index)):
+            return single, directory / index
+    raise UsageError(
+        f"the directory has none of {', '.join(name for kind in kinds for name in kind)}",
+        remedy="pass the directory that export_hf or save_pretrained wrote",
+        path=str(directory),
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -15,7 +15,13 @@ from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage.urls import is_local
 from smckpt.translate.cast import CASTABLE
-from smckpt.translate.config import CONFIG, GENERATION_CONFIG, ModelConfig, tokenizer_files
+from smckpt.translate.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    ModelConfig,
+    code_files,
+    tokenizer_files,
+)
 from smckpt.translate.files import Output
 from smckpt.translate.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.targets import OutputFile, Target, is_quantized
@@ -38,6 +44,8 @@ def write_sidecars(
         if not any(map(is_quantized, targets)):
             values.pop("quantization_config", None)
         output.put(CONFIG, _json(values))
+        for path in code_files(settings.directory) if settings.directory else ():
+            output.put(path.name, path.read_bytes())
         generation = settings.generation()
         beside = settings.directory / GENERATION_CONFIG if settings.directory else None
         if beside is not None and beside.is_file():
@@ -45,8 +53,9 @@ def write_sidecars(
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
     if isinstance(tokenizer, Path):
-        for path in tokenizer_files(tokenizer):
-            output.put(path.name, path.read_bytes())
+        for path in (*tokenizer_files(tokenizer), *code_files(tokenizer)):
+            folder = "" if path.parent == tokenizer else path.parent.name
+            output.put(path.name, path.read_bytes(), folder)
     elif tokenizer is not None and is_local(output.url):
         tokenizer.save_pretrained(output.url)
     elif tokenizer is not None:

@@ -19,7 +19,9 @@ from smckpt.layout.mesh import Shape
 __all__ = [
     "ALIGNMENT",
     "INDEX",
+    "INDEX_BIN",
     "SINGLE",
+    "SINGLE_BIN",
     "Chunk",
     "OutputFile",
     "Range",
@@ -31,6 +33,9 @@ __all__ = [
 ALIGNMENT = 4096  # bytes; data and chunks start at multiples of it, which direct writes need
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# what `save_pretrained` wrote before safetensors; only read
+SINGLE_BIN = "pytorch_model.bin"
+INDEX_BIN = "pytorch_model.bin.index.json"
 
 
 class Target(Protocol):

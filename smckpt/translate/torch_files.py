@@ -14,6 +14,7 @@ import numpy as np
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import elements
+from smckpt.translate.torch_archive import is_archive
 
 __all__ = ["TorchFile", "load_inert", "open_torch"]
 
@@ -54,7 +55,7 @@ class TorchFile:
 def load_inert(path: Path) -> Any:
     """What `torch.save` wrote, tensors mapped. torch's restricted unpickler reads it. A placeholder
     replaces an object of a class that it does not know (argparse.Namespace, a trainer's own). No
-    class is imported.
+    class is imported. The tensors of a file of a torch before 1.6 are in memory instead.
 
     Raises:
         UsageError: it is not such a file.
@@ -63,6 +64,10 @@ def load_inert(path: Path) -> Any:
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
     try:
+        with path.open("rb") as file:
+            archive = is_archive(file.read(4))
+        if not archive:  # of a torch before 1.6; such a file cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
         foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
         with safe_globals(foreign):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -25,16 +25,17 @@ from smckpt.translate.arguments import check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
-from smckpt.translate.contents import HUB, ExportContents, GivenLayout, find_contents
+from smckpt.translate.contents import HUB, ExportContents, GivenLayout, find_contents, whole_tensors
+from smckpt.translate.families import find_family
 from smckpt.translate.files import aligned
 from smckpt.translate.meta_model import compare
 from smckpt.translate.names import find_ties
-from smckpt.translate.pieces import TensorKey
-from smckpt.translate.rank_files import open_directory
+from smckpt.translate.rank_files import TensorReader, open_directory
+from smckpt.translate.release import weights_of
 from smckpt.translate.stream import CHUNK, ChunkSource
 from smckpt.translate.table import TensorLayout
-from smckpt.translate.targets import Chunk, Range, Target
-from smckpt.translate.translated import Translated, TranslatedSource, whole
+from smckpt.translate.targets import Chunk, Range, Target, is_quantized
+from smckpt.translate.translated import Translated, TranslatedSource
 
 __all__ = ["HFReport", "verify_hf"]
 
@@ -83,7 +84,8 @@ def verify_hf(
     Args:
         directory: has config.json and safetensors files.
         against: a checkpoint. Every tensor must equal the checkpoint's, after a cast if the
-            directory has another floating dtype. The directory's config gives the sizes.
+            directory has another floating dtype. The directory's config gives the sizes. Weights
+            that only the directory has quantized are compared as `import_hf` reads them.
         reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
         prefix, layout, tp, ep, etp, padded_vocab_size: for the checkpoint, as in `export_hf`.
         progress: called with (bytes compared, bytes in total).
@@ -104,11 +106,8 @@ def verify_hf(
     }  # fmt: skip
     if against is None:
         refuse_given("without against=", **given)
-    files = TranslatedSource(open_directory(folder, exact=True))
-    stored = {
-        name: whole(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
-        for name, held in files.reader.held.items()
-    }
+    files = open_directory(folder, exact=True)
+    stored = _tensors(files)
     settings = read_config(folder) if (folder / CONFIG).is_file() else None
     kind, problems = _in_memory(settings, stored)
     compared = 0
@@ -122,8 +121,13 @@ def verify_hf(
         except TensorMismatchError as error:  # tied tensors, or copies of ranks, differ
             problems.append(f"the checkpoint is not such a model: {error}")
         else:
-            problems += _differences(stored, files, theirs, settings, progress)
-            compared = len(stored)
+            reader: TensorReader = files
+            if settings is not None and not any(map(is_quantized, theirs.targets)):
+                family = find_family(settings.values["model_type"])
+                reader, _ = weights_of(files, settings, family)
+            own = _tensors(reader)
+            problems += _differences(own, TranslatedSource(reader), theirs, settings, progress)
+            compared = len(own)
     model, found = _loaded(folder, kind)
     problems += found
     logits = None
@@ -135,6 +139,10 @@ def verify_hf(
             if not logits <= LOGITS_TOLERANCE:  # NaN is a difference too
                 problems.append(f"logits differ from the reference's by up to {logits:g}")
     return HFReport(str(folder), len(stored), compared, logits, tuple(problems))
+
+
+def _tensors(reader: TensorReader) -> dict[str, Translated]:
+    return {target.name: target for target in whole_tensors(reader)}
 
 
 # -- against a checkpoint ------------------------------------------------------------------------

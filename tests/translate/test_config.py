@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig
+from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
+from smckpt import export_hf, save
 from smckpt.errors import UsageError
 from smckpt.translate.config import read_config, tokenizer_files
 from smckpt.translate.lora import read_lora_config
@@ -118,6 +119,37 @@ def test_only_tokenizer_files_are_listed(tmp_path: Path):
     for name in ("tokenizer.json", "merges.txt", "config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     assert [p.name for p in tokenizer_files(tmp_path)] == ["merges.txt", "tokenizer.json"]
+
+
+def test_what_stands_beside_a_released_model_goes_along(tmp_path: Path):
+    """Processors, templates, tokenizers of other kinds, and the code that `auto_map` names."""
+    release = tmp_path / "release"
+    (release / "additional_chat_templates").mkdir(parents=True)
+    config = LlamaConfig(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
+        vocab_size=8, auto_map={"AutoConfig": "configuration_own.OwnConfig",
+                                "AutoModel": "another/repository--modeling_far.FarModel"},
+    )  # fmt: skip
+    config.save_pretrained(release)
+    beside = {
+        "chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool.jinja": "{{ 1 }}",
+        "tekken.json": "{}", "source.spm": "s", "qwen.tiktoken": "t", "spm.model": "m",
+        "preprocessor_config.json": "{}", "video_preprocessor_config.json": "{}",
+        "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}',
+        "configuration_own.py": "from .layers_own import width\n", "layers_own.py": "width = 1\n",
+        "tokenization_own.py": "import torch\n",
+    }  # fmt: skip
+    others = {"unnamed.py": "1", "notes.md": "1", "modeling_far.py": "1",
+              "additional_chat_templates/notes.md": "1"}  # fmt: skip
+    for name, text in {**beside, **others}.items():
+        (release / name).write_text(text)
+    model = LlamaForCausalLM(config)
+    save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "saved"))
+    export_hf(tmp_path / "saved", tmp_path / "hf", config=release)
+    found = {str(path.relative_to(tmp_path / "hf")) for path in (tmp_path / "hf").rglob("*.*")}
+    made = {"config.json", "generation_config.json", "model.safetensors"}
+    assert found - made == beside.keys()
+    assert all((tmp_path / "hf" / name).read_text() == text for name, text in beside.items())
 
 
 # -- what is no file -------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_a_lost_tensor_is_missing_in_the_index_and_in_transformers(exported):
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
-    with pytest.raises(errors.UsageError, match=r"neither model.safetensors nor"):
+    with pytest.raises(errors.UsageError, match=r"none of model.safetensors"):
         verify_hf(tmp_path)
 
 

@@ -14,7 +14,16 @@ from smckpt.errors import UsageError
 __all__ = ["DOORS", "Provided", "provide"]
 
 # A name for `--for` → "module:function" that puts the door in place.
-_NAMES = ("sagemaker", "transformers", "accelerate", "lightning", "nemo", "torchtune", "nvrx")
+_NAMES = (
+    "sagemaker",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "nemo",
+    "torchtune",
+    "torchtitan",
+    "nvrx",
+)
 DOORS = {name: f"smckpt.run.{name}:put" for name in _NAMES}
 # torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
 # used only on request.

@@ -1,0 +1,235 @@
+"""torchtitan: its trainer's checkpoints through smckpt.
+
+One line of a config changes: `checkpoint=SmckptCheckpointManager.Config(…)` in place of
+`CheckpointManager.Config(…)`. torchtitan's own class decides what belongs to a checkpoint, and
+reads and writes Hugging Face's files. This one saves, finds, loads and removes everything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.tools import filesystem
+
+import smckpt
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.meeting.round import over_group
+from smckpt.storage.urls import normal_url
+
+__all__ = ["SmckptCheckpointManager", "take_over"]
+
+log = logging.getLogger("smckpt")
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
+    """torchtitan's checkpoint manager, which saves and loads through smckpt.
+
+    Step 100 is in `dump_folder/folder/step-100`. It loads checkpoints that torchtitan's own manager
+    wrote in the same folder, and removes only its own.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's config, with these fields.
+
+        async_mode: "async" (here the default) and "async_with_pinned_mem" return when the state is
+            in memory. "disabled" waits for the commit.
+        folder: may be the URL of a store that smckpt knows ("s3://bucket/run").
+        smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load`
+            (`s3client_config`).
+        """
+
+        async_mode: str = "async"
+        smckpt_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        # torchtitan's class would make a process group for DCP, and a thread that removes
+        # directories whether or not anything newer is committed.
+        quiet = dataclasses.replace(config, async_mode="disabled", keep_latest_k=0)
+        super().__init__(quiet, **kwargs)
+        if not self.enable:
+            return
+        self.async_mode = AsyncMode(config.async_mode)
+        self.keep_latest_k = config.keep_latest_k
+        if "://" in config.folder:  # torchtitan would join it to the dump folder
+            self.folder = normal_url(config.folder).rstrip("/")
+        self.save_future: smckpt.SaveHandle | None = None
+        self._arguments = dict(getattr(config, "smckpt_arguments", {}))
+
+    # -- saving ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save, if a save is due. All ranks call it, after every step.
+
+        Returns:
+            whether it saved.
+
+        Raises:
+            SaveFailedError: an earlier save was not committed; or this one, if it is waited for.
+        """
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        if last_step:
+            self._save_last_step(curr_step)
+            return True
+        place = self._create_checkpoint_id(curr_step)
+        self.save_future = self._start(self._flattened_model_states_sd(), place, curr_step)
+        if self.async_mode is AsyncMode.DISABLED:
+            self._wait_for_saving()
+        return True
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save as torchtitan asks for it: here its last step, which is waited for. torchtitan
+        writes Hugging Face's files itself."""
+        if to_hf:
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        saved = self._start(state_dict, checkpoint_id, _step_of(checkpoint_id))
+        if async_mode is not AsyncMode.DISABLED:
+            return saved
+        saved.result()
+        return None
+
+    def _start(self, state_dict: dict[str, Any], place: str, step: int | None) -> smckpt.SaveHandle:
+        saved = smckpt.async_save(
+            state_dict,
+            checkpoint_id=place,
+            step=step,
+            on_commit=self._remove_older if self.keep_latest_k > 0 else None,
+            **self._arguments,
+        )
+        assert saved is not None  # this rank is in the group: it is the job
+        return saved
+
+    def _wait_for_saving(self) -> None:
+        saved: Any = self.save_future
+        self.save_future = None
+        saved.result()
+
+    def _maybe_wait_for_staging(self) -> None:
+        """The state is in memory when `save` returns."""
+
+    def _close(self) -> None:
+        """Nothing is open: smckpt ends a save in flight when the process ends."""
+
+    def _remove_older(self, saved: smckpt.SaveHandle) -> None:
+        """Called by the coordinator after the commit."""
+        own = sorted(self._own(self.folder).items())
+        for _, one in own[: -self.keep_latest_k]:
+            smckpt.remove(one, **self._arguments)
+            log.info("removed %s", one)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        """Load the step, or the newest one that is whole (-1). Where the folder has none, load what
+        the config names as a beginning. All ranks call it.
+
+        Returns:
+            False if there is nothing to load.
+
+        Raises:
+            CheckpointNotFoundError: the step, or what the config names, is not there.
+        """
+        step = self._find_load_step() if step == -1 else step
+        if step != -1:
+            self._fill(self._states_to_load(step == 0), self._create_checkpoint_id(step))
+            return True
+        place = self.initial_load_path
+        if self.initial_load_in_hf:
+            place = place or getattr(self.sd_adapter, "hf_assets_path", None)
+            if place is None:
+                raise UsageError(
+                    "initial_load_in_hf is set, and no directory is named",
+                    remedy="set checkpoint.initial_load_path or hf_assets_path",
+                )
+        if not place:
+            log.info("no checkpoint in %s: the run begins", self.folder)
+            return False
+        self._fill(self._states_to_load(self.initial_load_model_only), place, initial=True)
+        return True
+
+    def _fill(self, target: dict[str, Any], place: str, *, initial: bool = False) -> None:
+        from_hf = initial and self.initial_load_in_hf
+        if "://" not in place and not filesystem.isdir(place):
+            named = f"load_step={_step_of(place)}" if not initial else "initial_load_path"
+            raise CheckpointNotFoundError(
+                f"--checkpoint.{named} is not there",
+                remedy="name one that `smckpt ls` shows, or leave it out",
+                path=place,
+            )
+        if from_hf or _is_of_dcp(place):
+            quantized = initial and self.initial_load_in_hf_quantized
+            self.dcp_load(target, place, from_hf=from_hf, from_quantized=quantized)
+            return
+        smckpt.load(target, checkpoint_id=place, **self._arguments)
+        self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
+
+    def _own(self, folder: str) -> dict[int, smckpt.FoundCheckpoint]:
+        """smckpt's committed checkpoints in the folder, by step."""
+        found = {}
+        for one in smckpt.find_checkpoints(folder, 1, sure=True, **self._arguments):
+            step = _step_of(one.path)
+            if step is not None:
+                found[step] = one
+        return found
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is whole, smckpt's or torchtitan's own; -1: there is none. Rank 0
+        looks, so that all ranks load the same, and all raise its error."""
+
+        def look() -> int:
+            place = folder or self.folder
+            theirs = (
+                -1
+                if smckpt.is_s3_url(place)
+                else super(SmckptCheckpointManager, self)._find_load_step(place)
+            )
+            return max([theirs, *self._own(place)])
+
+        return over_group().round("newest step", lambda: None, lambda _: look())
+
+
+def take_over(kind: Any = CheckpointManager) -> Callable[[], None]:
+    """Make configs of torchtitan's own manager build this one.
+
+    Returns:
+        A function that undoes it.
+    """
+    owner = kind.Config._owner
+    kind.Config._owner = SmckptCheckpointManager
+
+    def undo() -> None:
+        kind.Config._owner = owner
+
+    return undo
+
+
+def _step_of(path: str) -> int | None:
+    name = _NAME.fullmatch(path.rstrip("/").rpartition("/")[2])
+    return int(name[1]) if name else None
+
+
+def _is_of_dcp(path: str) -> bool:
+    """Whether torchtitan's own manager saved it. In S3 it could not without s3fs."""
+    return not smckpt.is_s3_url(path) and filesystem.isfile(filesystem.join(path, ".metadata"))

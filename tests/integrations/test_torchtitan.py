@@ -1,0 +1,147 @@
+"""torchtitan's checkpoints through smckpt: its own trainer, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import smckpt
+from tests.support import child
+from tests.support.interpreters import torchtitan
+
+SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_train.py"
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside the runs' folders: the tokenizer and the texts."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    done = child.script(SCRIPT, str(folder / "run"), "base=true", python=torchtitan())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def train(
+    folder: Path, ranks: int = 2, by: tuple[str, ...] = (), fails: bool = False, **fields: Any
+) -> tuple[list[dict[str, Any]], str]:
+    """What each rank has told, by rank, and stderr."""
+    given = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
+    done = child.script(
+        SCRIPT, str(folder), *given, python=torchtitan(), ranks=ranks, torchrun=True, by=by
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-4000:]
+    return sorted(child.told(done), key=lambda its: its["rank"]), done.stderr
+
+
+def steps(folder: Path | str, **arguments: Any) -> list[str]:
+    found = smckpt.find_checkpoints(f"{folder}/checkpoint", **arguments)
+    return [Path(one.path).name for one in found]
+
+
+@pytest.fixture(scope="module")
+def straight(top: Path) -> list[dict[str, Any]]:
+    """A training that nothing ends, and a second trainer that loads its last step."""
+    return train(top / "straight", twice=True, keep_latest_k=2)[0]
+
+
+def test_a_second_trainer_has_all_that_the_first_one_saved(
+    straight: list[dict[str, Any]], top: Path
+) -> None:
+    for its in straight:
+        assert its["loaded"] is False and list(its["losses"]) == [str(n) for n in range(1, 7)]
+        assert its["again"] is True and its["step again"] == 6
+        assert its["digest again"] == its["digest"]
+    assert straight[0]["digest"] != straight[1]["digest"]
+    assert steps(top / "straight") == ["step-4", "step-6"]  # keep_latest_k
+
+
+@pytest.mark.long
+def test_killed_and_resumed_it_ends_with_the_bits_of_one_that_was_not(
+    straight: list[dict[str, Any]], top: Path
+) -> None:
+    train(top / "killed", fails=True, die=5, keep_latest_k=2)
+    assert "step-2" in steps(top / "killed")
+    resumed, _ = train(top / "killed", keep_latest_k=2)
+    assert_resumed(resumed, straight)
+    assert steps(top / "killed") == ["step-4", "step-6"]
+
+
+def assert_resumed(resumed: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
+    for its, whole in zip(resumed, straight, strict=True):
+        assert its["began"] in (2, 4)  # the save of step 4 was perhaps under way
+        assert its["digest"] == whole["digest"]
+        assert its["losses"] == {
+            n: its["losses"][n] for n in whole["losses"] if int(n) > its["began"]
+        }
+        assert all(loss == whole["losses"][n] for n, loss in its["losses"].items())
+
+
+@pytest.mark.long
+def test_an_unchanged_config_goes_through_smckpt_run_and_resumes_what_torchtitan_saved(
+    straight: list[dict[str, Any]], top: Path
+) -> None:
+    folder = top / "theirs"
+    train(folder, fails=True, stock=True, die=5)  # torchtitan's own manager, which waits
+    assert (folder / "checkpoint" / "step-4" / ".metadata").exists()
+    run = ("-m", "smckpt.run", "--for", "torchtitan")
+    resumed, said = train(folder, by=run, stock=True)
+    assert "smckpt run: replaced torchtitan's CheckpointManager" in said
+    assert resumed[0]["began"] == 4
+    assert_resumed(resumed, straight)
+    assert steps(folder) == ["step-6"]
+
+
+@pytest.mark.long
+def test_it_saves_to_s3_and_resumes_from_there(
+    straight: list[dict[str, Any]], top: Path, s3_root: str
+) -> None:
+    where = f"{s3_root}/run/checkpoint"
+    train(top / "s3", fails=True, die=5, folder=where)
+    resumed, _ = train(top / "s3", folder=where)
+    assert_resumed(resumed, straight)
+
+
+@pytest.mark.long
+def test_a_seed_checkpoint_of_one_rank_begins_two_rank_runs_alike(top: Path) -> None:
+    folder = top / "seed"
+    train(folder, ranks=1, create_seed_checkpoint=True, last_save_model_only=True)
+    assert steps(folder) == ["step-0"]
+    shutil.copytree(folder, top / "seed again")
+    one, _ = train(folder, steps=2)
+    two, _ = train(top / "seed again", steps=2, replicate=2)
+    for first, second in zip(one, two, strict=True):
+        assert first["loaded"] is True and first["began"] == 0
+        assert first["losses"]["1"] == second["losses"]["1"]
+
+
+@pytest.mark.long
+def test_the_last_step_is_a_model_alone_or_hugging_faces_and_another_run_begins_with_it(
+    top: Path,
+) -> None:
+    train(top / "first", steps=2, last_save_model_only=True)
+    (last,) = smckpt.find_checkpoints(top / "first" / "checkpoint")
+    assert last.path.endswith("step-2")
+    begun, _ = train(top / "second", steps=1, initial_load_path=last.path)
+    assert begun[0]["loaded"] is True and begun[0]["began"] == 0
+    train(top / "third", steps=2, last_save_model_only=True, last_save_in_hf=True)
+    files = os.listdir(top / "third" / "checkpoint" / "step-2")
+    assert [name for name in files if name.endswith(".safetensors")]
+    given = {"initial_load_path": f"{top}/third/checkpoint/step-2", "initial_load_in_hf": True}
+    from_hf, _ = train(top / "fourth", steps=1, **given)
+    assert from_hf[0]["losses"] == begun[0]["losses"]
+
+
+@pytest.mark.long
+def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top: Path) -> None:
+    folder = top / "excluded"
+    train(folder, steps=4)
+    begun, _ = train(folder, steps=5, exclude_from_loading=["dataloader"])
+    assert begun[0]["began"] == 4
+    assert set(begun[0]["losses"]) == {"5"}
+    _, said = train(folder, fails=True, load_step=3)
+    assert "--checkpoint.load_step=3 is not there" in said

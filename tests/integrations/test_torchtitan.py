@@ -27,13 +27,11 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    folder: Path, ranks: int = 2, by: tuple[str, ...] = (), fails: bool = False, **fields: Any
+    out: Path, /, ranks: int = 2, fails: bool = False, **fields: Any
 ) -> tuple[list[dict[str, Any]], str]:
     """What each rank has told, by rank, and stderr."""
     given = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
-    done = child.script(
-        SCRIPT, str(folder), *given, python=torchtitan(), ranks=ranks, torchrun=True, by=by
-    )
+    done = child.script(SCRIPT, str(out), *given, python=torchtitan(), ranks=ranks, torchrun=True)
     assert (done.returncode != 0) == fails, done.stderr[-4000:]
     return sorted(child.told(done), key=lambda its: its["rank"]), done.stderr
 
@@ -82,15 +80,14 @@ def assert_resumed(resumed: list[dict[str, Any]], straight: list[dict[str, Any]]
 
 
 @pytest.mark.long
-def test_an_unchanged_config_goes_through_smckpt_run_and_resumes_what_torchtitan_saved(
+def test_an_unchanged_config_goes_through_the_door_and_resumes_what_torchtitan_saved(
     straight: list[dict[str, Any]], top: Path
 ) -> None:
     folder = top / "theirs"
     train(folder, fails=True, stock=True, die=5)  # torchtitan's own manager, which waits
     assert (folder / "checkpoint" / "step-4" / ".metadata").exists()
-    run = ("-m", "smckpt.run", "--for", "torchtitan")
-    resumed, said = train(folder, by=run, stock=True)
-    assert "smckpt run: replaced torchtitan's CheckpointManager" in said
+    resumed, said = train(folder, door=True, stock=True)  # as `smckpt run --for torchtitan` does
+    assert "replaced torchtitan's CheckpointManager" in said
     assert resumed[0]["began"] == 4
     assert_resumed(resumed, straight)
     assert steps(folder) == ["step-6"]

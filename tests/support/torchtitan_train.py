@@ -2,9 +2,10 @@
 
 Its arguments: the folder of all that it writes, and fields of the checkpoint's config as
 `name=value`, where each value is JSON. Further ones: `steps=N`; `die=N` (SIGKILL to rank 0 after
-step N); `stock=true` (the config of torchtitan's own manager); `twice=true` (when the training has
-ended, a second trainer in the same process loads and tells its state); `replicate=N`. It tells each
-rank's steps and losses, and the step that it began with.
+step N); `stock=true` (the config of torchtitan's own manager); `door=true`
+(`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
+process loads and tells its state); `replicate=N`. It tells each rank's steps and losses, and the
+step that it began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no
@@ -37,6 +38,8 @@ from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.config import TrainingConfig  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+
+from smckpt.run import provide  # noqa: E402
 
 WORDS = ["the", "a", "fox", "dog", "hen", "runs", "eats", "sees", "to", "by", "old", "red", "home"]
 
@@ -161,6 +164,8 @@ def main() -> None:
     if not base.exists():
         raise SystemExit("make the base first: torchtitan_train.py FOLDER base=true")
     die, twice = given.pop("die", None), given.pop("twice", False)
+    if given.pop("door", False):
+        print(*provide(["torchtitan"]).lines, sep="\n", file=sys.stderr)
     seen: dict[str, Any] = {"rank": rank, "losses": {}, "warnings": []}
     trainer = build(config(folder, dict(given)))
     watch(trainer, die, seen)

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -171,6 +172,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         self.alarms: tuple[str, ...] = ()
         self.told = False  # whether a caller has seen its failure
         self._announced_by: int | None = None  # the thread that runs on_commit
+        self._pid = os.getpid()
         self.set_running_or_notify_cancel()
 
     def __repr__(self) -> str:
@@ -210,6 +212,12 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         """Wait for the verdict without raising it. Returns whether it is there."""
         if self._announced_by == threading.get_ident():  # in on_commit it would wait for itself
             return True
+        if os.getpid() != self._pid and not self.done():
+            raise UsageError(
+                f"a forked child waits for save {self.number} of its parent, and would never hear "
+                "of its end",
+                remedy="wait in the training process itself",
+            )
         try:
             super().exception(timeout)
         except concurrent.futures.TimeoutError:

@@ -11,7 +11,9 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +22,8 @@ from smckpt.engine.events import Sinks
 from smckpt.engine.job import SaveHandle
 from smckpt.engine.load import Loader
 from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
-from smckpt.meeting.group import Group
+from smckpt.errors import UsageError
+from smckpt.meeting.group import Group, inherited_store
 from smckpt.meeting.membership import Membership
 
 __all__ = ["Runtime"]
@@ -58,8 +61,11 @@ class Runtime:
         self._pid = os.getpid()
         self._watching = False
         self._since = _process_began()  # or when a new process group was noticed
+        self._inherited: object = None  # in a forked child: the job's store of the parent
+        os.register_at_fork(after_in_child=partial(_note_in_child, weakref.ref(self)))
 
     def queue(self, group: Group, name: str) -> SaveQueue:
+        self._refuse_inherited(group)
         key = (name, group.ranks)
         with self._lock:
             self._forget_if_forked()
@@ -103,6 +109,7 @@ class Runtime:
         ]
 
     def loader(self, group: Group) -> Loader:
+        self._refuse_inherited(group)
         with self._lock:
             self._forget_if_forked()
             old = self._loaders.get(group.ranks)
@@ -145,6 +152,21 @@ class Runtime:
             loader.membership.leave(min(left(), LEAVE_SECONDS))
         return failed
 
+    def note_fork(self) -> None:
+        """In a forked child."""
+        self._inherited = inherited_store()
+
+    def _refuse_inherited(self, group: Group) -> None:
+        """A forked child is no rank of its parent's job: the peers would take what it says for the
+        parent's."""
+        if group.store is not None and group.store is self._inherited:
+            raise UsageError(
+                f"a forked child of rank {group.rank} saves or loads as that rank",
+                remedy="save and load in the training process itself; a child that is a job of its "
+                "own first makes its own process group",
+                rank=group.rank,
+            )
+
     def _forget_if_forked(self) -> None:
         if os.getpid() != self._pid:  # threads and workers belong to the parent
             self._pid = os.getpid()
@@ -183,6 +205,12 @@ class Runtime:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _note_in_child(reference: weakref.ref[Runtime]) -> None:
+    runtime = reference()
+    if runtime is not None:
+        runtime.note_fork()
 
 
 def _process_began() -> int:

@@ -18,8 +18,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -80,6 +82,7 @@ class Watch:
         self._saved = False
         self._deaf = False
         self._before: dict[int, Any] = {}
+        self._held = threading.local()  # during a fork: the signals that its thread had blocked
         self._pipe: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
@@ -88,6 +91,12 @@ class Watch:
         if not signals:
             return
         self._install([signal.Signals[name] for name in signals])
+        watch = weakref.ref(self)
+        os.register_at_fork(
+            before=partial(_called, Watch.hold_signals, watch),
+            after_in_parent=partial(_called, Watch.release_signals, watch),
+            after_in_child=partial(_called, Watch.forget, watch),
+        )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
 
@@ -121,11 +130,7 @@ class Watch:
         self._ended.set()
         main = threading.current_thread() is threading.main_thread()
         if main:
-            for number, before in self._before.items():
-                signal.signal(number, before)
-            if self._pipe:
-                signal.set_wakeup_fd(-1)
-            self._before = {}
+            self._restore()
         if self._pipe:
             os.write(self._pipe[1], b"\0")  # the thread waits for it
         if self._thread is not None:
@@ -138,6 +143,32 @@ class Watch:
             self._timer.cancel()
 
     # -- the signal ------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self._pipe:
+            signal.set_wakeup_fd(-1)
+        self._before = {}
+
+    # A signal to a forked child (such as a data loader's worker) is the child's own. Through the
+    # pipe, which it shares with its parent, the parent would take it for one to itself, and the
+    # child would not end. So signals wait until the child has forgotten the watch.
+
+    def hold_signals(self) -> None:
+        self._held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(self._before))
+
+    def release_signals(self) -> None:
+        mask = getattr(self._held, "mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def forget(self) -> None:
+        self._restore()
+        for end in self._pipe:
+            os.close(end)
+        self._pipe, self._thread, self._timer = (), None, None
+        self.release_signals()
 
     def _install(self, numbers: Sequence[signal.Signals]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -244,6 +275,12 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status)
+
+
+def _called(method: Callable[[Watch], None], reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        method(watch)
 
 
 def _told(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.errors import UsageError
 
-__all__ = ["Group", "get_global_ranks", "group_of", "ranks_digest"]
+__all__ = ["Group", "get_global_ranks", "group_of", "inherited_store", "ranks_digest"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ def _default_store() -> Any:
             remedy="use a torch between 2.11 and 2.13, or report this version",
         )
     return getter()
+
+
+def inherited_store() -> Any:
+    """The job's store that this process had before it was forked; None without one. Call it in the
+    child, at once."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return _default_store()
 
 
 def ranks_digest(groups: Iterable[Sequence[int]]) -> str:

@@ -130,6 +130,8 @@ def test_a_manager_that_is_closed_leaves_no_loop_waiting(
     signal.raise_signal(signal.SIGUSR1)
     waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)
     waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()  # no rank trains on before the ranks have agreed
     threading.Timer(0.2, go_on.set).start()
     manager.close()
     waits.join(seconds(30))

@@ -9,6 +9,7 @@ middle of a write.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import mmap
@@ -22,6 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from smckpt._version import __version__
 from smckpt.engine.commands import Attach, Command, Detach, Exit, WritePart, commands
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import CheckpointError, WorkerError
@@ -31,6 +33,7 @@ from smckpt.storage import Access
 __all__ = ["main"]
 
 _STDERR_LIMIT = 1 << 20
+_SERVING = ("smckpt.engine.worker_write", "smckpt.checkpoint.commit")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +77,10 @@ class _Server:
 
     def serve(self) -> None:
         try:
-            self._channel.send({"ready": os.getpid()})
+            self._channel.send({"ready": os.getpid(), "version": __version__})
+            # Now, and not at the first request: an upgrade may replace the files meanwhile.
+            for module in _SERVING:
+                importlib.import_module(module)
             while True:
                 request, fds = self._channel.receive()
                 if request["command"] == Exit.function:
@@ -100,6 +106,8 @@ class _Server:
             return {"error": error.to_json()}
         except Exception as error:  # the trainer must hear of any failure
             traceback.print_exc()
+            if _lacks_resources(error):
+                return {"error": _lacking(name, error).to_json()}
             where = traceback.extract_tb(error.__traceback__)[-1]
             return {
                 "error": WorkerError(
@@ -147,6 +155,22 @@ class _Server:
                 f"the worker has no arena {number}", remedy="attach it before naming it"
             )
         return self._arenas[number]
+
+
+def _lacks_resources(error: Exception) -> bool:
+    """Whether the system refused memory, a descriptor or a thread."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)
+
+
+def _lacking(name: str, error: Exception) -> WorkerError:
+    what = str(error) or "out of memory"
+    return WorkerError(
+        f"{name} failed in the worker, which the system refused a resource: {what}",
+        remedy="free memory of this host, or raise the limits on memory, open files and processes "
+        "(ulimit -v, -n, -u; the cgroup); the next save tries again",
+    )
 
 
 def _bound_stderr() -> None:

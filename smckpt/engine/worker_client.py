@@ -16,13 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import smckpt
+from smckpt._version import __version__
 from smckpt.engine.commands import Attach, Command, Detach, Exit
 from smckpt.engine.worker_channel import Channel, PeerGone
 from smckpt.errors import WorkerError, error_from_json
@@ -206,7 +207,8 @@ class Worker:
         assert process is not None
         if not process.ready:
             with self._watching("start"):
-                process.channel.receive(deadline=deadline)
+                hello, _ = process.channel.receive(deadline=deadline)
+                _refuse_other_version(hello.get("version"))
             process.ready = True
         for arena_id, arena in self._arenas.items():
             if arena_id not in self._sent:
@@ -298,36 +300,50 @@ def _spawn(niceness: int, threads: int) -> _Process:
             "the worker",
             remedy="run a normal interpreter, or set sys.executable",
         )
-    ours, theirs = socket.socketpair()
-    trainer = _pidfd(os.getpid())
-    stderr = _anonymous_log()
-    inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
-    command = [sys.executable, "-S", "-c", _PROGRAM, "\n".join(_search_path())]
-    command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
-    command += [str(niceness), str(threads)]
-    try:
-        popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            pass_fds=inherited,
-            cwd="/",  # the user's directory may be unmounted, and smckpt imports nothing from it
-            start_new_session=True,  # the trainer handles Ctrl-C
-        )
-    except OSError as error:
-        ours.close()
-        os.close(stderr)
-        raise WorkerError(
-            f"the worker could not be started: {error}",
-            remedy="check the limits on processes and memory (ulimit -u, the cgroup)",
-        ) from error
-    finally:
-        theirs.close()
-        if trainer is not None:
-            os.close(trainer)
-    pidfd = _pidfd(popen.pid)
+    with ExitStack() as passed, ExitStack() as kept:
+        try:
+            ours, theirs = socket.socketpair()
+            kept.callback(ours.close)
+            passed.callback(theirs.close)
+            trainer = _pidfd(os.getpid())
+            if trainer is not None:
+                passed.callback(os.close, trainer)
+            stderr = _anonymous_log()
+            kept.callback(os.close, stderr)
+            inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
+            command = [sys.executable, "-S", "-c", _PROGRAM, "\n".join(_search_path())]
+            command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
+            command += [str(niceness), str(threads)]
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=inherited,
+                cwd="/",  # the user's directory may be unmounted, and smckpt imports nothing of it
+                start_new_session=True,  # the trainer handles Ctrl-C
+            )
+            pidfd = _pidfd(popen.pid)  # if this fails, the worker ends with its socket
+        except OSError as error:
+            raise WorkerError(
+                f"the worker could not be started: {error}",
+                remedy="check the limits on processes, open files and memory (ulimit -u, -n, -v; "
+                "the cgroup)",
+            ) from error
+        kept.pop_all()
     return _Process(popen, Channel(ours, pidfd), pidfd, stderr)
+
+
+def _refuse_other_version(version: object) -> None:
+    """Refuse a worker of another version than this process: the installed files were replaced after
+    this process loaded them. What one says, the other may take for something else."""
+    if version != __version__:
+        raise WorkerError(
+            f"smckpt was changed on disk while this job runs: the job has version {__version__}, "
+            f"a worker that starts now has {version or 'another'}",
+            remedy="restart the job, which resumes from the newest committed step; or install "
+            f"{__version__} again",
+        )
 
 
 def _search_path() -> list[str]:

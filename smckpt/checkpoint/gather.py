@@ -217,7 +217,10 @@ def _not_shared(
     name = next(iter(unseen.values()))
     if blind == [here]:
         what = f"{name}, which rank {next(iter(unseen))} wrote on this host, is missing"
-        remedy = "find out what deletes files here; the save was not committed"
+        remedy = (
+            "find out whether another job saves to this directory, which took this save for one of "
+            "a dead job, or what else deletes files here; the save was not committed"
+        )
     else:
         what = (
             "the directory is not shared by the hosts of the group: the files of "

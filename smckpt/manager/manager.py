@@ -23,15 +23,15 @@ from smckpt.manager.notice import Watch
 from smckpt.manager.record import history_of, mark_of, recorded
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Keep, Keeper
+from smckpt.manager.rivals import Rivals
 from smckpt.manager.room import bytes_of, check_room
 from smckpt.manager.schedule import Interval, Schedule
 from smckpt.manager.state import (
     Failed,
     give_back,
+    go_on_at_random,
     random_state,
     random_target,
-    seed_random,
-    set_random_state,
     taken,
 )
 from smckpt.manager.template import Template
@@ -137,7 +137,8 @@ class CheckpointManager:
         self._rank, self._world = group.rank, group.world_size
         self._degrees = parallel_state
         self._book = Book(self._access.open(self.root), self._template)
-        self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6))
+        self._rivals = Rivals(self._book)
+        self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6), self._rivals)
         self._schedule = Schedule(self._membership, interval, timeout)
         self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
         self._groups: ReplicationGroup | None = None
@@ -145,6 +146,7 @@ class CheckpointManager:
         self._prepared = False  # it is known that there is room
         self._timed = False  # the first save
         self._closed = False
+        self._pid = os.getpid()
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -198,6 +200,8 @@ class CheckpointManager:
         live: Mapping[str, Any]
         try:
             place = self._template.place(step, epoch)
+            if self._rank == 0:
+                self._rivals.refuse(place, self._keeper.run or "")
             told = recorded(self._recorded(), metrics, metadata)
             live = self._live(state, step)
         except Exception as error:
@@ -281,6 +285,7 @@ class CheckpointManager:
         history, notice = self._schedule.history(), self._watch.notice
         return {
             "run": self._keeper.run,
+            "claim": self._rivals.claim(),
             "ranks": self._world,
             "replicas": len(self._groups.ranks) if self._groups else self._world,
             "degrees": self._degrees and self._degrees.to_json(),
@@ -332,7 +337,8 @@ class CheckpointManager:
         step = found.step or 0
         own = loaded.pop("manager", {})
         give_back(into, loaded)
-        self._set_random(found, own.get("random"), step)
+        if self._random and own.get("random"):
+            go_on_at_random(found.metadata["manager"], own["random"], step, self._rank, self._world)
         self._keeper.run = mark_of(found) or self._keeper.run
         self._schedule.restored(step, history_of(found))
         if self._rank == 0:
@@ -364,23 +370,6 @@ class CheckpointManager:
             **self._store_options,
         )
         return target
-
-    def _set_random(self, found: FoundCheckpoint, saved: Any, step: int) -> None:
-        if not self._random or not saved:
-            return
-        mark = found.metadata["manager"]
-        if mark.get("ranks") == self._world:
-            set_random_state(saved)
-            return
-        text = f"{mark.get('run')} {step} {self._rank} {self._world}"
-        seed_random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
-        if self._rank == 0:
-            log.warning(
-                "step %d was saved by %s ranks and is restored by %d: random numbers begin anew",
-                step,
-                mark.get("ranks"),
-                self._world,
-            )
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -439,6 +428,8 @@ class CheckpointManager:
 
     def _end(self, timeout: float) -> None:
         self._closed = True
+        if os.getpid() != self._pid:  # a forked child that unwinds owns nothing here
+            return
         self._watch.close()
         self._schedule.close()
         self._keeper.close(timeout)
@@ -478,6 +469,11 @@ class CheckpointManager:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("the manager is closed", remedy="make another one")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "a forked child uses the manager of its parent",
+                remedy="call it in the training process itself",
+            )
 
 
 def _options(options: SaveOptions | None, failures: int | None) -> SaveOptions:

@@ -10,7 +10,7 @@ from typing import Any
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.errors import UsageError
 
-__all__ = ["History", "history_of", "mark_of", "recorded", "run_in", "run_of"]
+__all__ = ["History", "claim_of", "history_of", "mark_of", "recorded", "run_in", "run_of"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ def mark_of(found: FoundCheckpoint) -> str | None:
     """The run that saved a checkpoint; None if no manager did."""
     run = _manager_of(found.metadata).get("run")
     return run if isinstance(run, str) else None
+
+
+def claim_of(found: FoundCheckpoint) -> tuple[int, str]:
+    """Generation and name of the manager that saved a checkpoint; (0, "") if it recorded none."""
+    claim = _manager_of(found.metadata).get("claim")
+    if isinstance(claim, dict) and type(claim.get("generation")) is int:
+        return claim["generation"], str(claim.get("name", ""))
+    return 0, ""
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.pins import finish_removals, remove_unless_pinned
 from smckpt.manager.record import mark_of
+from smckpt.manager.rivals import Rivals
 
 __all__ = ["Best", "Keep", "Keeper"]
 
@@ -115,10 +116,14 @@ class Keeper:
 
     Args:
         run: the run whose checkpoints it may delete. None: all runs.
+        rivals: other jobs; once a later one saves here, nothing is deleted.
     """
 
-    def __init__(self, book: Book, keep: Keep, run: str | None) -> None:
+    def __init__(
+        self, book: Book, keep: Keep, run: str | None, rivals: Rivals | None = None
+    ) -> None:
         self.run = run
+        self._rivals = rivals
         self._book = book
         self._keep = keep
         self._inbox: SimpleQueue[str | None] = SimpleQueue()
@@ -146,7 +151,8 @@ class Keeper:
         while (way := self._inbox.get()) is not None:
             self._book.changed(way)
             try:
-                self.tidy(way)
+                if self._rivals is None or self._rivals.look(way):
+                    self.tidy(way)
             except CheckpointError as error:
                 log.warning("old checkpoints stay for now: %s", error)
             except Exception:  # if the thread died, the disk would fill silently
@@ -187,7 +193,9 @@ class Keeper:
 
         if not whole(one):
             return []  # `whole` has logged why
-        stay = self._keep.kept(found, whole)
+        # The newest commit stays, also where its step and its clock make it look like an old one:
+        # the run went back to an older step, and the clock was set back.
+        stay = self._keep.kept(found, whole) | {one.path}
         return [one for one in found if one.path not in stay]
 
     def _whole(self, one: FoundCheckpoint) -> bool:

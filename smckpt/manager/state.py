@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import random
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -14,13 +16,15 @@ from smckpt.errors import UsageError
 from smckpt.full import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
 
+log = logging.getLogger("smckpt")
+
 __all__ = [
     "Failed",
     "give_back",
+    "go_on_at_random",
     "models_in",
     "random_state",
     "random_target",
-    "seed_random",
     "set_random_state",
     "taken",
 ]
@@ -188,11 +192,30 @@ def _no_cuda() -> torch.Tensor:
     return torch.full((16,), _NO_CUDA, dtype=torch.uint8)
 
 
-def seed_random(seed: int) -> None:
-    """Seed all generators of this process."""
+def go_on_at_random(
+    mark: Mapping[str, Any], saved: Mapping[str, Any], step: int, rank: int, world: int
+) -> None:
+    """Give the generators the state that was saved; seed them where the job has another number of
+    ranks.
+
+    Args:
+        mark: the manager's record of the checkpoint.
+    """
+    if mark.get("ranks") == world:
+        set_random_state(saved)
+        return
+    text = f"{mark.get('run')} {step} {rank} {world}"
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    if rank == 0:
+        log.warning(
+            "step %d was saved by %s ranks and is restored by %d: random numbers begin anew",
+            step,
+            mark.get("ranks"),
+            world,
+        )
 
 
 def random_target(names: list[str]) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Two jobs save below one root at the same time: no step is mixed or lost; the older is told."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt import CheckpointManager, errors, find_checkpoints, load, verify_checkpoint
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+
+SIZE = 1 << 16
+TURNS = 30
+
+
+def state(job: int, step: int) -> dict[str, Any]:
+    return {"a": torch.full((SIZE,), float(1000 * job + step)), "job": job, "value": step}
+
+
+def contents_of(place: Any) -> tuple[int, int]:
+    """(job, step) of a checkpoint; all its bytes are of that job and step."""
+    target = state(0, 0)
+    load(target, checkpoint_id=place, check_keys_matched=False)
+    job, step = target["job"], target["value"]
+    assert bool((target["a"] == 1000 * job + step).all()), place
+    return job, step
+
+
+def until(holds: Any) -> None:
+    deadline = time.monotonic() + seconds(120)
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def saves(folder: str, job: int, first: int, every: int) -> list[tuple[int, str]]:
+    """A job of two ranks that saves each step when the other job is as far, until one of the jobs
+    may not save any more; (step, error or "")."""
+    import torch.distributed as dist
+
+    told: list[tuple[int, str]] = []
+    manager = CheckpointManager(f"{folder}/run", timeout=seconds(60))
+    for turn in range(TURNS):
+        step = first + turn * every
+        if dist.get_rank() == 0:
+            Path(folder, f"{turn}-{job}").touch()
+            until(lambda at=turn: Path(folder, f"{at}-{1 - job}").exists() or _over(folder))
+        dist.barrier()
+        if _over(folder) and told and turn > int(Path(folder, "over").read_text() or TURNS) + 2:
+            break
+        try:
+            manager.save(step, state(job, step)).wait()
+            told.append((step, ""))
+        except errors.CheckpointError as error:
+            told.append((step, str(error)))
+            if "saves no more here" in str(error):
+                if dist.get_rank() == 0:
+                    Path(folder, "over").write_text(str(turn))
+                break
+        dist.barrier()
+    with contextlib.suppress(errors.SaveFailedError):  # told already
+        manager.close()
+    return told
+
+
+def _over(folder: str) -> bool:
+    return Path(folder, "over").exists()
+
+
+def both(folder: Path, *firsts: tuple[int, int]) -> list[list[tuple[int, str]]]:
+    """What rank 0 of each job told; rank 1 told the same."""
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(run_ranks, saves, 2, str(folder), job, first, every)
+            for job, (first, every) in enumerate(firsts)
+        ]
+        answers = [each.result(seconds(240)) for each in running]
+    for zero, one in answers:
+        assert [(step, not said) for step, said in zero] == [(s, not said) for s, said in one]
+    return [answer[0] for answer in answers]
+
+
+@pytest.mark.parametrize("firsts", [((10, 10), (10, 10)), ((10, 10), (15, 10))])
+def test_of_two_jobs_one_goes_on_and_the_other_is_told(
+    tmp_path: Path, firsts: tuple[tuple[int, int], ...]
+) -> None:
+    told = both(tmp_path, *firsts)
+    over = [job for job, said in enumerate(told) if "saves no more here" in said[-1][1]]
+    assert len(over) == 1, told
+    (loser,) = over
+    winner = 1 - loser
+    assert told[winner][-1][1] == "", told
+    found = {one.step: one for one in find_checkpoints(tmp_path / "run")}
+    owners = {}
+    for step, one in found.items():
+        assert verify_checkpoint(one).ok
+        owners[step], its = contents_of(one)
+        assert its == step
+    committed = [{step for step, said in said_by if not said} for said_by in told]
+    assert committed[0] | committed[1] == set(found)  # a step that was committed is there
+    assert all(step in committed[owner] for step, owner in owners.items())
+    assert owners[max(committed[winner])] == winner
+    for _, said in (*told[0], *told[1]):  # each refusal names the other job
+        assert not said or any(
+            words in said
+            for words in (
+                "saves no more here",
+                "a later run writes here",
+                "another run",
+                "another job",
+            )
+        ), said
+
+
+def test_a_process_that_outlived_its_restart_saves_and_deletes_no_more(tmp_path: Path) -> None:
+    old = CheckpointManager(tmp_path, keep_last_n=1, signals=())
+    old.save(1, state(0, 1)).wait()
+    with CheckpointManager(tmp_path, keep_last_n=3, signals=()) as new:
+        assert new.restore(into=state(1, 0)) == 1
+        new.save(2, state(1, 2)).wait()
+        new.save(3, state(1, 3)).wait()
+    old.save(4, state(0, 4)).wait()  # it cannot know yet
+    until(lambda: old._rivals._over is not None)
+    with pytest.raises(errors.StorageError, match="a later job has saved step"):
+        old.save(5, state(0, 5))
+    old.close()
+    assert [one.step for one in find_checkpoints(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_step_of_another_run_is_not_replaced(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, signals=()) as first:
+        first.save(10, state(0, 10))
+        first.save(20, state(0, 20))
+    with CheckpointManager(tmp_path, signals=()) as other:  # it restores nothing
+        other.save(5, state(1, 5)).wait()
+        with pytest.raises(errors.UsageError, match="step of another run .* would replace"):
+            other.save(10, state(1, 10))
+        other.save(15, state(1, 15)).wait()
+    assert [contents_of(one) for one in find_checkpoints(tmp_path)] == [
+        (0, 10) if step == 10 else (0, 20) if step == 20 else (1, step) for step in (5, 10, 15, 20)
+    ]
+    with CheckpointManager(tmp_path, signals=()) as same:  # the run goes on, and saves 20 again
+        assert same.restore(into=state(0, 0)) == 20
+        same.save(20, state(0, 20)).wait()
+    assert verify_checkpoint(tmp_path / "20").ok

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
-from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.discover import FoundCheckpoint, found_at
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -139,6 +139,28 @@ def test_nothing_goes_before_something_newer_is_whole(tmp_path: Path) -> None:
     assert steps(tmp_path) == [10, 20]
 
 
+def test_what_was_saved_last_stays_though_step_and_clock_say_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run went back to step 20, and then the clock was set back."""
+    saved(tmp_path, 10, 20, 40, 50)
+    earlier = time.time_ns() - 86400 * 10**9
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: earlier)
+        saved(tmp_path, 30)
+    assert [one.step for one in keeper(tmp_path).tidy("30")] == [10, 20, 40]
+    assert steps(tmp_path) == [30, 50]
+
+
+def test_a_step_that_was_saved_anew_meanwhile_is_not_deleted(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    (ten, _) = find_checkpoints(tmp_path)
+    Group(tmp_path / "10", (0, 1), session="c" * 12).save(step=10, metadata=recorded())
+    before = contents(tmp_path)
+    assert not remove_unless_pinned(open_storage(str(tmp_path)), "10", ten)
+    assert contents(tmp_path) == before
+
+
 def test_one_that_is_not_whole_does_not_count_towards_n(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30, 40)
     next((tmp_path / "30").glob("part-*")).unlink()
@@ -189,6 +211,21 @@ def test_a_step_whose_group_is_a_link_is_not_deleted_at_all(tmp_path: Path) -> N
     assert (contents(root), contents(tmp_path / "elsewhere")) == before
 
 
+def test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed(tmp_path: Path) -> None:
+    mesh = hybrid((0, 1, 2, 3), 2)
+    made = synthetic.state([on_mesh("w", (10, 6), mesh, "R S0")], synthetic.whole({"w": (10, 6)}))
+    Step(tmp_path / "10", {"part0": (0, 2), "part1": (1, 3)}, made).save(step=10)
+    (ten,) = find_checkpoints(tmp_path)
+    top = open_storage(str(tmp_path))
+    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))  # marked, nothing deleted
+    shutil.move(tmp_path / "10" / "part1", tmp_path / "elsewhere")
+    (tmp_path / "10" / "part1").symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path / "10"), contents(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="symbolic link"):
+        finish_removals(open_storage(str(tmp_path)), "10")
+    assert (contents(tmp_path / "10"), contents(tmp_path / "elsewhere")) == before
+
+
 def test_in_s3_too(tmp_path: Path, s3_root: str) -> None:
     for step in (10, 20):
         Group(f"{s3_root}/{step}", (0, 1), session=f"{step:012x}").save(  # type: ignore[arg-type]
@@ -202,7 +239,10 @@ def test_in_s3_too(tmp_path: Path, s3_root: str) -> None:
 # -- killed --------------------------------------------------------------------------------------
 
 
-def test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished(
+    tmp_path: Path, groups: bool
+) -> None:
     mesh = hybrid((0, 1, 2, 3), 2)
     made = synthetic.state(
         [on_mesh("w", (10, 6), mesh, "R S0"), kept("step")],
@@ -210,23 +250,27 @@ def test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished(tmp_pa
     )
     root = tmp_path / "root"
     for step in (10, 20):
-        Step(root / str(step), {"part0": (0, 2), "part1": (1, 3)}, made).save(
-            step=step, metadata=recorded()
-        )
+        if groups:
+            Step(root / str(step), {"part0": (0, 2), "part1": (1, 3)}, made).save(
+                step=step, metadata=recorded()
+            )
+        else:
+            saved(root, step)
     kept_files = {way: data for way, data in contents(root).items() if way.startswith("20/")}
     for moment in itertools.count():
         place = shutil.copytree(root, tmp_path / f"killed-{moment}")
         killed = killed_at(moment, lambda at=place: keeper(at).tidy("20"))
         left = contents(place)
         assert kept_files.items() <= left.items()
-        for one in find_checkpoints(place):  # whole, or none
-            assert verify_checkpoint(one).ok
+        # whole, or no checkpoint at all; `found_at` raises where it is half of one
+        ten = found_at(open_storage(str(place / "10")))
+        assert ten is None or verify_checkpoint(ten).ok, moment
         keeper(place).tidy("20")  # the next run
         assert sorted(os.listdir(place)) == ["20"], moment
         assert contents(place) == kept_files
         if not killed:
             break
-    assert moment > 12
+    assert moment > 8
 
 
 def test_a_store_that_fails_is_asked_again_after_the_next_commit(

@@ -1,0 +1,77 @@
+"""Ranks that come late, or not at all: the others name them in time, and go on with them later."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smckpt
+from smckpt import CheckpointManager, errors
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+
+TIMEOUT = 1.0
+
+
+def called(call: str, root: str, manager: CheckpointManager) -> str:
+    """ "", or the error of the call on this rank."""
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    try:
+        if call == "load":
+            target = {"a": torch.zeros(4)}
+            smckpt.load(target, checkpoint_id=f"{root}/plain", timeout=seconds(TIMEOUT))
+        elif call == "restore":
+            manager.restore(into=state)
+        elif call == "save":
+            manager.save(7, state).wait(seconds(60))
+        else:
+            manager.all()
+    except errors.CheckpointError as error:
+        return f"{error}, from {type(error.__cause__).__name__}"
+    return ""
+
+
+def one_comes_late(root: str, call: str, known: bool) -> tuple[str, float, str]:
+    """The error of the call for which rank 1 comes too late, the seconds until it came, and the
+    error of the same call, for which all come.
+
+    Args:
+        known: the ranks have met before.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    smckpt.save({"a": torch.ones(4)}, checkpoint_id=f"{root}/plain")
+    options = smckpt.SaveOptions(timeout=seconds(TIMEOUT))
+    manager = CheckpointManager(root, timeout=seconds(TIMEOUT), options=options, signals=())
+    if known:
+        assert manager.all() == []
+        smckpt.load({"a": torch.zeros(4)}, checkpoint_id=f"{root}/plain")
+    dist.barrier()
+    if rank == 1:
+        store.wait(["given up 0", "given up 2"])
+    began = time.monotonic()
+    said = called(call, root, manager)
+    took = time.monotonic() - began
+    store.set(f"given up {rank}", "yes")
+    dist.barrier()
+    again = called(call, root, manager)
+    dist.barrier()
+    manager._end(0)  # a failure of a save is told above
+    return said, took, again
+
+
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("call", ["load", "restore", "save", "all"])
+def test_a_late_rank_is_named_in_time_and_hears_of_it(
+    tmp_path: Path, call: str, known: bool
+) -> None:
+    zero, one, two = run_ranks(one_comes_late, 3, str(tmp_path), call, known)
+    assert "rank 1 did not answer in time" in zero[0], zero
+    assert "rank 1" in two[0] or "rank 0" in two[0], two
+    assert one[0], "the late rank went on alone"
+    assert max(zero[1], two[1]) < seconds(60)
+    assert zero[2] == one[2] == two[2] == "", (zero, one, two)

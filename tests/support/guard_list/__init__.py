@@ -1,0 +1,35 @@
+"""The guards of docs/reliability.md: how each is taken out of the code, and what fails then."""
+
+from __future__ import annotations
+
+from tests.support.guard_list.guard import Guard
+from tests.support.guard_list.of_faults import (
+    DISKS,
+    FORKED,
+    HANGING,
+    LATE,
+    SILENT,
+    SMALL,
+    TWO_JOBS,
+    UPGRADED,
+    WRONG_CLOCKS,
+)
+from tests.support.guard_list.of_manager import (
+    DECIDING,
+    ENDING,
+    KEEPING,
+    RESUMING,
+    SPACE,
+)
+from tests.support.guard_list.of_repair import (
+    MENDING,
+    REPAIR,
+)
+
+__all__ = ["GUARDS", "Guard"]
+
+GUARDS = [
+    *(*KEEPING, *RESUMING, *DECIDING, *SPACE, *ENDING),
+    *(*REPAIR, *MENDING),
+    *(*SILENT, *HANGING, *DISKS, *LATE, *TWO_JOBS, *WRONG_CLOCKS, *SMALL, *FORKED, *UPGRADED),
+]

@@ -1,0 +1,314 @@
+"""Guards: faults of machines, ranks, jobs and clocks."""
+
+# ruff: noqa: E501 - the texts are lines of the code
+from __future__ import annotations
+
+from tests.support.guard_list.guard import of
+
+__all__ = [
+    "DISKS",
+    "FORKED",
+    "HANGING",
+    "LATE",
+    "SILENT",
+    "SMALL",
+    "TWO_JOBS",
+    "UPGRADED",
+    "WRONG_CLOCKS",
+]
+
+RETENTION = "tests/manager/test_retention.py::"
+ALARMS = "tests/engine/test_alarms.py::"
+DISK = "tests/engine/test_faulty_disk.py::"
+FORKS = "tests/engine/test_forks.py::"
+UPGRADE = "tests/engine/test_upgrade.py::"
+RESOURCES = "tests/engine/test_resources.py::"
+RANKS = "tests/engine/test_ranks.py::"
+WORKER = "tests/engine/test_worker.py::"
+CLOCKS = "tests/manager/test_clocks.py::"
+JOBS = "tests/manager/test_two_jobs.py::"
+ABSENT = "tests/manager/test_absent.py::"
+
+SILENT = [
+    of(
+        "alarm: parameters are compared with the last save", "engine/alarms.py",
+        "same, since = sums == last.sums, last.called", "same, since = False, last.called",
+        ALARMS + "test_an_optimizer_that_does_not_step_is_told_by_name",
+        "test_a_cached_model_beside_an_optimizer_that_steps_is_told",
+    ),
+    of(
+        "alarm: only with a later step", "engine/alarms.py",
+        "last.watched == watched and _is_later(now, last):", "last.watched == watched:",
+        ALARMS + "test_a_run_that_begins_again_at_an_earlier_step_is_not_told",
+    ),
+    of(
+        "alarm: one parameter that changed is enough", "engine/alarms.py",
+        "    if not told or any(looked.unchanged == 0 for looked in told.values()):\n", "    if not told:\n",
+        ALARMS + "test_one_changed_element_of_one_parameter_is_a_change",
+    ),
+    of(
+        "alarm: no replica is called wrong where two disagree", "engine/alarms.py",
+        "            if 2 * votes > len(held):\n", "            if True:\n",
+        ALARMS + "test_a_replica_that_has_drifted_is_told_with_rank_host_and_name",
+    ),
+    of(
+        "alarm: of three the odd one", "engine/alarms.py",
+        "            if 2 * votes > len(held):\n", "            if False:\n",
+        ALARMS + "test_of_three_replicas_the_odd_one_is_named",
+    ),
+    of(
+        "alarm: what was written is what was held", "engine/alarms.py",
+        "            if _at(brought[writer].wrote, at - low) != held[writer]:\n", "            if False:\n",
+        ALARMS + "test_a_replica_that_has_drifted_is_told_with_rank_host_and_name",
+    ),
+    of(
+        "alarm: NaN and infinity are counted", "engine/alarms.py",
+        "                nonfinite[slot.name] += count\n", "                pass\n",
+        ALARMS + "test_nan_and_infinity_are_counted_by_name",
+    ),
+    of(
+        "alarm: an error fails the save of all groups", "engine/alarms.py",
+        '        if getattr(alarms, kind) == "error":\n', "        if False:\n",
+        ALARMS + "test_it_is_an_error_or_silent_on_request",
+        "test_each_group_of_a_step_is_told_and_an_error_fails_them_all",
+    ),
+    of(
+        "alarm: a failed save is not compared with", "engine/save.py",
+        "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n",
+        "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n"
+        "        self._last = job.last\n",
+        ALARMS + "test_a_failed_save_is_not_what_the_next_is_compared_with",
+    ),
+]  # fmt: skip
+
+HANGING = [
+    of(
+        "hang: a worker that does not answer is given up", "engine/worker_channel.py",
+        "        limit = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000\n",
+        "        limit = None if deadline is None else 60_000\n",
+        WORKER + "test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed",
+    ),
+    of(
+        "hang: a worker that was given up is killed", "engine/worker_client.py",
+        "            process.popen.kill()\n            code = _reaped(process.popen)\n",
+        "            code = None\n",
+        WORKER + "test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed",
+    ),
+    of(
+        "hang: the rank whose worker hangs is named to all", "meeting/round.py",
+        "own, said = error, Said(self.member, error=as_checkpoint_error(error, self.rank))",
+        "own, said = error, Said(self.member, error=as_checkpoint_error(error))",
+        RANKS + "test_a_worker_that_hangs_fails_the_save_on_both_ranks_within_the_limit",
+    ),
+]  # fmt: skip
+
+DISKS = [
+    of(
+        "disk: what a failed write began is removed", "engine/worker_write.py",
+        "    except BaseException:\n        _take_back(undo)\n        raise\n", "    except BaseException:\n        raise\n",
+        WORKER + "test_a_write_that_fails_halfway_leaves_nothing",
+    ),
+    of(
+        "disk: space is reserved before anything is written", "storage/posix_write.py",
+        '            raise storage_error(error, path, f"reserve {size:,} bytes") from error\n', "            pass\n",
+        DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
+    ),
+    of(
+        "disk: a write that fails is an error", "engine/worker_write.py",
+        "    if failures:\n        raise failures[0]\n", "",
+        DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
+    ),
+    of(
+        "disk: a file is durable before its rank says so", "storage/posix_write.py",
+        "            os.fsync(self._fds[0])\n", "",
+        DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
+    ),
+    of(
+        "disk: one rank's error is all ranks'", "meeting/round.py",
+        "                if said.error is not None:  # do not wait for the others\n                    failed = said\n                    raise said.error\n",
+        "                if said.error is not None:\n                    continue\n",
+        DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
+    ),
+    of(
+        "disk: a deletion that the disk refuses ends no run", "manager/retention.py",
+        '            except CheckpointError as error:\n                log.warning("old checkpoints stay for now: %s", error)\n', "            except ZeroDivisionError:\n                pass\n",
+        "tests/manager/test_faulty_disk.py",
+    ),
+    of(
+        "disk: the next save of a manager goes on after a failure", "manager/retention.py",
+        "            self._finished = False\n            return False\n", "            return False\n",
+        "tests/manager/test_faulty_disk.py",
+    ),
+]  # fmt: skip
+
+LATE = [
+    of(
+        "late: an absent rank is named", "meeting/store.py",
+        "            if data is None:\n                raise _absent(sorted(away), self._name, held.point)\n",
+        '            if data is None:\n                raise PeerError("a rank is late")\n',
+        ABSENT + "test_a_late_rank_is_named_in_time_and_hears_of_it",
+        RANKS + "test_a_peer_that_never_comes_is_named_within_the_limit",
+    ),
+    of(
+        "late: absent ranks are named before the ranks have met", "meeting/store.py",
+        "            error = _absent(list(away), name, \"agreeing on a session\")\n",
+        '            error = PeerError("a rank is late")\n',
+        ABSENT + "test_a_late_rank_is_named_in_time_and_hears_of_it",
+    ),
+    of(
+        "late: a rank that comes later hears that the save was given up", "engine/commit.py",
+        "                if meeting.member == leader:\n                    meeting.refuse(point, over, leader=leader)\n",
+        "                pass\n",
+        RANKS + "test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step",
+    ),
+]  # fmt: skip
+
+TWO_JOBS = [
+    of(
+        "jobs: the older job saves no more", "manager/rivals.py",
+        "        if self._over is not None:\n            raise self._over\n", "",
+        JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
+    ),
+    of(
+        "jobs: only the older one", "manager/rivals.py",
+        "        if claim > self._claim:\n", "        if True:\n",
+        JOBS + "test_of_two_jobs_one_goes_on_and_the_other_is_told",
+    ),
+    of(
+        "jobs: a claim is above those before it", "manager/rivals.py",
+        "self._claim = Claim(latest + 1,", "self._claim = Claim(1,",
+        JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
+    ),
+    of(
+        "jobs: those that save to the same directories are seen", "manager/rivals.py",
+        "for its in [*again, way, *(", "for its in [*(",
+        JOBS + "test_of_two_jobs_one_goes_on_and_the_other_is_told",
+    ),
+    of(
+        "jobs: the older job deletes no more", "manager/retention.py",
+        "                if self._rivals is None or self._rivals.look(way):\n                    self.tidy(way)\n",
+        "                if self._rivals is not None:\n                    self._rivals.look(way)\n                self.tidy(way)\n",
+        JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
+    ),
+    of(
+        "jobs: a step of another run is not replaced", "manager/rivals.py",
+        "        if owner not in (None, run):\n", "        if False:\n",
+        JOBS + "test_a_step_of_another_run_is_not_replaced",
+    ),
+    of(
+        "jobs: of two sessions in one directory the earlier is fenced", "checkpoint/commit.py",
+        "    if error is not None:\n        _take_back(stores, fencing_token, attempt, error)\n", "",
+        "tests/engine/test_bad_places.py::test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one",
+    ),
+]  # fmt: skip
+
+WRONG_CLOCKS = [
+    of(
+        "clock: the newest commit stays", "manager/retention.py",
+        "stay = self._keep.kept(found, whole) | {one.path}", "stay = self._keep.kept(found, whole)",
+        RETENTION + "test_what_was_saved_last_stays_though_step_and_clock_say_it_is_old",
+    ),
+    of(
+        "clock: the newest by step stays", "manager/retention.py",
+        "for order in (by_step, by_time):", "for order in (by_time,):",
+        CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
+    ),
+    of(
+        "clock: steps are ordered by their numbers", "manager/book.py",
+        "return sorted(((step, way) for step, way in steps if step is not None), reverse=True)",
+        "return sorted(((s, w) for s, w in steps if s is not None), key=lambda one: -found_at(self.root.join(one[1])).committed_at)",
+        CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
+    ),
+    of(
+        "clock: commits of a directory are ordered by fencing tokens", "checkpoint/leases.py",
+        "        fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1\n",
+        "        fencing_token = time.time_ns() // 10**9\n",
+        CLOCKS + "test_of_saves_to_one_directory_the_last_counts_and_not_the_latest_clock",
+    ),
+    of(
+        "clock: hosts may differ by a minute", "manager/pins.py",
+        "until + _SKEW > time.time_ns()", "until > time.time_ns()",
+        CLOCKS + "test_a_pin_of_a_host_with_another_clock",
+    ),
+    of(
+        "clock: a lease from the future is skipped", "checkpoint/leases.py",
+        "        if lease.taken_at > time.time_ns() + _SKEW:\n", "        if False:\n",
+        "tests/checkpoint/test_leases.py", "tests/checkpoint/test_commit.py", "tests/engine/test_elastic.py",
+    ),
+]  # fmt: skip
+
+SMALL = [
+    of(
+        "small: a worker that is refused memory says so", "engine/worker.py",
+        "            if _lacks_resources(error):\n", "            if False:\n",
+        RESOURCES + "test_with_too_little_memory_a_save_fails_by_name",
+    ),
+    of(
+        "small: a worker that cannot start is named", "engine/worker_client.py",
+        "        except OSError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
+        "        except ZeroDivisionError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
+        RESOURCES + "test_with_too_few_descriptors_each_call_works_or_names_them",
+    ),
+    of(
+        "small: a killed worker is named with the cause", "engine/worker_client.py",
+        'remedy="if it was killed, check whether the host or its cgroup ran out of memory "', 'remedy="if it was killed, try again "',
+        RESOURCES + "test_a_worker_that_its_control_group_kills_is_named_with_the_cause",
+    ),
+]  # fmt: skip
+
+FORKED = [
+    of(
+        "fork: a child does not wait for its parent's save", "engine/job.py",
+        "        if os.getpid() != self._pid and not self.done():\n", "        if False:\n",
+        FORKS + "test_a_child_that_forks_off_in_mid_save_ends_clean_and_the_save_is_committed_once",
+    ),
+    of(
+        "fork: a child does not wait for saves at its exit", "engine/runtime.py",
+        "        if os.getpid() != self._pid:\n            return\n        failed", "        failed",
+        FORKS + "test_a_child_that_forks_off_in_mid_save_ends_clean_and_the_save_is_committed_once",
+    ),
+    of(
+        "fork: a child has no queues", "engine/runtime.py",
+        "            self._queues, self._adopted, self._loaders, self._watching = {}, {}, {}, False\n", "            pass\n",
+        FORKS + "test_a_child_that_is_a_job_of_its_own_saves_elsewhere",
+        "test_a_child_that_forks_off_in_mid_save_ends_clean_and_the_save_is_committed_once",
+    ),
+    of(
+        "fork: a child does not speak for its parent's rank", "engine/runtime.py",
+        "        if group.store is not None and group.store is self._inherited:\n", "        if False:\n",
+        FORKS + "test_a_child_does_not_speak_for_the_rank_that_forked_it",
+    ),
+    of(
+        "fork: a signal to a child is its own", "manager/notice.py",
+        "            after_in_child=partial(_called, Watch.forget, watch),\n", "",
+        FORKS + "test_a_signal_to_a_child_is_no_notice_to_its_parent",
+    ),
+    of(
+        "fork: a child does not end its parent's manager", "manager/manager.py",
+        "        if os.getpid() != self._pid:  # a forked child that unwinds owns nothing here\n            return\n", "",
+        FORKS + "test_a_child_that_leaves_the_managers_block_ends_nothing",
+    ),
+    of(
+        "fork: a child does not save by its parent's manager", "manager/manager.py",
+        "        if os.getpid() != self._pid:\n            raise UsageError(", "        if False:\n            raise UsageError(",
+        FORKS + "test_a_child_that_leaves_the_managers_block_ends_nothing",
+    ),
+    of(
+        "fork: a child does not use its parent's worker", "engine/worker_client.py",
+        "        if os.getpid() != self._owner:\n            raise WorkerError(", "        if False:\n            raise WorkerError(",
+        WORKER + "test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends",
+    ),
+]  # fmt: skip
+
+UPGRADED = [
+    of(
+        "upgrade: a worker of another version is refused", "engine/worker_client.py",
+        "    if version != __version__:\n", "    if False:\n",
+        UPGRADE + "test_a_worker_of_another_version_is_refused_by_name_and_a_restart_goes_on",
+    ),
+    of(
+        "upgrade: a worker loads all that it needs at its start", "engine/worker.py",
+        "            for module in _SERVING:\n                importlib.import_module(module)\n", "",
+        UPGRADE + "test_a_worker_that_has_not_written_yet_goes_on_too",
+    ),
+]  # fmt: skip

@@ -1,0 +1,300 @@
+"""Guards: when a run saves, keeps, resumes and ends."""
+
+# ruff: noqa: E501 - the texts are lines of the code
+from __future__ import annotations
+
+from tests.support.guard_list.guard import Guard, of
+
+__all__ = ["DECIDING", "ENDING", "KEEPING", "RESUMING", "SPACE"]
+
+RETENTION = "tests/manager/test_retention.py::"
+MANAGER = "tests/manager/test_manager.py::"
+SCHEDULE = "tests/manager/test_schedule.py::"
+ROOM = "tests/manager/test_room.py::"
+NOTICE = "tests/manager/test_notice.py::"
+PROGRAM = "tests/manager/test_program.py::"
+
+KEEPING = [
+    of(
+        "keep: the newest must be whole", "manager/retention.py",
+        "        if not whole(one):\n            return []", "        if False:\n            return []",
+        RETENTION + "test_nothing_goes_before_something_newer_is_whole",
+    ),
+    of(
+        "keep: one that is not whole does not count", "manager/retention.py",
+        "count -= whole(one)", "count -= 1",
+        RETENTION + "test_one_that_is_not_whole_does_not_count_towards_n",
+    ),
+    of(
+        "keep: the commit goes before its files", "checkpoint/remove.py",
+        """    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
+    delete_at((place, names[:1]) for place, names in ranks)
+    delete_at((place, names[1:]) for place, names in ranks)
+""",
+        """    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
+    delete_at((place, names[:1]) for place, names in ranks)
+    delete_at((place, names[1:]) for place, names in ranks)
+    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+""",
+        RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
+    ),
+    of(
+        "keep: the record goes before the manifests", "checkpoint/remove.py",
+        """    if doomed.record is not None:
+        top.delete(doomed.record)
+    pairs = list(zip(places, sharded, doomed.groups, strict=True))
+    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+""",
+        """    pairs = list(zip(places, sharded, doomed.groups, strict=True))
+    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    if doomed.record is not None:
+        top.delete(doomed.record)
+""",
+        RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
+    ),
+    of(
+        "keep: a deletion that was cut short is finished", "manager/retention.py",
+        "        if not self._finished and self._keep.last is not None:\n            self.finish()\n",
+        "",
+        RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
+    ),
+    Guard(
+        "keep: a deletion that failed is tried again",
+        (
+            (
+                "smckpt/manager/retention.py",
+                "            except CheckpointError as error:\n                self._finished = False\n",
+                "            except CheckpointError as error:\n",
+            ),
+        ),
+        (RETENTION + "test_a_store_that_fails_is_asked_again_after_the_next_commit",),
+    ),
+    of(
+        "keep: the run's name", "manager/retention.py",
+        "if self.run in (None, mark_of(one))]", "]",
+        RETENTION + "test_what_others_wrote_stays",
+    ),
+    of(
+        "keep: a step that is a link is no step", "storage/posix.py",
+        "deeper = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)",
+        "deeper = os.open(part, _DIRECTORY, dir_fd=fd)",
+        RETENTION + "test_a_link_is_not_followed", "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
+    ),
+    of(
+        "keep: links are looked for before the mark", "checkpoint/remove.py",
+        "        place = contents.storage.join(group.directory)\n        place.refuse_links()\n",
+        "        place = contents.storage.join(group.directory)\n",
+        RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
+    ),
+    of(
+        "keep: links are looked for in all groups before one is deleted", "checkpoint/remove.py",
+        "        for place in stores.all():\n            place.refuse_links()\n    if doomed.record",
+        "        pass\n    if doomed.record",
+        "tests/manager/test_retention.py",
+    ),
+    of(
+        "keep: the second look for pins", "manager/pins.py",
+        "    if _held(top):  # a reader came between our first look and our mark\n",
+        "    if False:\n",
+        RETENTION + "test_who_pins_between_a_look_and_the_mark_is_seen",
+    ),
+    of(
+        "keep: pins are respected at all", "manager/pins.py",
+        "        if type(until) is not int or until + _SKEW > time.time_ns():\n            held = True\n",
+        "        if False:\n            held = True\n",
+        RETENTION + "test_a_pinned_checkpoint_stays_until_its_reader_has_ended",
+    ),
+    of(
+        "keep: a commit that took the step's place is not deleted", "manager/pins.py",
+        "if contents.identity != found.identity or _held(top):", "if _held(top):",
+        "tests/manager/test_retention.py",
+    ),
+    of(
+        "keep: a pin is refused during a deletion", "manager/pins.py",
+        "        if _marks(storage):\n", "        if False:\n",
+        RETENTION + "test_who_pins_what_is_being_deleted_is_told",
+    ),
+    of(
+        "keep: a pin ends by itself", "manager/pins.py",
+        "until + _SKEW > time.time_ns()", "True",
+        RETENTION + "test_the_pin_of_a_reader_that_was_killed_ends",
+    ),
+    of(
+        "keep: a pin that cannot be read holds", "manager/pins.py",
+        "            held = True\n            continue\n", "            continue\n",
+        "tests/manager/test_retention.py",
+    ),
+    of(
+        "keep: names in a mark", "checkpoint/remove.py",
+        "    if parsed is None or parsed.kind not in kinds:\n        raise ValueError(f\"{name!r} is not the name of",
+        "    if False:\n        raise ValueError(f\"{name!r} is not the name of",
+        RETENTION + "test_a_mark_that_leads_elsewhere_deletes_nothing",
+    ),
+    of(
+        "keep: directories in a mark", "storage/base.py",
+        'f"{name!r} leads out of the directory", remedy="use join_url", path=self.url',
+        'f"{name!r} goes elsewhere", remedy="use join_url", path=self.url',
+        RETENTION + "test_a_mark_that_leads_elsewhere_deletes_nothing",
+    ),
+    of(
+        "keep: newest by time too, after a step back", "manager/retention.py",
+        "for order in (by_step, by_time):", "for order in (by_step,):",
+        RETENTION + "test_after_a_step_back_what_is_saved_since_stays",
+    ),
+]  # fmt: skip
+
+RESUMING = [
+    of(
+        "resume: a bad step is given up", "manager/resume.py",
+        "            return True\n        if isinstance(cause, OSError)",
+        "            return False\n        if isinstance(cause, OSError)",
+        MANAGER + "test_the_newest_is_bad_and_all_ranks_go_on_from_the_one_before",
+    ),
+    of(
+        "resume: where nothing loads it is an error", "manager/resume.py",
+        "        if lost:\n", "        if False:\n",
+        MANAGER + "test_where_nothing_loads_the_run_does_not_begin_anew",
+    ),
+    of(
+        "resume: a program that does not fit gets its error", "manager/resume.py",
+        "        cause = cause.__cause__\n    return False", "        cause = cause.__cause__\n    return True",
+        MANAGER + "test_a_program_that_does_not_fit_is_no_reason_to_take_an_older_step",
+    ),
+    of(
+        "resume: what one rank cannot save reaches the others", "manager/manager.py",
+        "            live = Failed(error)  #", "            raise  #",
+        MANAGER + "test_what_one_rank_cannot_save_all_ranks_hear_of",
+    ),
+    of(
+        "resume: another number of ranks loads by name", "manager/manager.py",
+        'same = all(mark.get(name) == now[name] for name in ("ranks", "replicas", "degrees"))',
+        "same = True",
+        "tests/manager/test_ledger.py",
+    ),
+    of(
+        "resume: random generators go on", "manager/manager.py",
+        '        if self._random and own.get("random"):\n', "        if False:\n",
+        PROGRAM + "test_all_of_it_is_exact",
+    ),
+    of(
+        "resume: a failed request to S3 is sent again", "storage/s3/requests.py",
+        "if tries > self.config.retries or", "if True or",
+        "tests/manager/test_s3.py",
+    ),
+]  # fmt: skip
+
+DECIDING = [
+    of(
+        "when: a rank waits for rank 0's decision", "manager/schedule.py",
+        "        elif step > self._plan.settled:\n            self._wait(step)\n", "",
+        SCHEDULE + "test_ranks_of_different_speed_save_the_same_steps",
+    ),
+    of(
+        "when: the wait for rank 0 ends", "manager/schedule.py",
+        "                    if left <= 0:\n", "                    if False:\n",
+        SCHEDULE + "test_ranks_of_different_speed_save_the_same_steps",
+    ),
+    of(
+        "when: the interval is as long as a save", "manager/schedule.py",
+        "ChosenInterval(max(best, write), why)", "ChosenInterval(best, why)",
+        SCHEDULE + "test_no_save_begins_before_the_last_one_has_ended",
+    ),
+    of(
+        "when: an end by signal is no failure", "manager/record.py",
+        'failed = _manager_of(found).get("ended") is None', "failed = True",
+        SCHEDULE + "test_the_failures_of_a_run_stand_in_its_manifests",
+    ),
+    of(
+        "when: a save by hand counts", "manager/schedule.py",
+        "                self._since = time.monotonic()\n", "                pass\n",
+        SCHEDULE + "test_a_save_by_hand_counts",
+    ),
+    of(
+        "when: a loop may ask at some steps only", "manager/schedule.py",
+        "any(asked < save <= step or save == step", "any(save == step",
+        SCHEDULE + "test_a_loop_that_does_not_ask_at_each_step_saves_too",
+    ),
+    of(
+        "when: failures that are allowed", "engine/queue.py",
+        "tolerated = self._failures <= job.request.options.max_consecutive_failures", "tolerated = False",
+        MANAGER + "test_failures_that_are_allowed_end_no_run",
+    ),
+    of(
+        "when: failures are given once", "manager/manager.py",
+        "    if given.max_consecutive_failures:\n", "    if False:\n",
+        MANAGER + "test_an_argument_that_cannot_be_is_refused",
+    ),
+]  # fmt: skip
+
+SPACE = [
+    of(
+        "space: a step that does not fit is refused", "manager/room.py",
+        "    if step > room.nbytes:\n", "    if False:\n",
+        ROOM + "test_a_step_that_does_not_fit_is_refused_before_anything_is_written",
+    ),
+    of(
+        "space: one step more than the rules keep", "manager/room.py",
+        "needed = (stay + 1) * step", "needed = stay * step",
+        ROOM + "test_what_the_rules_keep_must_fit_too",
+    ),
+    of(
+        "space: what this run has saved counts as free", "manager/room.py",
+        "if needed > room.nbytes + saved():", "if needed > room.nbytes:",
+        ROOM + "test_the_best_are_kept_too_and_what_this_run_has_saved_may_go",
+    ),
+    of(
+        "space: a file system without a size", "manager/room.py",
+        "    if not told.f_blocks:\n        return None\n", "",
+        ROOM + "test_a_file_system_without_a_size_tells_nothing",
+    ),
+    of(
+        "space: the quota", "manager/room.py",
+        "    if quota is not None:\n", "    if False:\n",
+        ROOM + "test_the_smaller_of_quota_and_file_system_counts",
+    ),
+]  # fmt: skip
+
+ENDING = [
+    of(
+        "end: a signal on one rank reaches all", "manager/notice.py",
+        'return transport.keys.peek("notice") if isinstance(transport, OverStore) else None', "return None",
+        NOTICE + "test_a_signal_on_one_rank_is_enough",
+    ),
+    of(
+        "end: the furthest step counts", "manager/notice.py",
+        "lambda brought: max(brought().values())", "lambda brought: min(brought().values())",
+        NOTICE + "test_a_signal_on_one_rank_is_enough",
+    ),
+    of(
+        "end: a loop waits for the decision", "manager/notice.py",
+        "            self._decided.wait()\n", "            pass\n",
+        NOTICE + "test_a_manager_that_is_closed_leaves_no_loop_waiting",
+    ),
+    of(
+        "end: a dead rank is named before the time is over", "manager/notice.py",
+        "timeout=notice.grace / 3,", "timeout=notice.grace * 3,",
+        NOTICE + "test_a_rank_that_is_dead_holds_nobody_up",
+    ),
+    of(
+        "end: the process ends when the time is over", "manager/notice.py",
+        "        self._timer.start()\n", "",
+        NOTICE + "test_an_open_manager_ends_the_process_when_the_time_is_over",
+    ),
+    of(
+        "end: a thread that fails ends the process", "manager/notice.py",
+        '                self._end(f"the ranks cannot agree on a last step: {error}")\n', "                pass\n",
+        NOTICE + "test_a_thread_that_fails_leaves_no_loop_waiting",
+    ),
+    of(
+        "end: a thread that fails releases the loop", "manager/notice.py",
+        "            self._decided.set()\n", "            pass\n",
+        NOTICE + "test_a_thread_that_fails_leaves_no_loop_waiting",
+        "test_a_manager_that_is_closed_leaves_no_loop_waiting",
+    ),
+    of(
+        "end: a closed manager ends no process", "manager/notice.py",
+        "            self._timer.cancel()\n", "            pass\n",
+        NOTICE + "test_a_manager_that_is_closed_ends_no_process",
+    ),
+]  # fmt: skip

@@ -1,0 +1,243 @@
+"""Guards: repair and resharding."""
+
+# ruff: noqa: E501 - the texts are lines of the code
+from __future__ import annotations
+
+from tests.support.guard_list.guard import of
+
+__all__ = ["MENDING", "REPAIR"]
+
+FINISH = "tests/checkpoint/test_finish.py::"
+MEND = "tests/checkpoint/test_mend.py::"
+RESHARD = "tests/checkpoint/test_reshard.py::"
+
+REPAIR = [
+    of(
+        "repair: every byte is read before the commit", "checkpoint/repair.py",
+        "        left = tuple(Left(fault.path, fault.what, remedy) for fault in faults)\n    if left",
+        "        left = ()\n    if left",
+        FINISH + "test_a_save_of_which_a_bit_is_wrong_is_not_committed",
+    ),
+    of(
+        "repair: a claim that a killed repair left is released", "checkpoint/repair.py",
+        "        if claimed(place, group.manifest.attempt):\n", "        if False:\n",
+        FINISH + "test_a_commit_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
+    ),
+    of(
+        "repair: the claim ends with the repair", "checkpoint/finish.py",
+        "            release(one.storage, one.name)\n", "            pass\n",
+        FINISH + "test_parts_whose_coordinator_died_are_committed",
+        "test_a_step_of_groups_is_committed_wherever_its_lead_died",
+    ),
+    of(
+        "repair: the claim", "checkpoint/finish.py",
+        "            if not claim(one.storage, one.name):\n", "            if False:\n",
+        FINISH + "test_a_session_that_wakes_up_at_any_moment_loses_nothing",
+        "test_what_another_run_gave_up_is_left_to_it",
+    ),
+    of(
+        "repair: a session looks for the claim before it takes files back", "checkpoint/commit.py",
+        "if (not raised and claimed(storage, attempt)) or max(", "if max(",
+        FINISH + "test_a_session_that_wakes_up_at_any_moment_loses_nothing",
+    ),
+    of(
+        "repair: a session keeps what it has committed", "checkpoint/commit.py",
+        "        elif not tokens:\n", "        else:\n",
+        FINISH + "test_what_a_session_has_committed_it_does_not_take_back",
+    ),
+    of(
+        "repair: the second look after the lease", "checkpoint/finish.py",
+        "        _refuse_changed(top, step, groups)\n", "",
+        FINISH + "test_a_session_that_commits_while_the_bytes_are_read_is_not_overtaken",
+    ),
+    of(
+        "repair: later leases, before and after the parts are read", "checkpoint/finish.py",
+        "            if (error := later_run(place, token, urls)) is not None:\n", "            if error := None:\n",
+        FINISH + "test_a_run_that_takes_a_lease_meanwhile_ends_the_repair",
+    ),
+    of(
+        "repair: a later lease is not overtaken", "checkpoint/unfinished.py",
+        "if _follows(one, last) and _newer(one, commit)]", "if _newer(one, commit)]",
+        FINISH + "test_a_later_run_that_has_taken_a_lease_is_not_overtaken",
+    ),
+    of(
+        "repair: the sweep leaves what is claimed", "checkpoint/sweep.py",
+        "        if not raise_fence(storage, attempt) and claimed(storage, attempt):\n",
+        "        if not raise_fence(storage, attempt) and False:\n",
+        FINISH + "test_a_sweep_leaves_what_a_repair_has_claimed",
+    ),
+    of(
+        "repair: the number of a session", "checkpoint/unfinished.py",
+        "            return one.number > manifest.number\n", "            return True\n",
+        FINISH + "test_a_lower_number_of_the_session_that_has_committed_is_over",
+    ),
+    of(
+        "repair: an absent part", "checkpoint/unfinished.py",
+        "    if best.absent or best.damage:\n        return _incomplete([best], top)\n", "",
+        FINISH + "test_a_save_of_which_a_file_is_missing_is_named",
+        "test_forged_parts_are_refused_and_nothing_is_written",
+    ),
+    of(
+        "repair: an absent part of a group", "checkpoint/unfinished.py",
+        "    if absent := [one for one in chosen if one.absent or one.damage]:\n", "    if absent := []:\n",
+        FINISH + "test_a_group_that_lacks_a_part_keeps_the_step_uncommitted",
+    ),
+    of(
+        "repair: a file that is missing or cut", "checkpoint/unfinished.py",
+        "            _refuse_cut(part, store.url, sizes[store.url])\n", "",
+        FINISH + "test_a_save_of_which_a_file_is_missing_is_named",
+    ),
+    of(
+        "repair: groups agree on step and kind", "checkpoint/unfinished.py",
+        "        if len(set(said.values())) > 1:\n", "        if False:\n",
+        FINISH + "test_groups_that_do_not_agree_are_not_joined",
+    ),
+    of(
+        "repair: a group without this number", "checkpoint/unfinished.py",
+        "    if empty := [way for way, group in zip(ways, here, strict=True) if not group]:\n",
+        "    if empty := []:\n",
+        FINISH + "test_groups_of_two_numbers_are_not_joined",
+    ),
+    of(
+        "repair: a rank in two groups", "checkpoint/unfinished.py",
+        "    if len(set(ranks)) != len(ranks):\n        return Refusal(\"a rank is in two",
+        "    if False:\n        return Refusal(\"a rank is in two",
+        "tests/checkpoint/test_finish.py",
+    ),
+    of(
+        "repair: the groups are those of the lease", "checkpoint/unfinished.py",
+        "    if last is not None and last.ranks and set(ranks) != last.ranks:\n", "    if False:\n",
+        "tests/checkpoint/test_finish.py",
+    ),
+    of(
+        "repair: a step that is recorded, or leases, tie the groups", "checkpoint/unfinished.py",
+        "    if chosen[0].step is None and not tied:\n", "    if False:\n",
+        "tests/checkpoint/test_finish.py",
+    ),
+    of(
+        "repair: two sessions that nothing orders", "checkpoint/unfinished.py",
+        "    if len(sessions) > 1:\n        return None\n", "",
+        "tests/checkpoint/test_finish.py",
+    ),
+    of(
+        "repair: without a lease nothing is guessed", "checkpoint/unfinished.py",
+        "        if not best.token or above is None:\n", "        if False:\n",
+        FINISH + "test_without_a_lease_nothing_is_guessed",
+    ),
+    of(
+        "repair: groups that no lease names", "checkpoint/unfinished.py",
+        "    if not found:\n        return _groups_unknown(top)\n", "    if not found:\n        return None\n",
+        FINISH + "test_groups_that_no_lease_names_are_given_by_the_user",
+    ),
+    of(
+        "repair: one group of a step, by the lease above", "checkpoint/unfinished.py",
+        '        if above is not None and above != "":\n', "        if False:\n",
+        FINISH + "test_one_group_of_a_step_is_never_committed_alone",
+    ),
+    of(
+        "repair: one group of a step, by its meshes", "checkpoint/finish.py",
+        "    if told:\n        _refuse_others(catalogue, step, top.url)\n", "",
+        FINISH + "test_one_group_of_a_step_is_never_committed_alone",
+    ),
+    of(
+        "repair: what a part's name says", "checkpoint/unfinished.py",
+        "        if parsed is None or said != (parsed.session, parsed.number, parsed.rank):\n", "        if parsed is None:\n",
+        FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
+    ),
+    of(
+        "repair: a part's rank is of its group", "checkpoint/unfinished.py",
+        "        if part.rank not in part.group_ranks:\n", "        if False:\n",
+        FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
+    ),
+    of(
+        "repair: a part's files are its own", "checkpoint/unfinished.py",
+        "            if its is None or (its.session, its.number, its.rank, its.file) != (*said, number):\n",
+        "            if False:\n",
+        FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
+    ),
+    of(
+        "repair: a forged table is damage", "checkpoint/finish.py",
+        "    except SENSELESS as error:  # what a rank", "    except ZeroDivisionError as error:  # what a rank",
+        FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
+    ),
+]  # fmt: skip
+
+MENDING = [
+    of(
+        "mend: a donor's block is compared", "checkpoint/mend.py",
+        "return data if crc64(data) == value else None", "return data",
+        MEND + "test_a_source_that_is_forged_gives_nothing",
+    ),
+    of(
+        "mend: a donor's part is compared", "checkpoint/mend.py",
+        "            if right(data):\n                return data\n", "            if True:\n                return data\n",
+        MEND + "test_a_source_that_is_forged_gives_nothing",
+    ),
+    of(
+        "mend: what was written is read back", "checkpoint/mend.py",
+        "    _read_back(storage, name, damage, expected)\n", "",
+        MEND + "test_a_disk_that_gives_other_bytes_back_is_told",
+    ),
+    of(
+        "mend: no link is followed", "checkpoint/mend.py",
+        "    storage.refuse_links()\n    storage.discard", "    storage.discard",
+        MEND + "test_several_groups_and_links",
+    ),
+    of(
+        "mend: the file takes its name when it is whole", "checkpoint/mend.py",
+        "    writer = damage.storage.create_file(damage.name, size, replace=True)\n",
+        "    damage.storage.delete(damage.name)\n"
+        "    writer = damage.storage.create_file(damage.name, size, replace=True)\n",
+        MEND + "test_a_mend_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
+    ),
+    of(
+        "mend: what a killed repair began is removed", "checkpoint/mend.py",
+        "    storage.discard_unfinished([name])  # of a repair that was killed\n", "",
+        MEND + "test_a_mend_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
+    ),
+    of(
+        "mend: blocks of several donors", "checkpoint/mend.py",
+        "            if likely and place.block(number, length, value) is not None:\n                return place\n",
+        "            return place if likely and place.block(number, length, value) is not None else None\n",
+        MEND + "test_a_copy_that_is_damaged_elsewhere_gives_its_good_blocks",
+    ),
+    of(
+        "mend: other steps are donors", "checkpoint/repair.py",
+        "others = [contents, *_readable(sources, contents), *_beside(contents)]",
+        "others = [contents, *_readable(sources, contents)]",
+        MEND + "test_equal_blocks_of_another_step_are_found_beside_it",
+    ),
+    of(
+        "mend: other files of the checkpoint are donors", "checkpoint/repair.py",
+        "others = [contents, *_readable(sources, contents), *_beside(contents)]",
+        "others = [*_readable(sources, contents), *_beside(contents)]",
+        MEND + "test_a_replica_s_equal_file_is_found_in_the_checkpoint_itself",
+    ),
+    of(
+        "mend: a file of which a block is nowhere stays", "checkpoint/mend.py",
+        "return self.data is not None or (bool(self.sums) and not self.missing)",
+        "return self.data is not None or bool(self.sums)",
+        MEND + "test_what_cannot_be_mended_is_named_with_rank_bytes_and_tensors",
+    ),
+    of(
+        "mend: the checksums belong to the file", "checkpoint/mend.py",
+        "return -1 not in sums and hex64(combined(sums, self._record.size)) == self._record.crc64",
+        "return -1 not in sums",
+        "tests/checkpoint/test_mend.py",
+    ),
+    of(
+        "reshard: a failed reshard leaves nothing", "checkpoint/reshard.py",
+        "        discard_attempt(PrefixStores(storage, None), writer.attempt)\n        raise\n", "        raise\n",
+        RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
+    ),
+    of(
+        "reshard: one group of a step", "checkpoint/reshard.py",
+        "    if not catalogue.whole:\n", "    if False:\n",
+        RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
+    ),
+    of(
+        "reshard: an empty target", "checkpoint/reshard.py",
+        "    if storage.list() or storage.list_dirs():\n", "    if False:\n",
+        RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
+    ),
+]  # fmt: skip

@@ -254,6 +254,38 @@ def test_groups_of_two_numbers_are_not_joined(tmp_path: Path) -> None:
     assert step.token == 1
 
 
+def parts_of(at: Path, groups: dict[str, tuple[int, ...]], **part: Any) -> None:
+    """What groups have written of one step; nobody holds a lease."""
+    for index, (name, ranks) in enumerate(groups.items()):
+        state = made() if groups == GROUPS else None
+        Group(at / name, ranks, session=f"{index:012x}", state=state).write(0, **part)
+
+
+def test_groups_that_share_a_rank_are_not_joined(tmp_path: Path) -> None:
+    parts_of(tmp_path, {"part0": (0, 1), "part1": (1, 2)}, step=20)
+    assert "a rank is in two of the groups" in refused(tmp_path, groups=["part0", "part1"])
+
+
+def test_groups_of_other_ranks_than_the_lease_names_are_not_joined(tmp_path: Path) -> None:
+    parts_of(tmp_path, {"part0": (0, 2), "part1": (1, 5)}, step=20)
+    urls = [str(tmp_path / name) for name in GROUPS]
+    take_lease(Access(), str(tmp_path), B, "host", urls, ranks=(0, 1, 2, 3))
+    assert "not those of the lease" in refused(tmp_path)
+
+
+def test_groups_that_nothing_ties_together_are_not_joined(tmp_path: Path) -> None:
+    parts_of(tmp_path, GROUPS, step=None)
+    urls = [str(tmp_path / name) for name in GROUPS]
+    take_lease(Access(), str(tmp_path), B, "host", urls, ranks=(0, 1, 2, 3))
+    assert "they record no step" in refused(tmp_path)
+
+
+def test_of_two_sessions_that_nothing_orders_none_is_chosen(tmp_path: Path) -> None:
+    for session in (A, B):
+        Group(tmp_path, (0, 1), session=session).write(0, step=20)
+    assert "several sessions left parts" in refused(tmp_path)
+
+
 # -- killed ----------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ KEEPING = [
         "keep: links are looked for in all groups before one is deleted", "checkpoint/remove.py",
         "        for place in stores.all():\n            place.refuse_links()\n    if doomed.record",
         "        pass\n    if doomed.record",
-        "tests/manager/test_retention.py",
+        RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(
         "keep: the second look for pins", "manager/pins.py",
@@ -108,7 +108,7 @@ KEEPING = [
     of(
         "keep: a commit that took the step's place is not deleted", "manager/pins.py",
         "if contents.identity != found.identity or _held(top):", "if _held(top):",
-        "tests/manager/test_retention.py",
+        RETENTION + "test_a_step_that_was_saved_anew_meanwhile_is_not_deleted",
     ),
     of(
         "keep: a pin is refused during a deletion", "manager/pins.py",
@@ -123,7 +123,7 @@ KEEPING = [
     of(
         "keep: a pin that cannot be read holds", "manager/pins.py",
         "            held = True\n            continue\n", "            continue\n",
-        "tests/manager/test_retention.py",
+        RETENTION + "test_a_pin_or_a_mark_that_is_too_long_is_not_read",
     ),
     of(
         "keep: names in a mark", "checkpoint/remove.py",
@@ -202,7 +202,7 @@ DECIDING = [
     ),
     of(
         "when: an end by signal is no failure", "manager/record.py",
-        'failed = _manager_of(found).get("ended") is None', "failed = True",
+        'failed = _manager_of(found.metadata).get("ended") is None', "failed = True",
         SCHEDULE + "test_the_failures_of_a_run_stand_in_its_manifests",
     ),
     of(

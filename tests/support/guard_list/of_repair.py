@@ -102,22 +102,22 @@ REPAIR = [
         "repair: a rank in two groups", "checkpoint/unfinished.py",
         "    if len(set(ranks)) != len(ranks):\n        return Refusal(\"a rank is in two",
         "    if False:\n        return Refusal(\"a rank is in two",
-        "tests/checkpoint/test_finish.py",
+        FINISH + "test_groups_that_share_a_rank_are_not_joined",
     ),
     of(
         "repair: the groups are those of the lease", "checkpoint/unfinished.py",
         "    if last is not None and last.ranks and set(ranks) != last.ranks:\n", "    if False:\n",
-        "tests/checkpoint/test_finish.py",
+        FINISH + "test_groups_of_other_ranks_than_the_lease_names_are_not_joined",
     ),
     of(
         "repair: a step that is recorded, or leases, tie the groups", "checkpoint/unfinished.py",
         "    if chosen[0].step is None and not tied:\n", "    if False:\n",
-        "tests/checkpoint/test_finish.py",
+        FINISH + "test_groups_that_nothing_ties_together_are_not_joined",
     ),
     of(
         "repair: two sessions that nothing orders", "checkpoint/unfinished.py",
         "    if len(sessions) > 1:\n        return None\n", "",
-        "tests/checkpoint/test_finish.py",
+        FINISH + "test_of_two_sessions_that_nothing_orders_none_is_chosen",
     ),
     of(
         "repair: without a lease nothing is guessed", "checkpoint/unfinished.py",

@@ -204,6 +204,15 @@ def _tidy(
             )
             if over and lease.scope <= urls:
                 place.delete(lease.name)
+        if place.is_file_system:  # what a creation could not remove, as the disk failed
+            place.discard_unfinished(
+                [
+                    name
+                    for name in place.list_unfinished()
+                    if (its := parse_name(name)) is not None
+                    and (its.session in sessions or its.fencing_token == fencing_token)
+                ]
+            )
     for stores in sharded:
         for place in stores.all()[1:]:
             place.remove_directory()

@@ -182,4 +182,6 @@ def _held(storage: Storage) -> bool:
 
 def _end(top: Storage, mark: str) -> None:
     top.delete(mark)
+    if top.is_file_system:
+        top.discard_unfinished([mark])
     top.remove_directory()

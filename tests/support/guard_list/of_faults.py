@@ -20,6 +20,7 @@ __all__ = [
 RETENTION = "tests/manager/test_retention.py::"
 ALARMS = "tests/engine/test_alarms.py::"
 DISK = "tests/engine/test_faulty_disk.py::"
+MANAGER_DISK = "tests/manager/test_faulty_disk.py::"
 FORKS = "tests/engine/test_forks.py::"
 UPGRADE = "tests/engine/test_upgrade.py::"
 RESOURCES = "tests/engine/test_resources.py::"
@@ -135,9 +136,14 @@ DISKS = [
         "tests/manager/test_faulty_disk.py",
     ),
     of(
-        "disk: the next save of a manager goes on after a failure", "manager/retention.py",
-        "            self._finished = False\n            return False\n", "            return False\n",
-        "tests/manager/test_faulty_disk.py",
+        "disk: what a creation could not remove goes with its step", "checkpoint/remove.py",
+        "        if place.is_file_system:  # what a creation", "        if False:  # what a creation",
+        MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
+    ),
+    of(
+        "disk: so does what is left of its mark", "manager/pins.py",
+        "    if top.is_file_system:\n", "    if False:\n",
+        MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
 ]  # fmt: skip
 

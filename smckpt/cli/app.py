@@ -18,6 +18,7 @@ import click
 
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
+from smckpt.cli.chaos import chaos
 from smckpt.cli.compare import diff
 from smckpt.cli.convert import convert
 from smckpt.cli.output import (
@@ -413,5 +414,8 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     )
 
 
-for command in (browse, convert, diff, doctor, prove, prune, repair, reshard, run, status, verify):
+for command in (
+    *(browse, chaos, convert, diff, doctor, prove),
+    *(prune, repair, reshard, run, status, verify),
+):
     app.add_command(command)

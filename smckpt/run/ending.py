@@ -64,13 +64,16 @@ def run(
     directory: Path | None = None,
     grace: float = 0.0,
     stdout: int | None = None,
+    stderr: int | None = None,
+    inherited: Collection[int] = (),
     until: Callable[[], bool] | None = None,
 ) -> int:
     """Run a command and return its exit status. No process that it started outlives it.
 
     Args:
         grace: seconds that the command has to end by itself after a signal, which is passed on.
-        stdout: a file descriptor instead of our own stdout.
+        stdout, stderr: file descriptors instead of our own stdout and stderr.
+        inherited: further descriptors that the command gets.
         until: called again and again; when it returns True or raises, all processes of the command
             are killed.
     """
@@ -78,8 +81,9 @@ def run(
     try:
         # a session of its own: Ctrl-C reaches us alone, and we pass it on
         process = subprocess.Popen(
-            command, cwd=directory, env=environment, stdout=stdout, start_new_session=True
-        )
+            command, cwd=directory, env=environment, stdout=stdout, stderr=stderr,
+            pass_fds=tuple(inherited), start_new_session=True,
+        )  # fmt: skip
         try:
             while until is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

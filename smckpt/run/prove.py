@@ -3,29 +3,23 @@ runs it again without a kill, and compares the checkpoints of both."""
 
 from __future__ import annotations
 
-import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from smckpt.checkpoint.compare import Compared, compare_checkpoints
-from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
-from smckpt.run import ending
-from smckpt.storage.urls import is_local, join_url, local_path
-
-__all__ = ["PLACEHOLDER", "VARIABLE", "ProofResult", "Proving"]
-
-PLACEHOLDER = "{root}"
-VARIABLE = "SMCKPT_PROVE_ROOT"
-_SHARE = 10  # at most one part in this many of the time is spent looking
-_HOW = (
-    f"write {PLACEHOLDER} into the command where it names the directory of checkpoints, let the "
-    f"script read {VARIABLE}, or pass --chdir if it saves below its working directory"
+from smckpt.checkpoint.compare import Compared
+from smckpt.errors import UsageError
+from smckpt.run.trials import (
+    NOT_DETERMINISTIC,
+    Script,
+    Watch,
+    compare_runs,
+    difference_text,
+    refuse_nameless,
 )
+
+__all__ = ["ProofResult", "Proving"]
 
 
 @dataclass(frozen=True)
@@ -60,18 +54,7 @@ class ProofResult:
             ) + (f"; not compared: {', '.join(found.ignored)}" if found.ignored else "")
         text = f"not exact: {self.why}" if self.why else "not exact:"
         if not found.equal:
-            first = found.differences[0]
-            whose = f" of {first.holder}" if first.holder else ""
-            text += f"{';' if self.why else ''} at step {self.step}, {first.name}{whose}: "
-            text += f"{first.text} (A resumed, B uninterrupted)"
-            names = dict.fromkeys(one.name for one in found.differences)
-            # show one per-rank tensor and one shared tensor too
-            kinds = {(one.what == "bits", bool(one.holder)): one.name
-                     for one in reversed(found.differences)}  # fmt: skip
-            others = [name for name in kinds.values() if name != first.name]
-            more = len(names) - 1 - len(others)
-            text += f"; also {', '.join(others[::-1])}" if others else ""
-            text += f" and {more} more" if more else ""
+            text += f"{';' if self.why else ''} {difference_text(self.step, found)}"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +84,6 @@ class Proving:
     timeout: float
     ignore: Sequence[str]
     say: Callable[[str], None]
-    _scratch: str = field(default="", init=False)
 
     def prove(self) -> ProofResult:
         """
@@ -112,80 +94,41 @@ class Proving:
         """
         with tempfile.TemporaryDirectory(
             prefix="smckpt-prove-", ignore_cleanup_errors=True
-        ) as self._scratch:
-            killed = self._watch("interrupted")
+        ) as scratch:
+            script = Script(self.command, self.root, self.chdir, scratch, self.say)
+            killed = script.watch("interrupted", self.timeout)
             self.say("run 1 of 3: until a step is committed, then SIGKILL")
-            status = self._run(killed, self._reached)
+            status = script.run(killed, lambda: killed.due() and self._reached(killed))
             killed.look()
             if not killed.killed:
-                self._refuse_end(killed, status)
+                self._refuse_end(script, killed, status)
             before = killed.newest
             self.say(f"killed at the commit of step {before.step}; run 2 of 3: the same command")
-            resumed = self._watch("interrupted")
-            self._finish(resumed, "the resumed run")
+            resumed = self._finished(script, "interrupted", "the resumed run")
             self.say("run 3 of 3: the same command elsewhere, without a kill")
-            whole = self._watch("uninterrupted")
-            self._finish(whole, "the uninterrupted run")
+            whole = self._finished(script, "uninterrupted", "the uninterrupted run")
         return _compared(killed, resumed, whole, self.ignore)
 
-    def _watch(self, name: str) -> _Watch:
-        root = join_url(self.root, name)
-        if is_local(root):
-            Path(local_path(root)).mkdir(parents=True, exist_ok=True)
-        return _Watch(root, self.timeout, self.say)
-
-    def _reached(self, watch: _Watch) -> bool:
+    def _reached(self, watch: Watch) -> bool:
+        refuse_nameless(watch.found)
         steps = [one.step for one in watch.found if one.step is not None]
-        if watch.found and not steps:
-            raise UsageError(
-                f"{watch.found[-1]} records no step, so steps of two runs cannot be matched",
-                remedy="pass step= to the save, or put a whole number 'step' into the state",
-            )
         watch.killed = any(self.kill_at is None or step >= self.kill_at for step in steps)
         return watch.killed
 
-    def _run(self, watch: _Watch, reached: Callable[[_Watch], bool]) -> int:
-        root = local_path(watch.root) if is_local(watch.root) else watch.root.rstrip("/")
-        command = [part.replace(PLACEHOLDER, root) for part in self.command]
-        if self.chdir:
-            command = [os.path.abspath(part) if os.path.exists(part) else part for part in command]
-
-        def until() -> bool:
-            return watch.due() and reached(watch)
-
-        try:
-            return ending.run(
-                command,
-                environment={**os.environ, VARIABLE: root, "TMPDIR": self._scratch},
-                directory=Path(root) if self.chdir else None,
-                stdout=2,  # only the verdict goes to stdout
-                until=until,
-            )
-        except OSError as error:
-            raise UsageError(
-                f"the command cannot be started: {error.strerror}", path=command[0],
-                remedy="write the command after --, as in a shell",
-            ) from error  # fmt: skip
-
-    def _finish(self, watch: _Watch, name: str) -> None:
-        status = self._run(watch, lambda _: False)
+    def _finished(self, script: Script, place: str, name: str) -> Watch:
+        watch = script.watch(place, self.timeout)
+        status = script.run(watch, lambda: watch.due() and False)
         watch.look()
-        if status:
-            raise UsageError(
-                f"{name} ended with status {status}",
-                remedy="its output is above: the command must end with status 0 by itself",
-            )
-        if not watch.found:
-            watch.refuse_elsewhere(f"{name} ended and has committed nothing below {watch.root}")
+        script.refuse_end(watch, name, status)
+        return watch
 
-    def _refuse_end(self, watch: _Watch, status: int) -> NoReturn:
+    def _refuse_end(self, script: Script, watch: Watch, status: int) -> NoReturn:
         if status:
             raise UsageError(
                 f"the first run ended with status {status} before it could be killed",
                 remedy="its output is above: the command must end with status 0 by itself",
             )
-        if not watch.found:
-            watch.refuse_elsewhere(f"the script ended and has committed nothing below {watch.root}")
+        script.refuse_end(watch, "the script", status)
         steps = ", ".join(str(one.step) for one in watch.found)
         raise UsageError(
             f"the script ended before it could be killed; it has committed steps {steps}",
@@ -193,85 +136,7 @@ class Proving:
         )
 
 
-class _Watch:
-    """The commits of a run, found from names below its root."""
-
-    def __init__(self, root: str, timeout: float, say: Callable[[str], None]) -> None:
-        self.root = root
-        self.killed = False
-        self.found: list[FoundCheckpoint] = find_checkpoints(root)
-        self.before = {(one.path, one.identity) for one in self.found}
-        self.fresh: dict[tuple[str, str], FoundCheckpoint] = {}
-        self._say = say
-        self._timeout = timeout
-        self._began = time.monotonic()
-        self._clock = time.time_ns()
-        self._next = self._next_there = 0.0
-        self._warned = False
-
-    @property
-    def newest(self) -> FoundCheckpoint:
-        return max(
-            (one for one in self.found if one.step is not None), key=lambda one: one.step or 0
-        )
-
-    def due(self) -> bool:
-        """Look again if the last look was long enough ago. Returns whether it looked.
-
-        Raises:
-            UsageError: the run's time is over.
-        """
-        began = time.monotonic()
-        if began - self._began > self._timeout:
-            what = f"after {self._timeout:g} s the run had not ended"
-            if not self.fresh:
-                self.refuse_elsewhere(f"{what} and had committed nothing below {self.root}")
-            raise UsageError(what, remedy="pass a longer --timeout, or train fewer steps")
-        if began < self._next:
-            return False
-        self.look()
-        self._next = began + _SHARE * (time.monotonic() - began)
-        if not self.fresh and not self._warned and began >= self._next_there:
-            self._warn_elsewhere()
-            now = time.monotonic()
-            self._next_there = now + max(1.0, _SHARE * (now - began))
-        return True
-
-    def look(self) -> None:
-        self.found = find_checkpoints(self.root)
-        for one in self.found:
-            if (one.path, one.identity) not in self.before:
-                self.fresh[one.path, one.identity] = one
-
-    def _warn_elsewhere(self) -> None:
-        there = self._elsewhere()
-        if there is not None:
-            self._warned = True
-            self._say(f"{there} was committed, and nothing yet below {self.root}; {_HOW}")
-
-    def _elsewhere(self) -> FoundCheckpoint | None:
-        """A checkpoint that was committed meanwhile below the working directory, but not below the
-        root."""
-        here = os.getcwd()
-        try:
-            found = find_checkpoints(here, depth=2)
-        except CheckpointError:
-            return None
-        own = local_path(self.root) if is_local(self.root) else ""
-        for one in found:
-            outside = not own or not Path(one.path).is_relative_to(Path(own).parent)
-            if one.committed_at > self._clock and outside:
-                return one
-        return None
-
-    def refuse_elsewhere(self, what: str) -> NoReturn:
-        there = self._elsewhere()
-        if there is not None:
-            what += f"; it has written elsewhere: {there}"
-        raise CheckpointNotFoundError(what, remedy=_HOW)
-
-
-def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[str]) -> ProofResult:
+def _compared(killed: Watch, resumed: Watch, whole: Watch, ignore: Sequence[str]) -> ProofResult:
     """Compare the steps that both runs have kept, oldest first, until one differs."""
     at = killed.newest.step
     assert at is not None
@@ -298,11 +163,9 @@ def _compared(killed: _Watch, resumed: _Watch, whole: _Watch, ignore: Sequence[s
         why = f"it did not resume: after its restart it saved step {again[0]} again"
     elif max(ours) != max(theirs):
         why = f"the last step is {max(ours)} with the kill and {max(theirs)} without it"
-    for step in common:
-        comparison = compare_checkpoints(ours[step], theirs[step], ignore=ignore)
-        if not comparison.equal:
-            break
+    compared = compare_runs(resumed.found, whole.found, ignore)
+    assert compared is not None
+    step, comparison = compared
     if not comparison.equal and step <= at and not again:
-        why = "the two runs differ before the kill, so the script is not deterministic "
-        why += "(seed every generator, or pass names that do not matter to --ignore)"
+        why = NOT_DETERMINISTIC
     return ProofResult(at, step, comparison, why)

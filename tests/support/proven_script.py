@@ -1,4 +1,5 @@
-"""A training on two ranks, for `smckpt prove`; an argument tells what it forgets."""
+"""A training on two ranks, for `smckpt prove` and `chaos`; arguments tell what it forgets, and how
+many steps it keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def main(root: str, forgets: str) -> None:
+def main(root: str, forgets: str, keeps: str = "") -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 6))
@@ -31,15 +32,16 @@ def main(root: str, forgets: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "losses": []}
     seed(dist.get_rank())
-    lives = Path(root).name == "uninterrupted"
-    with CheckpointManager(root, interval=2) as manager:
+    waits = Path(root).name == "interrupted"  # as prove names it
+    keep = int(keeps) if keeps else None
+    with CheckpointManager(root, interval=2, keep_last_n=keep) as manager:
         step = began = manager.restore(into=state)
         if began and "scheduler" in forgets:
             state["scheduler"] = scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         if began and "random" in forgets:
             seed(dist.get_rank())
         while step < 6:
-            if step == 3 and not began and not lives:
+            if step == 3 and not began and waits:
                 signal.pause()  # until it is killed, at the commit of step 2
             batch = torch.randn(4, 6)
             loss = (model(batch) - batch).square().mean()

@@ -28,7 +28,8 @@ LATER = (
     # alarms
     "engine/alarms.py", "staging/sums.py",
     # comparison of checkpoints, repair
-    "checkpoint/compare.py", "checkpoint/difference.py", "cli/compare.py", "cli/prove.py",
+    "checkpoint/compare.py", "checkpoint/difference.py", "cli/chaos.py", "cli/compare.py",
+    "cli/prove.py", "cli/trials.py",
     "checkpoint/finish.py", "checkpoint/mend.py", "checkpoint/repair.py",
     "checkpoint/unfinished.py", "cli/repair.py", "checkpoint/reshard.py", "cli/reshard.py",
 )  # fmt: skip

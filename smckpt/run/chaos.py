@@ -1,0 +1,319 @@
+"""Kills a script at the calls of its saves and resumes it: what `smckpt chaos` does.
+
+The script runs once without a kill, which counts the moments. Then, for each chosen moment, it runs
+until that moment, is killed, and runs again to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.run.moments import Moments
+from smckpt.run.trials import (
+    NOT_DETERMINISTIC,
+    Script,
+    TookTooLong,
+    Watch,
+    compare_runs,
+    difference_text,
+    refuse_nameless,
+)
+from smckpt.storage import Access, Storage
+from smckpt.storage.urls import is_local, local_path
+
+__all__ = ["CLASSES", "Chaos", "ChaosResult", "Resume"]
+
+EXACT, LOST, WRONG = "exact", "lost a step", "not exact"
+ANEW, CRASHED, HUNG, MISSED = "did not resume", "crashed", "hung", "not reached"
+CLASSES = (EXACT, LOST, WRONG, ANEW, CRASHED, HUNG, MISSED)
+_SLOWER = 10  # a resume may take so many times as long as the uninterrupted run
+_LEAST = 60.0  # seconds that a resume may take in any case
+_TAIL = 8  # lines of the output of a run that failed
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A kill and its resume.
+
+    Args:
+        moment: counted from 1.
+        call: the call before which all processes were killed.
+        committed: the newest step that was committed then.
+        outcome: one of `CLASSES`.
+        why: what is wrong, or "".
+    """
+
+    moment: int
+    call: str
+    committed: int | None
+    outcome: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ChaosResult:
+    """The outcome.
+
+    Args:
+        moments: how many the uninterrupted run had.
+        step: its last step.
+        resumes: in the order of their moments.
+    """
+
+    moments: int
+    step: int
+    resumes: tuple[Resume, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Outcome → how many resumes had it, in the order of `CLASSES`."""
+        found = Counter(one.outcome for one in self.resumes)
+        return {outcome: found[outcome] for outcome in CLASSES if found[outcome]}
+
+    @property
+    def killed(self) -> int:
+        return sum(one.outcome != MISSED for one in self.resumes)
+
+    @property
+    def exact(self) -> bool:
+        return self.counts.get(EXACT, 0) == self.killed > 0
+
+    @property
+    def lines(self) -> list[str]:
+        """One for each outcome, with its first example, and one about all."""
+        found = []
+        for outcome, count in self.counts.items():
+            text = f"{count:6}  {outcome}"
+            if outcome not in (EXACT, MISSED):
+                first = next(one for one in self.resumes if one.outcome == outcome)
+                text += f": moment {first.moment}, before {first.call}: {first.why}"
+            found.append(text)
+        what = f"killed at {self.killed} of {self.moments} moments"
+        if self.exact:
+            end = f"the run has each time ended at step {self.step} with the uninterrupted state"
+            return [*found, f"exact: {what}, {end}"]
+        return [*found, f"not exact: {what}, {self.counts.get(EXACT, 0)} resumes are exact"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "exact": self.exact, "moments": self.moments, "killed": self.killed,
+            "step": self.step, "counts": self.counts, "line": self.lines[-1],
+            "resumes": [asdict(one) for one in self.resumes],
+        }  # fmt: skip
+
+
+@dataclass
+class Chaos:
+    """The runs of a script below `root`, an empty directory or URL.
+
+    Args:
+        command: the script's command. `{root}` in it becomes the directory of a run.
+        moments: at how many it is killed, evenly spread; None: at all.
+        chdir: run it in the directory of its run, with paths of existing files made absolute.
+        timeout: seconds for each run. None: an hour for the first, and ten times as long as that
+            took for the others.
+        ignore: globs of names that are not compared.
+        say: called with a line for each resume, and for warnings.
+    """
+
+    root: str
+    command: Sequence[str]
+    moments: int | None
+    chdir: bool
+    timeout: float | None
+    ignore: Sequence[str]
+    say: Callable[[str], None]
+
+    def run(self) -> ChaosResult:
+        """
+        Raises:
+            UsageError: nothing was found out: the kernel cannot count moments, the uninterrupted
+                run failed, committed nothing or had no moment, or a run failed before its kill.
+            CheckpointError: a checkpoint of the uninterrupted run cannot be read.
+        """
+        with tempfile.TemporaryDirectory(
+            prefix="smckpt-chaos-", ignore_cleanup_errors=True
+        ) as scratch:
+            trial = _Trial(Script(self.command, self.root, self.chdir, scratch, self.say), self)
+            self.say("the uninterrupted run, which counts the moments")
+            count = trial.uninterrupted()
+            chosen = _spread(count, count if self.moments is None else self.moments)
+            self.say(f"{count} moments; killed at {len(chosen)} of them")
+            resumes = []
+            for number, moment in enumerate(chosen, 1):
+                one = trial.killed_at(moment)
+                resumes.append(one)
+                why = f": {one.why}" if one.why else ""
+                place = f"moment {moment}" + (f", before {one.call}" if one.call else "")
+                self.say(f"{number} of {len(chosen)}, {place}: {one.outcome}{why}")
+        if all(one.outcome == MISSED for one in resumes):
+            raise UsageError(
+                "no run had as many moments as the uninterrupted one",
+                remedy="make the script do the same in each run",
+            )
+        return ChaosResult(count, trial.whole.newest.step or 0, tuple(resumes))
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Moments, the first and the last among them."""
+    if wanted >= count:
+        return list(range(1, count + 1))
+    if wanted == 1:
+        return [(count + 1) // 2]
+    return [1 + round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
+
+
+class _Trial:
+    """The runs. whole: what the uninterrupted one has committed."""
+
+    whole: Watch
+
+    def __init__(self, script: Script, asked: Chaos) -> None:
+        self._script = script
+        self._asked = asked
+        self._limit = 3600.0 if asked.timeout is None else asked.timeout
+
+    def uninterrupted(self) -> int:
+        """Returns how many moments it had."""
+        self.whole = self._script.watch("uninterrupted", self._limit)
+        with self._output("uninterrupted") as log, Moments(self.whole.root) as moments:
+            status = self._run(self.whole, moments, log, lambda: self.whole.due() and False)
+            if status:
+                self._asked.say(_tail(log))
+        self.whole.look()
+        self._script.refuse_end(self.whole, "the uninterrupted run", status)
+        refuse_nameless(self.whole.found)
+        if not moments.count:
+            raise UsageError(
+                "the run has committed steps, and no call of it was seen",
+                remedy="if it saves to S3, let SMCKPT_S3_ENDPOINT name the endpoint",
+                path=self.whole.root,
+            )
+        if self._asked.timeout is None:
+            self._limit = max(_LEAST, _SLOWER * self.whole.elapsed)
+        return moments.count
+
+    def killed_at(self, moment: int) -> Resume:
+        name = f"killed-{moment:06}"
+        call = self._kill(name, moment)
+        if not call:
+            return Resume(moment, "", None, MISSED)
+        resumed = self._script.watch(name, self._limit)
+        steps = [one.step for one in resumed.found if one.step is not None]
+        committed = max(steps, default=None)
+        outcome, why = self._resume(name, resumed, committed)
+        if outcome == EXACT:
+            _clear(resumed.root)
+        return Resume(moment, call, committed, outcome, why)
+
+    def _kill(self, name: str, moment: int) -> str:
+        """Run until the moment. Returns the call before which it was killed, or ""."""
+        watch = self._script.watch(name, self._limit)
+        _refuse_occupied(watch.root)
+        with self._output(name) as log, Moments(watch.root, moment) as moments:
+
+            def until() -> bool:
+                watch.refuse_late()
+                return moments.reached()
+
+            status = self._run(watch, moments, log, until)
+            if status and not moments.stopped:
+                self._asked.say(_tail(log))
+                raise UsageError(
+                    f"the run that was to be killed at moment {moment} ended with status {status} "
+                    "before it",
+                    remedy="its output is above: the command must end with status 0 by itself",
+                )
+        return moments.stopped
+
+    def _resume(self, name: str, watch: Watch, committed: int | None) -> tuple[str, str]:
+        with self._output(name) as log:
+            try:
+                status = self._script.run(watch, lambda: watch.due() and False, output=log)
+            except TookTooLong as late:
+                return HUNG, late.message
+            if status:
+                return CRASHED, f"status {status}; its last lines: {_tail(log)}"
+        watch.look()
+        return self._judged(watch, committed)
+
+    def _judged(self, watch: Watch, committed: int | None) -> tuple[str, str]:
+        fresh = [one.step for one in watch.fresh.values() if one.step is not None]
+        again = min(fresh, default=None) if committed is not None else None
+        began = min(one.step for one in self.whole.fresh.values() if one.step is not None)
+        if again is not None and committed is not None and again <= committed:
+            why = f"step {committed} was committed, and after its restart it saved {again} again"
+            if again <= began:
+                return ANEW, why
+        else:
+            why = ""
+        last = self.whole.newest.step
+        steps = [one.step for one in watch.found if one.step is not None]
+        if max(steps, default=None) != last:
+            return WRONG, f"its last step is {max(steps, default=None)} and not {last}"
+        try:
+            compared = compare_runs(watch.found, self.whole.found, self._asked.ignore)
+        except CheckpointError as error:
+            return WRONG, error.message
+        assert compared is not None
+        step, found = compared
+        if not found.equal:
+            text = difference_text(step, found)
+            if committed is not None and step <= committed and not why:
+                text = f"{NOT_DETERMINISTIC}; {text}"
+            return WRONG, text
+        return (LOST, why) if why else (EXACT, "")
+
+    def _run(self, watch: Watch, moments: Moments, log: int, until: Callable[[], bool]) -> int:
+        return self._script.run(
+            watch, until, wrap=moments.wrap, inherited=[moments.inherited], output=log
+        )
+
+    @contextlib.contextmanager
+    def _output(self, name: str) -> Iterator[int]:
+        """A file for the output of a run. A resume follows its kill."""
+        path = os.path.join(self._script.scratch, f"{name}.log")
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _tail(log: int) -> str:
+    """The last lines of a run's output."""
+    size = os.fstat(log).st_size
+    text = os.pread(log, 1 << 14, max(size - (1 << 14), 0)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-_TAIL:])
+
+
+def _refuse_occupied(root: str) -> None:
+    """What is there when a run begins is deleted after it, so nothing may be there."""
+    store = Access().open(root)
+    if store.list() or store.list_dirs():
+        raise UsageError("there is something here already", remedy="pass a new --out", path=root)
+
+
+def _clear(root: str) -> None:
+    """Delete what a run has left."""
+    if is_local(root):
+        shutil.rmtree(local_path(root), ignore_errors=True)
+        return
+    with contextlib.suppress(CheckpointError):  # what stays costs space only
+        _empty(Access().open(root))
+
+
+def _empty(store: Storage) -> None:
+    store.discard_unfinished(store.list_unfinished())
+    store.delete_many([info.name for info in store.list()])
+    for name in store.list_dirs():
+        _empty(store.join(name))

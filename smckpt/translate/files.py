@@ -18,8 +18,9 @@ from typing import Any
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
+from smckpt.storage.base import name_taken
 from smckpt.storage.faults import storage_error
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.targets import INDEX, OutputFile
 
 __all__ = ["Output", "aligned", "refuse_into_source"]
@@ -61,6 +62,8 @@ class Output:
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
+        if self.storage.is_file_system:  # of an export that was killed before its index had a name
+            self.storage.discard_unfinished([INDEX])
         self._check_space()
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
@@ -118,7 +121,9 @@ class Output:
     def publish(self, index: bytes | None) -> None:
         """Make the model loadable: write the index, or give a single file its name."""
         if index is not None:
-            self.storage.put(INDEX, index)
+            # not `put`, which shows a name before its bytes
+            if not self.storage.put_exclusive(INDEX, index):
+                raise name_taken(file_url(self.url, INDEX))
             return
         if not self._hidden:
             return

@@ -1,5 +1,5 @@
-"""Measures how fast a LOCAL checkpoint is taken, staged, saved and loaded, against this machine's
-limits.
+"""Measures how fast a LOCAL checkpoint is taken, staged, saved, loaded and verified, against this
+machine's limits.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --dir /path/on/the/disk
     torchrun --standalone --nproc-per-node 2 benchmarks/local.py --s3
@@ -43,6 +43,7 @@ from smckpt import (
     maybe_finalize_async_calls,
     save,
     sm_state_dict_type,
+    verify_checkpoint,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -104,6 +105,11 @@ def local_tensors(tree: Any) -> list[torch.Tensor]:
     return []
 
 
+def timed_on_one(act: Callable[[], Any]) -> float:
+    """Seconds of rank 0, while the others wait."""
+    return timed(act if dist.get_rank() == 0 else lambda: None)
+
+
 def timed(act: Callable[[], Any]) -> float:
     """Seconds of the slowest rank. All ranks start together."""
     dist.barrier()
@@ -156,6 +162,27 @@ class Raw:
         view = memoryview(self.memory)
         self._pieces(lambda at: os.preadv(fd, [view[at : at + PIECE]], at))
         os.close(fd)
+
+    def read_all(self, paths: list[Path]) -> None:
+        """All data files of a checkpoint, as `verify` reads them: by one process, four threads."""
+        files = [(os.open(path, os.O_RDONLY), path.stat().st_size) for path in paths]
+        view = memoryview(self.memory)
+
+        def piece(task: tuple[int, int, int]) -> None:
+            fd, at, size = task
+            low = at % self.padded
+            os.preadv(fd, [view[low : low + min(PIECE, size - at)]], at)
+
+        with ThreadPoolExecutor(4) as pool:
+            tasks = [(fd, at, size) for fd, size in files for at in range(0, size, PIECE)]
+            list(pool.map(piece, tasks))
+        for fd, _ in files:
+            os.close(fd)
+
+
+def verified(folder: Path) -> None:
+    report = verify_checkpoint(folder)
+    assert report.ok, report.problems
 
 
 def begin_dcp(state: Callable[[], Any], path: Path, future: list[Any]) -> None:
@@ -226,6 +253,15 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         note("raw read, cold", timed(raw.read))
         drop_cache(ours)
         note("load, cold", timed(lambda: load(take(model, optimizer), checkpoint_id=ours)))
+        every = sorted(ours.rglob("data-*.safetensors"))
+        for act in (partial(raw.read_all, every), partial(verified, ours)):  # fills the cache
+            timed_on_one(act)
+        note("raw read of all, cached", timed_on_one(partial(raw.read_all, every)))
+        note("verify, cached", timed_on_one(partial(verified, ours)))
+        drop_cache(ours)
+        note("raw read of all, cold", timed_on_one(partial(raw.read_all, every)))
+        drop_cache(ours)
+        note("verify, cold", timed_on_one(partial(verified, ours)))
         if options.model == "fsdp2" and not options.no_dcp:
             fresh(theirs)
             note("DCP save", timed(lambda: dcp.save(dcp_state(), checkpoint_id=theirs)))
@@ -296,17 +332,20 @@ def report(out: dict[str, list[float]], options: argparse.Namespace) -> None:
         "load, cached": min(middle["raw read, same files"], middle["raw read, cached"]),
         "DCP load, cached": middle["raw read, cached"],
         "load, cold": middle["raw read, cold"],
+        "verify, cached": middle["raw read of all, cached"],
+        "verify, cold": middle["raw read of all, cold"],
     }
     print(
         f"\n{options.model}, {dist.get_world_size()} ranks, {count} tensors and "
         f"{nbytes / 1e9:.2f} GB a rank, median of {options.repeats} (min – max)\n"
     )
-    print(f"{'':24}{'seconds':>9}{'min – max':>18}{'GB/s a rank':>13}{'time / limit':>14}")
+    print(f"{'':24}{'seconds':>9}{'min – max':>18}{'GB/s':>13}{'time / limit':>14}")
     for name, values in out.items():
         limit = limits.get(name)
         ratio = f"{middle[name] / limit:.2f}" if limit else ""
         spread = f"{min(values):.3f} – {max(values):.3f}"
-        rate = nbytes / middle[name] / 1e9
+        ranks = dist.get_world_size() if name.startswith(("verify", "raw read of all")) else 1
+        rate = nbytes * ranks / middle[name] / 1e9
         print(f"{name:24}{middle[name]:9.4f}{spread:>18}{rate:13.2f}{ratio:>14}")
     print(f"\ntaking: {middle['take'] / count * 1e6:.1f} µs a tensor")
     print(json.dumps({"model": options.model, "bytes": nbytes, "tensors": count, "seconds": out}))

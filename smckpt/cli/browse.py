@@ -9,12 +9,15 @@ import json
 import os
 import re
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smckpt.cli.output import bytes_text, count_text, print_line, progress_bar
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from smckpt.cli.browse_facts import Facts
 
 __all__ = ["browse", "page_of"]
 
@@ -76,7 +79,7 @@ def browse(
         with progress_bar(title, quiet=level != "full") as progress:
             facts.add_step(condition, progress)
     told = facts.to_json()
-    told["telemetry"] = _telemetry(telemetry, told) if telemetry else None
+    told["telemetry"] = _telemetry(telemetry, facts) if telemetry else None
     page = page_of(told)
     _write(out, page)
     runs = "" if len(facts.runs) == 1 else f" of {count_text(len(facts.runs), 'run')}"
@@ -86,14 +89,14 @@ def browse(
         print_line(note)
 
 
-def _telemetry(files: tuple[str, ...], told: dict[str, Any]) -> dict[str, Any]:
+def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
     from smckpt.cli.browse_facts import plain
     from smckpt.cli.timeline import read_timeline
     from smckpt.storage.urls import join_url, normal_url
 
     places = {
-        normal_url(join_url(told["root"], step["place"])).rstrip("/"): number
-        for number, step in enumerate(told["steps"])
+        join_url(facts.root.url, step["place"]).rstrip("/"): number
+        for number, step in enumerate(facts.steps)
     }
 
     def place(directory: str) -> int | None:

@@ -257,6 +257,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option(
     "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
 )
+@click.option("--pp", type=click.IntRange(1), help="Pipeline stages of the files of ranks.")
+@click.option(
+    "--vpp", type=click.IntRange(1), help="Chunks of each pipeline stage, if names show none."
+)
 @click.option(
     "--padded-vocab-size", type=click.IntRange(1),
     help="Stored rows of the vocabulary, if trainers do not round vocab_size up to that number.",
@@ -302,31 +306,12 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 )  # fmt: skip
 @as_json
 def export(
-    checkpoint: tuple[str, ...],
-    out: str,
-    layout: str | None,
-    tp: int | None,
-    ep: int | None,
-    etp: int | None,
-    padded_vocab_size: int | None,
-    config: str | None,
-    dtype: str | None,
-    max_shard_size: str,
-    prefix: str | None,
-    threads: int,
-    overwrite: bool,
-    allow_nonfinite: bool,
-    against_model: bool,
-    naming: str,
-    lora: str | None,
-    lora_config: str | None,
-    base: str | None,
-    timeout: float,
-    as_json: bool,
+    checkpoint: tuple[str, ...], out: str, timeout: float, as_json: bool, **options: Any
 ) -> None:
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
 
-    CHECKPOINT may also be the files of all ranks, tensor-parallel ranks innermost. Under torchrun
+    CHECKPOINT may also be the files of all ranks, tensor-parallel ranks innermost and pipeline
+    stages outermost. Under torchrun
     (torchrun … -m smckpt.cli export …) each process writes some of the files.
     """
     from smckpt.translate import export_hf
@@ -338,29 +323,9 @@ def export(
 
     with progress_bar("exporting", quiet=as_json or follows) as progress:
         report = export_hf(
-            checkpoint if files else checkpoint[0],
-            out,
-            layout=layout,
-            tp=tp,
-            ep=ep,
-            etp=etp,
-            padded_vocab_size=padded_vocab_size,
-            config=config,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            prefix=prefix,
-            threads=threads,
-            progress=progress,
-            overwrite=overwrite,
-            allow_nonfinite=allow_nonfinite,
-            against_model=against_model,
-            naming=naming,
-            lora=lora,
-            lora_config=lora_config,
-            base=base,
-            process_group=group,
-            timeout=timeout,
-        )
+            checkpoint if files else checkpoint[0], out,
+            progress=progress, process_group=group, timeout=timeout, **options,
+        )  # fmt: skip
     if follows:
         return
     if as_json:

@@ -45,15 +45,23 @@ def _of_checkpoint(source: ForeignCheckpoint) -> dict[str, Any]:
 
 def _of_files(source: RankFilesFound) -> dict[str, Any]:
     from smckpt.translate.degrees import Degrees
-    from smckpt.translate.rank_files import open_files
+    from smckpt.translate.pipeline import merged
+    from smckpt.translate.rank_files import TensorReader, open_files, open_stages
 
     degrees = Degrees.of(source.tp or 1, source.ep or 1)
-    reader = open_files(source.paths, degrees)
+    reader: TensorReader
+    if (pp := source.pp or 1) > 1:
+        stages = open_stages(source.paths, degrees, pp)
+        reader = merged(stages, None, None, os.fspath(source.paths[0]))
+    else:
+        reader = open_files(source.paths, degrees)
     sizes = {os.fspath(path): os.path.getsize(path) for path in source.paths}
     return {
         "path": reader.url,
         "format": source.format,
-        "facts": {"tp": source.tp, "ep": source.ep} if source.tp else {},
+        "facts": {"tp": source.tp, "ep": source.ep, **({"pp": pp} if pp > 1 else {})}
+        if source.tp
+        else {},
         "bytes": sum(sizes.values()),
         "files": [{"name": name, "bytes": size} for name, size in sizes.items()],
         "tensors": list(_shards(reader.held, degrees.ranks)),

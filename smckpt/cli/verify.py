@@ -39,6 +39,8 @@ threads = click.option("--threads", type=click.IntRange(1, 256), default=4, show
 @click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--etp", type=click.IntRange(1), help="With --against, as for export.")
+@click.option("--pp", type=click.IntRange(1), help="With --against, as for export.")
+@click.option("--vpp", type=click.IntRange(1), help="With --against, as for export.")
 @click.option("--padded-vocab-size", type=click.IntRange(1), help="With --against, as for export.")
 @threads
 @as_json
@@ -66,7 +68,8 @@ def verify(
         _verify_hf(hf, against, reference, as_json, of_layout)
     if any(value is not None for value in (against, reference, *of_layout.values())):
         raise click.UsageError(
-            "--against, --reference, --layout, --tp, --ep, --etp, --padded-vocab-size go with --hf"
+            "--against, --reference, --layout, --tp, --ep, --etp, --pp, --vpp, --padded-vocab-size "
+            "go with --hf"
         )
     assert checkpoint is not None
     if geometry is not None:

@@ -23,7 +23,7 @@ from smckpt.translate.compile import Block
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import RankTensors, TensorKey
 
-__all__ = ["CheckpointTensors", "degrees_of"]
+__all__ = ["CheckpointTensors", "degrees_of", "stages_of"]
 
 _Rows = list[tuple[Entry, str]]
 _COMPARED = 64 << 10  # bytes of a tensor
@@ -57,6 +57,29 @@ def degrees_of(
     return Degrees.of(state.tp_size, ep or state.ep_size, etp, state.ep_size)
 
 
+def stages_of(catalogue: Catalogue, pp: int | None) -> int:
+    """How many pipeline stages the ranks were in, as recorded.
+
+    Raises:
+        UsageError: `pp` is given and is another number, or none is recorded.
+    """
+    if catalogue.topology is None:
+        if pp not in (None, 1):
+            raise UsageError(
+                f"pp={pp}, but the checkpoint does not record which stage each rank belongs to",
+                remedy="save with parallel_state=, or export the files of ranks",
+                path=catalogue.url,
+            )
+        return 1
+    saved = ParallelState.from_json(catalogue.topology).pp_size
+    if pp not in (None, saved):
+        raise UsageError(
+            f"pp={pp}, but the checkpoint was saved with pp={saved}", remedy="leave pp= out",
+            path=catalogue.url,
+        )  # fmt: skip
+    return saved
+
+
 def _refuse_other_order(state: ParallelState, url: str) -> None:
     """Refuse other rank orders. If experts are cut differently, only a rank's number says which
     experts it has."""
@@ -76,8 +99,13 @@ class CheckpointTensors:
     """The model in a catalogue. Plans are made by one thread, reads by several at once."""
 
     def __init__(
-        self, catalogue: Catalogue, tensors: Mapping[str, LogicalTensor], degrees: Degrees
+        self,
+        catalogue: Catalogue,
+        tensors: Mapping[str, LogicalTensor],
+        degrees: Degrees,
+        stage: int | None = None,
     ) -> None:
+        """stage: of a checkpoint in pipeline stages, the one whose tensors this is a reader of."""
         self.url = catalogue.url
         self._catalogue = catalogue
         self._readers = Readers(catalogue.readers.access)
@@ -86,25 +114,39 @@ class CheckpointTensors:
         self._state: ParallelState | None = None
         if catalogue.topology is not None:
             self._state = ParallelState.from_json(catalogue.topology)
-            if self._state.pp_size > 1:
-                raise TopologyError(
-                    f"the checkpoint has {self._state.pp_size} pipeline stages, and each numbers "
-                    "its layers from 0",
-                    remedy="translate a checkpoint without pipeline parallelism",
-                    path=catalogue.url,
-                )
+        self._stage = stage
         self._coordinates = {(t, c) for c in range(degrees.columns) for t in range(degrees.tp)}
         self.held: Mapping[str, RankTensors] = {
-            name: self._hold(name, tensor) for name, tensor in tensors.items()
+            name: self._hold(name, rows)
+            for name, tensor in tensors.items()
+            if (rows := self._of_stage(name, tensor))
         }
 
-    def _hold(self, name: str, tensor: LogicalTensor) -> RankTensors:
+    def _of_stage(self, name: str, tensor: LogicalTensor) -> _Rows:
+        """The rows of a tensor that the stage's ranks saved."""
+        rows = self._catalogue.pieces.by_name[tensor.name]
+        if self._state is None or self._stage is None:
+            return rows
+        out = []
+        for row, fqn in rows:
+            stages = {self._state.ranker.get_pp_rank(r) for r in row.geometry.ranks}
+            if len(stages) > 1 and not row.geometry.per_rank:
+                raise TopologyError(
+                    f"{name} is distributed over the pipeline stages {sorted(stages)}",
+                    remedy="save the model on meshes of one stage each", path=self.url,
+                )  # fmt: skip
+            if self._stage in stages:
+                out.append((row, fqn))
+        return out
+
+    def _hold(self, name: str, rows: _Rows) -> RankTensors:
         shards: dict[tuple[int, int], Shape] = {}
         whole: Shape | None = None
-        for row, fqn in self._catalogue.pieces.by_name[tensor.name]:
-            if row.dtype != tensor.dtype:
+        dtype = rows[0][0].dtype
+        for row, fqn in rows:
+            if row.dtype != dtype:
                 raise TopologyError(
-                    f"some ranks saved {name} as {tensor.dtype}, others as {row.dtype}",
+                    f"some ranks saved {name} as {dtype}, others as {row.dtype}",
                     remedy="save all ranks' parts in one dtype", path=self.url,
                 )  # fmt: skip
             places = self._places(row)
@@ -124,15 +166,21 @@ class CheckpointTensors:
                 shards[place] = shape
                 self._rows.setdefault(TensorKey(name, *place), []).append((row, fqn))
         self._refuse_many(name)
-        return RankTensors(name, tensor.dtype, {} if whole is not None else shards, whole)
+        return RankTensors(name, dtype, {} if whole is not None else shards, whole)
 
     def _places(self, row: Entry) -> set[tuple[int, int]]:
         """The (tp, ep) coordinates of the ranks that share a row's tensor."""
         if self._state is None:
             return self._coordinates
         ranker = self._state.ranker
-        ranks = row.geometry.ranks
+        ranks = [r for r in row.geometry.ranks if self._is_here(r)]
         return {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether a rank is of the stage."""
+        if self._state is None or self._stage is None:
+            return True
+        return self._state.ranker.get_pp_rank(rank) == self._stage
 
     def _refuse_many(self, name: str) -> None:
         """Refuse tensors of one name on separate meshes if no topology says what they are."""
@@ -268,7 +316,8 @@ class CheckpointTensors:
         if self._state is None or key.tp < 0:
             return True
         ranker, rank = self._state.ranker, source.holders[0]
-        return (ranker.get_tp_rank(rank), ranker.get_ep_rank(rank)) == (key.tp, key.ep)
+        at = ranker.get_tp_rank(rank), ranker.get_ep_rank(rank)
+        return at == (key.tp, key.ep) and self._is_here(rank)
 
 
 def _beginning(key: TensorKey, shape: Shape, itemsize: int) -> Block:

@@ -4,15 +4,17 @@ exported directory with it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.storage import Access
-from smckpt.translate.checkpoint_tensors import CheckpointTensors, degrees_of
+from smckpt.translate.arguments import check_counts
+from smckpt.translate.checkpoint_tensors import CheckpointTensors, degrees_of, stages_of
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.compile import Block, prove_copies
 from smckpt.translate.config import CONFIG, ModelConfig
@@ -24,9 +26,10 @@ from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.meta_model import Fit
 from smckpt.translate.model import model_dims, to_hub
-from smckpt.translate.names import HubTensor, model_tensors
+from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
 from smckpt.translate.pieces import TensorKey
-from smckpt.translate.rank_files import TensorReader, open_files
+from smckpt.translate.pipeline import merged
+from smckpt.translate.rank_files import TensorReader, open_files, open_stages
 from smckpt.translate.rank_sources import RankFilesFound, open_source
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
@@ -79,19 +82,32 @@ class GivenLayout:
     ep: int | None = None
     etp: int | None = None
     padded_vocab_size: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
 
     @property
     def degrees(self) -> Degrees:
         tp, ep = (1 if degree is None else degree for degree in (self.tp, self.ep))
         return Degrees.of(tp, ep, self.etp)
 
+    def __post_init__(self) -> None:
+        check_counts(**{n: v for n, v in (("pp", self.pp), ("vpp", self.vpp)) if v is not None})
+
+    def refuse_chunks(self, where: str) -> None:
+        """Raise UsageError if chunks of pipeline stages are given although there are no stages."""
+        if self.vpp is not None:
+            raise UsageError(
+                f"vpp={self.vpp}, but the model is not in pipeline stages",
+                remedy="leave vpp= out, or pass pp=", path=where,
+            )  # fmt: skip
+
     def refuse_degrees(self, where: str) -> None:
         """Raise UsageError if degrees are given although the names are Hugging Face's own."""
-        given = (self.tp, self.ep, self.etp, self.padded_vocab_size)
+        given = (self.tp, self.ep, self.etp, self.padded_vocab_size, self.pp, self.vpp)
         if any(value is not None for value in given):
             raise UsageError(
-                "tp=, ep=, etp= or padded_vocab_size= are given, but the names are Hugging Face's "
-                "own",
+                "tp=, ep=, etp=, padded_vocab_size=, pp= or vpp= are given, but the names are "
+                "Hugging Face's own",
                 remedy="leave them out, or pass layout=",
                 path=where,
             )
@@ -120,6 +136,12 @@ def find_contents(
     if source is not None:
         return _of_foreign(source, prefix, settings, said, naming, comparison)
     catalogue = open_catalogue(access.open(checkpoint))
+    if (pp := stages_of(catalogue, said.pp)) > 1:
+        return replace(
+            _of_stages(catalogue, pp, prefix, settings, said, naming, comparison),
+            identity=catalogue.identity,
+        )
+    said.refuse_chunks(catalogue.url)
     tensors = model_tensors(catalogue, prefix)
     packed = naming == HUB and looks_packed(tensors, family)
     if said.layout is not None or packed or looks_transformed(tensors):
@@ -133,11 +155,43 @@ def find_contents(
     return replace(made, identity=catalogue.identity)
 
 
+def _of_stages(
+    catalogue: Catalogue, pp: int, prefix: str | None, settings: ModelConfig | None,
+    said: GivenLayout, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """A checkpoint whose ranks are in pipeline stages."""
+    tensors = stage_tensors(catalogue, prefix)
+    degrees = degrees_of(catalogue, said.tp, said.ep, said.etp)
+    stages = [CheckpointTensors(catalogue, tensors, degrees, stage) for stage in range(pp)]
+    for stage in stages:
+        stage.refuse_unlike_replicas()
+    reader = merged(stages, _layers(settings), said.vpp, catalogue.url)
+    if said.layout is None and degrees.ranks == 1 and not looks_transformed(reader.held):
+        return _named(reader, settings, naming, comparison)
+    return _translated(reader, settings, said, degrees, naming)
+
+
+def _layers(settings: ModelConfig | None) -> int | None:
+    """How many layers the config's model has."""
+    if settings is None:
+        return None
+    family = find_family(settings.values["model_type"])
+    values = settings.values if family is None else family.config(settings.values)
+    found = values.get("num_hidden_layers")
+    return found if isinstance(found, int) else None
+
+
 def _of_foreign(
     checkpoint: ForeignCheckpoint, prefix: str | None, settings: ModelConfig | None,
     said: GivenLayout, naming: str, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """A checkpoint that others wrote, with tensors of all ranks."""
+    if said.pp not in (None, 1):
+        raise UsageError(
+            f"pp={said.pp}, but such a checkpoint has the tensors of all stages by one name each",
+            remedy="leave pp= out", path=checkpoint.url,
+        )  # fmt: skip
+    said.refuse_chunks(checkpoint.url)
     family = settings.values["model_type"] if settings is not None else None
     reader = checkpoint.reader(model_tensors(checkpoint, prefix))
     packed = naming == HUB and looks_packed(reader.held, family)
@@ -155,7 +209,19 @@ def _of_files(
 ) -> ExportContents:  # fmt: skip
     """The files of ranks, or one file with a whole model by Hugging Face's names."""
     told = replace(said, tp=said.tp or files.tp, ep=said.ep or files.ep)
-    reader = open_files(files.paths, told.degrees)
+    if said.pp not in (None, files.pp or said.pp):
+        raise UsageError(
+            f"pp={said.pp}, but there are {files.pp} pipeline stages", remedy="leave pp= out",
+            path=os.fspath(files.paths[0]),
+        )  # fmt: skip
+    pp = said.pp or files.pp or 1
+    reader: TensorReader
+    if pp > 1:
+        stages = open_stages(files.paths, told.degrees, pp)
+        reader = merged(stages, _layers(settings), said.vpp, os.fspath(files.paths[0]))
+    else:
+        said.refuse_chunks(os.fspath(files.paths[0]))
+        reader = open_files(files.paths, told.degrees)
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):

@@ -75,6 +75,8 @@ def export_hf(
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
     padded_vocab_size: int | None = None,
     config: Any = None,
     tokenizer: Any = None,
@@ -106,7 +108,8 @@ def export_hf(
     Args:
         checkpoint: the directory of a committed checkpoint; for several groups, the directory above
             them. Or a list with the files of all ranks (safetensors, or `torch.save` of a state
-            dict), tensor-parallel ranks innermost, then expert-parallel ranks.
+            dict), tensor-parallel ranks innermost, then expert-parallel ranks, then pipeline
+            stages.
         out_dir: the directory to write. It is made if it is missing.
         layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
             the tensors' names; names that fit several layouts are refused.
@@ -115,6 +118,11 @@ def export_hf(
         etp: the degree at which experts are cut, if it is not tp: Megatron's
             `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
             expert-parallel rank r // etp % ep.
+        pp: pipeline-parallel degree, if files of ranks are in pipeline stages. Stages are
+            outermost. A checkpoint and a directory of Megatron-LM record it.
+        vpp: with pipeline stages, how many chunks each has, which take turns (Megatron's virtual
+            pipeline). By default as many as are apart in the state: under the keys model0, model1,
+            …, or in a list.
         padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
@@ -188,7 +196,7 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size)
+            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp)
             if lora is None:
                 refuse_given("without lora=", lora_config=lora_config, base=base)
                 found = find_contents(

@@ -14,7 +14,7 @@ from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 
-__all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "unwrapped"]
+__all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "stage_tensors", "unwrapped"]
 
 log = logging.getLogger("smckpt")
 
@@ -116,6 +116,21 @@ def model_tensors(
             path=catalogue.url,
         )
     return found
+
+
+def stage_tensors(catalogue: Named, prefix: str | None) -> dict[str, LogicalTensor]:
+    """As `model_tensors`, of a checkpoint in pipeline stages. If a stage has several chunks, under
+    the keys model0, model1, … or in a list, their names begin with the chunk's number."""
+    tops = {str(tensor.path[0]) for tensor in _outside_optimizers(catalogue).values()}
+    keys = [f"model{number}" for number in range(len(tops))]
+    keys = [key for key in keys if key in tops]
+    if prefix is not None or len(keys) < 2:
+        return model_tensors(catalogue, prefix)
+    return {
+        f"{key.removeprefix('model')}.{name}": tensor
+        for key in keys
+        for name, tensor in model_tensors(catalogue, key).items()
+    }
 
 
 def find_ties(names: Iterable[str]) -> list[Tie]:

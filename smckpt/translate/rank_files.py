@@ -30,7 +30,15 @@ from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
 from smckpt.translate.torch_files import open_torch
 
-__all__ = ["RankFiles", "TensorReader", "bits", "open_directory", "open_files", "weight_files"]
+__all__ = [
+    "RankFiles",
+    "TensorReader",
+    "bits",
+    "open_directory",
+    "open_files",
+    "open_stages",
+    "weight_files",
+]
 
 _RESIDENT = 128 << 20  # bytes; after so many, mapped pages are released
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -155,13 +163,33 @@ def open_files(paths: Sequence[str | os.PathLike[str]], degrees: Degrees) -> Ran
             differ = sorted(held ^ names[0])
             raise UsageError(
                 f"the files of the ranks have different names: {differ[:8]}",
-                remedy="pass the files of all ranks of one step; pipeline stages are not joined",
+                remedy="pass the files of all ranks of one step, and pp= if they are of pipeline "
+                "stages",
                 path=str(path),
             )
     reader = RankFiles(os.fspath(paths[0]), arrays, dtypes, maps)
     return reader.renamed(
         {name: clean for clean, name in unwrapped({n: n for n in dtypes}).items()}
     )
+
+
+def open_stages(
+    paths: Sequence[str | os.PathLike[str]], degrees: Degrees, pp: int
+) -> list[RankFiles]:
+    """Open the files of all ranks of `pp` pipeline stages, each as by `open_files`. Pipeline-
+    parallel ranks are outermost.
+
+    Raises:
+        UsageError: as `open_files`.
+    """
+    each = degrees.ranks
+    if len(paths) != each * pp:
+        raise UsageError(
+            f"{len(paths)} files were passed for {degrees}, pp={pp}",
+            remedy=f"pass the {each * pp} files of all ranks, in the order of ranks",
+        )
+    _refuse_order([os.fspath(path) for path in paths])
+    return [open_files(paths[at : at + each], degrees) for at in range(0, len(paths), each)]
 
 
 def _refuse_order(paths: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.format import parse_name
-from smckpt.errors import CorruptCheckpointError, TopologyError, UsageError
+from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
@@ -31,13 +31,14 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class RankFilesFound:
-    """Files of ranks, tensor-parallel ranks innermost, the degrees in their names, and the name of
-    the format."""
+    """Files of ranks, tensor-parallel ranks innermost and pipeline stages outermost, the degrees in
+    their names, and the name of the format."""
 
     paths: Sequence[str | os.PathLike[str]]
     tp: int | None = None
     ep: int | None = None
     format: str = "files of ranks"
+    pp: int | None = None
 
 
 def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
@@ -47,7 +48,6 @@ def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
 
     Raises:
         UsageError: a rank's file is missing.
-        TopologyError: the model is in pipeline stages.
         CorruptCheckpointError: the checkpoint is damaged or not whole.
     """
     if not isinstance(checkpoint, (str, os.PathLike)):
@@ -131,26 +131,22 @@ def _megatron(path: Path) -> RankFilesFound | None:
     ranks = _ranks(path)
     if not ranks:
         return None
-    stages = 1 + max(pp for _, pp, _ in ranks)
-    if stages > 1:
-        raise TopologyError(
-            f"the model is in {stages} pipeline stages, and each numbers its layers from 0",
-            remedy="save it without pipeline parallelism (Megatron's tools/checkpoint/convert.py)",
-            path=str(path),
-        )
-    tp, ep = (1 + max(rank[number] for rank in ranks) for number in (0, 2))
+    tp, pp, ep = (1 + max(rank[number] for rank in ranks) for number in range(3))
     paths = []
-    for e in range(ep):
-        for t in range(tp):
-            file = ranks.get((t, 0, e), path / f"mp_rank_{t:02d}") / _MODEL
-            if not file.is_file():
-                raise UsageError(
-                    f"the file of tensor-parallel rank {t}, expert-parallel rank {e} is missing",
-                    remedy=f"fetch {file.relative_to(path)} too",
-                    path=str(path),
-                )
-            paths.append(file)
-    return RankFilesFound(paths, tp, ep, "Megatron-LM (mp_rank_XX)")
+    for p in range(pp):
+        for e in range(ep):
+            for t in range(tp):
+                file = ranks.get((t, p, e), path / f"mp_rank_{t:02d}") / _MODEL
+                if (t, p, e) not in ranks or not file.is_file():
+                    stage = f"stage {p}, " if pp > 1 else ""
+                    raise UsageError(
+                        f"the file of {stage}tensor-parallel rank {t}, expert-parallel rank {e} is "
+                        "missing",
+                        remedy=f"fetch {file.relative_to(path)} too",
+                        path=str(path),
+                    )
+                paths.append(file)
+    return RankFilesFound(paths, tp, ep, "Megatron-LM (mp_rank_XX)", pp)
 
 
 def _ranks(path: Path) -> dict[tuple[int, int, int], Path]:

@@ -114,6 +114,13 @@ def _model_of(loaded: Any, path: Path) -> Mapping[str, Any]:
             remedy="pass files of state dicts",
             path=str(path),
         )
+    chunks = [f"model{number}" for number in range(len(loaded)) if f"model{number}" in loaded]
+    if len(chunks) > 1:  # Megatron-LM's, of a virtual pipeline
+        return {
+            f"{number}.{name}": tensor
+            for number, key in enumerate(chunks)
+            for name, tensor in _model_of(loaded[key], path).items()
+        }
     for key in _MODELS:
         if isinstance(loaded.get(key), Mapping):
             return _model_of(loaded[key], path)

@@ -75,6 +75,8 @@ def verify_hf(
     tp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
     padded_vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HFReport:
@@ -87,7 +89,8 @@ def verify_hf(
             directory has another floating dtype. The directory's config gives the sizes. Weights
             that only the directory has quantized are compared as `import_hf` reads them.
         reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
-        prefix, layout, tp, ep, etp, padded_vocab_size: for the checkpoint, as in `export_hf`.
+        prefix, layout, tp, ep, etp, pp, vpp, padded_vocab_size: for the checkpoint, as in
+            `export_hf`.
         progress: called with (bytes compared, bytes in total).
 
     Returns:
@@ -102,6 +105,7 @@ def verify_hf(
     folder = Path(os.fspath(directory))
     given = {
         "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,
+        "pp": pp, "vpp": vpp,
         "padded_vocab_size": padded_vocab_size,
     }  # fmt: skip
     if against is None:
@@ -112,7 +116,7 @@ def verify_hf(
     kind, problems = _in_memory(settings, stored)
     compared = 0
     if against is not None:
-        said = GivenLayout(layout, tp, ep, etp, padded_vocab_size)
+        said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp)
         try:
             with closing(_comparison(settings)) as comparison:
                 theirs = find_contents(

@@ -92,16 +92,13 @@ def test_a_directory_of_megatron_is_exported_and_runs_nothing(tmp_path, llama, a
     assert_same(tmp_path / "hf", state)
 
 
-def test_a_missing_rank_and_stages_are_refused(tmp_path, llama):
+def test_a_missing_rank_is_refused(tmp_path, llama):
     model, state = llama
     cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
     root = megatron_directory(tmp_path / "megatron", cuts, 1)
     os.remove(root / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt")
     with pytest.raises(errors.UsageError, match=r"tensor-parallel rank 0.*missing.*mp_rank_00"):
         export_hf(root, tmp_path / "hf", config=model.config)
-    stages = megatron_directory(tmp_path / "stages", cuts, 2, pipeline_model_parallel_size=2)
-    with pytest.raises(errors.TopologyError, match="2 pipeline stages"):
-        export_hf(stages, tmp_path / "hf", config=model.config)
 
 
 def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):

@@ -93,6 +93,7 @@ def export_hf(
     naming: str = HUB,
     lora: str | None = None,
     lora_config: Any = None,
+    lora_adapter: str | None = None,
     base: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     timeout: float = 600.0,
@@ -151,6 +152,7 @@ def export_hf(
             `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
             `model.peft_config`.
+        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several.
         base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
             only the adapter's.
         process_group: the processes that call this together, with the same arguments, and share the
@@ -198,7 +200,9 @@ def export_hf(
         def plan() -> Planned:
             said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp)
             if lora is None:
-                refuse_given("without lora=", lora_config=lora_config, base=base)
+                refuse_given(
+                    "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
+                )
                 found = find_contents(
                     access, checkpoint, prefix, settings, said, naming, comparison
                 )
@@ -216,6 +220,7 @@ def export_hf(
                     base,
                     naming,
                     comparison,
+                    lora_adapter,
                 )
             kept = found.kept.get(dtype or "", frozenset())
             cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]

@@ -34,9 +34,10 @@ PREFIX = "base_model.model."
 _LORA = re.compile(
     r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?P<rest>.*))?$"
 )
+_MAGNITUDE = re.compile(r"(?P<module>.*)\.lora_magnitude_vector(\.(?P<adapter>[^.]+)\.weight)?$")
 _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)$")
 # Options that change the sum of base and product, so they are not merged here.
-_UNMERGED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
+_UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 
@@ -47,23 +48,27 @@ T = TypeVar("T")
 class PeftTensors(Generic[T]):
     """A PEFT model's tensors, sorted.
 
-    pairs: module → (A, B). embeddings: the modules whose weights are embeddings. saved: tensors
-    that the adapter saves whole, by the model's names. base: the rest, by the model's names.
-    adapter: names in the adapter's file → tensor.
+    pairs: module → (A, B). magnitudes: module → DoRA's vector. embeddings: the modules whose
+    weights are embeddings. saved: tensors that the adapter saves whole, by the model's names. base:
+    the rest, by the model's names. adapter: names in the adapter's file → tensor.
     """
 
     pairs: dict[str, dict[str, T]] = field(default_factory=dict)
+    magnitudes: dict[str, T] = field(default_factory=dict)
     embeddings: set[str] = field(default_factory=set)
     saved: dict[str, T] = field(default_factory=dict)
     base: dict[str, T] = field(default_factory=dict)
     adapter: dict[str, T] = field(default_factory=dict)
 
 
-def sort(tensors: Mapping[str, T], where: str) -> PeftTensors[T]:
+def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> PeftTensors[T]:
     """Sort the tensors of a PEFT model.
 
+    Args:
+        wanted: the adapter's name; None: there is only one.
+
     Raises:
-        UsageError: it is not a PEFT model with LoRA, or has several adapters.
+        UsageError: it is not a PEFT model with LoRA, has several adapters, or lacks the wanted one.
     """
     strange = [name for name in tensors if not name.startswith(PREFIX)]
     if strange or not any(".lora_" in name for name in tensors):
@@ -76,10 +81,20 @@ def sort(tensors: Mapping[str, T], where: str) -> PeftTensors[T]:
     parts: PeftTensors[T] = PeftTensors()
     adapters: set[str] = set()
     others: dict[str, T] = {}
+    others_names: set[str] = set()
     for full, tensor in tensors.items():
         name = full[len(PREFIX) :]
-        pair, saved = _LORA.match(name), _SAVED.match(name)
-        if pair is not None:
+        if wanted is not None and (its := _adapter_of(name)) not in (None, wanted):
+            others_names.add(str(its))
+            continue
+        pair, saved, magnitude = _LORA.match(name), _SAVED.match(name), _MAGNITUDE.match(name)
+        if magnitude is not None:
+            if magnitude["adapter"]:
+                adapters.add(magnitude["adapter"])
+            module = magnitude["module"]
+            parts.magnitudes[module] = tensor
+            parts.adapter[f"{PREFIX}{module}.lora_magnitude_vector"] = tensor
+        elif pair is not None:
             _add_pair(parts, adapters, pair, tensor, full)
         elif saved is not None:
             adapters.add(saved["adapter"])
@@ -96,11 +111,27 @@ def sort(tensors: Mapping[str, T], where: str) -> PeftTensors[T]:
     if len(adapters) > 1:
         raise UsageError(
             f"the checkpoint has several adapters: {', '.join(sorted(adapters))}",
-            remedy="save the state of a model with one of them",
+            remedy="pass lora_adapter= one of them",
             path=where,
         )
+    if wanted is not None and wanted not in adapters:
+        there = ", ".join(sorted(others_names)) or "one without a name"
+        raise UsageError(
+            f"the checkpoint has no adapter {wanted!r}, but {there}",
+            remedy="pass lora_adapter= one of them, or leave it out", path=where,
+        )  # fmt: skip
     _add_others(parts, others, named=bool(adapters))
     return parts
+
+
+def _adapter_of(name: str) -> str | None:
+    """The adapter that a tensor names, if it names one."""
+    for pattern in (_MAGNITUDE, _SAVED):
+        if found := pattern.match(name):
+            return found["adapter"]
+    pair = _LORA.match(name)
+    words = (pair["rest"] or "").removesuffix("weight").strip(".") if pair else ""
+    return words or None
 
 
 def _add_pair(
@@ -167,6 +198,20 @@ class LoraConfig:
                     path=where,
                 )
 
+    def check_magnitudes(self, pairs: Iterable[str], magnitudes: Iterable[str], where: str) -> None:
+        """
+        Raises:
+            TensorMismatchError: some modules have DoRA's vector, and others or the config do not.
+        """
+        wanted = set(pairs) if self.values.get("use_dora") else set()
+        if differ := sorted(wanted ^ set(magnitudes)):
+            raise TensorMismatchError(
+                f"the config has use_dora={bool(wanted)}, but not so the vectors of magnitudes "
+                f"(lora_magnitude_vector) of {differ[:8]}",
+                remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
+                path=where,
+            )
+
     def scaling(self, module: str) -> float:
         alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self._of(
             module, "rank_pattern", "r")  # fmt: skip
@@ -215,8 +260,9 @@ class LoraConfig:
         return self.values[default]
 
 
-def read_lora_config(source: Any) -> LoraConfig:
-    """A LoRA config from a directory, a JSON file, a dict, PEFT's object, or `model.peft_config`.
+def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
+    """A LoRA config from a directory, a JSON file, a dict, PEFT's object, or `model.peft_config`,
+    which has one for each adapter.
 
     Raises:
         UsageError: it is none of these, or not a LoRA config.
@@ -241,6 +287,8 @@ def read_lora_config(source: Any) -> LoraConfig:
                 remedy=f"pass a directory with {ADAPTER_CONFIG}, or that file",
                 path=where,
             ) from error
+    if isinstance(source, Mapping) and adapter in source and "peft_type" not in source:
+        source = source[adapter]
     if isinstance(source, Mapping) and "peft_type" not in source and len(source) == 1:
         (source,) = source.values()  # model.peft_config: by the adapter's name
     if hasattr(source, "to_dict"):

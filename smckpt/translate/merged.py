@@ -48,6 +48,7 @@ _AT_ONCE = 1 << 18  # elements of the product that are computed at once
 def find_peft_contents(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
     lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
+    name: str | None = None,
 ) -> ExportContents:  # fmt: skip
     """The adapter in a checkpoint of a PEFT model, or the base with the adapter merged into it.
 
@@ -58,13 +59,14 @@ def find_peft_contents(
         raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
-    adapter = read_lora_config(lora_config)
+    adapter = read_lora_config(lora_config, name)
     catalogue = open_catalogue(access.open(checkpoint))
     found = model_tensors(catalogue, prefix, peft=True)
     reader = LogicalTensors(catalogue, found)
     tensors = {target.name: target for target in whole_tensors(reader)}
-    parts = sort(tensors, catalogue.url)
+    parts = sort(tensors, catalogue.url, name)
     adapter.check(parts.pairs, catalogue.url)
+    adapter.check_magnitudes(parts.pairs, parts.magnitudes, catalogue.url)
     if lora == "adapter":
         refuse_given('with lora="adapter"', base=base, config=settings)
         adapter.refuse_biases(catalogue.url)
@@ -133,7 +135,8 @@ def _with_name(target: Merged | Translated, name: str) -> Merged | Translated:
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with its LoRA pair. `flip`: the product is transposed (embeddings, Conv1D)."""
+    """A weight with its LoRA pair. `flip`: the product is transposed (embeddings, Conv1D).
+    `magnitude`: DoRA's length of each row of the sum."""
 
     name: str
     dtype: str
@@ -142,6 +145,7 @@ class Merged:
     b: Translated
     scaling: float
     flip: bool
+    magnitude: Translated | None = None
 
     @property
     def shape(self) -> Shape:
@@ -187,7 +191,7 @@ class MergedSource:
         """For each chunk: the chunk, and a plan for the weights that it reads."""
         for target in (item.target for chunk in chunks for item in chunk.ranges):
             if isinstance(target, Merged) and target.name not in self._pairs:
-                pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in (target.a, target.b))
+                pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in _adapted(target))
                 (self._pairs[target.name],) = self._parts.plans_of([Chunk(0, 0, pair)])
         plain = [replace(c, ranges=tuple(map(_of_base, c.ranges))) for c in chunks]
         return list(zip(chunks, self._parts.plans_of(plain), strict=True))
@@ -208,37 +212,53 @@ class MergedSource:
         """The memory for the base: a buffer of its own, unless the base is used unchanged."""
         if not isinstance(item.target, Merged):
             return buffer
-        return aligned((item.stop - item.start) * DTYPES[item.target.base.dtype].itemsize)
+        own = _of_base(item)
+        return aligned((own.stop - own.start) * DTYPES[item.target.base.dtype].itemsize)
 
     def _merge(
         self, target: Merged, start: int, stop: int, base: memoryview, out: memoryview
     ) -> None:
         wide = target.source_dtype
-        left, right = self._pair(target)
+        left, right, *lengths = self._pair(target)
         columns = target.shape[1]
         values = np.frombuffer(base, stored_type(target.base.dtype))
+        first = _of_base(Range(target, start, stop, 0)).start
         result = np.frombuffer(out, stored_type(wide))
         step = max(1, _AT_ONCE // columns)
         for row in range(start // columns, -(-stop // columns), step):
             last = min(row + step, -(-stop // columns))
             low, high = max(start, row * columns), min(stop, last * columns)
             product = (left[row:last] @ right).reshape(-1)
-            product = product[low - row * columns : high - row * columns]
-            where = slice(low - start, high - start)
-            result[where] = cast(values[where], target.base.dtype, wide) + target.scaling * product
+            begin, end = (row * columns, last * columns) if lengths else (low, high)
+            product = product[begin - row * columns : end - row * columns]
+            stored = values[begin - first : end - first]
+            total = cast(stored, target.base.dtype, wide) + target.scaling * product
+            if lengths:
+                rows = total.reshape(-1, columns)
+                norms = np.linalg.norm(rows, axis=1)
+                rows *= (lengths[0][row:last] / norms)[:, None]
+            result[low - start : high - start] = total[low - begin : high - begin]
 
-    def _pair(self, target: Merged) -> tuple[Array, Array]:
-        """The two matrices to multiply. The first one has the weight's rows."""
-        a, b = aligned(_nbytes(target.a)), aligned(_nbytes(target.b))
-        self._parts.read(self._pairs[target.name], [a, b])
+    def _pair(self, target: Merged) -> tuple[Array, ...]:
+        """The two matrices to multiply, and DoRA's vector if there is one. The first matrix has the
+        weight's rows."""
+        parts = _adapted(target)
+        memory = [aligned(_nbytes(t)) for t in parts]
+        self._parts.read(self._pairs[target.name], memory)
         wide = np.dtype(target.source_dtype)
-        left, right = (
+        a, b, *more = (
             np.asarray(
                 cast(np.frombuffer(data, stored_type(t.dtype)), t.dtype, target.source_dtype), wide
             ).reshape(t.shape)
-            for data, t in ((b, target.b), (a, target.a))
+            for data, t in zip(memory, parts, strict=True)
         )
-        return (right.T, left.T) if target.flip else (left, right)
+        return (a.T, b.T, *more) if target.flip else (b, a, *more)
+
+
+def _adapted(target: Merged) -> tuple[Translated, ...]:
+    """What the adapter has for a weight: A, B and DoRA's vector if there is one."""
+    more = () if target.magnitude is None else (target.magnitude,)
+    return (target.a, target.b, *more)
 
 
 def _merged_targets(
@@ -276,7 +296,10 @@ def _merged_targets(
         module = pairs[name]
         a, b = (parts.pairs[module][side] for side in "AB")
         flip = module in parts.embeddings or config.transposed
-        made = Merged(name, stored.dtype, stored, a, b, config.scaling(module), flip)
+        made = Merged(
+            name, stored.dtype, stored, a, b, config.scaling(module), flip,
+            parts.magnitudes.get(module),
+        )  # fmt: skip
         _check(made, url)
         out.append(made)
     return out
@@ -299,7 +322,15 @@ def _check(made: Merged, url: str) -> None:
             remedy="pass the base that the adapter was trained on, and its own lora_config=",
             path=url,
         )
-    strange = {made.base.dtype, made.a.dtype, made.b.dtype} - CASTABLE.keys()
+    if made.magnitude is not None and (made.flip or made.magnitude.shape != made.shape[:1]):
+        raise TensorMismatchError(
+            f"{made.name} has the shape {made.shape}, and DoRA's vector {made.magnitude.shape}"
+            + (", of columns" if made.flip else ""),
+            remedy="DoRA is merged for linear layers only: merge it with PEFT" if made.flip
+            else "pass the base that the adapter was trained on, and its own lora_config=",
+            path=url,
+        )  # fmt: skip
+    strange = {made.base.dtype, *(part.dtype for part in _adapted(made))} - CASTABLE.keys()
     if strange:
         raise TensorMismatchError(
             f"{made.name}, or its LoRA pair, has dtype {', '.join(sorted(strange))}",
@@ -309,8 +340,13 @@ def _check(made: Merged, url: str) -> None:
 
 
 def _of_base(item: Range) -> Range:
+    """The base's elements for a range: whole rows where their lengths are needed."""
     target: Target = item.target.base if isinstance(item.target, Merged) else item.target
-    return Range(target, item.start, item.stop, 0)
+    start, stop = item.start, item.stop
+    if isinstance(item.target, Merged) and item.target.magnitude is not None:
+        columns = target.shape[1]
+        start, stop = start // columns * columns, -(-stop // columns) * columns
+    return Range(target, start, stop, 0)
 
 
 def _nbytes(tensor: Translated) -> int:

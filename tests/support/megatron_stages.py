@@ -71,7 +71,8 @@ def save(job: dict[str, Any], whole: dict[str, Any], folder: Path) -> None:
     for stage in range(pp):
         dist.init_process_group("fake", rank=stage, world_size=pp, store=FakeStore())
         parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
             create_gloo_process_groups=False,
         )
         if vpp is None:

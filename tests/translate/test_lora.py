@@ -103,7 +103,16 @@ def test_an_adapter_on_an_embedding_keeps_its_names(tmp_path):
 # -- merged ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"use_rslora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "modules_to_save": ["embed_tokens"]},
+    ],
+)
 def test_merged_into_the_base_of_the_checkpoint(tmp_path, more, monkeypatch):
     monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
     monkeypatch.setattr("smckpt.translate.merged._AT_ONCE", 256)
@@ -113,6 +122,57 @@ def test_merged_into_the_base_of_the_checkpoint(tmp_path, more, monkeypatch):
         lora_config=model.peft_config,
     )  # fmt: skip
     assert_merged(tmp_path / "hf", model)
+
+
+def test_an_adapter_with_dora_is_peft_s_own_directory(tmp_path):
+    model = llama(use_dora=True)
+    checkpoint = saved(tmp_path, model.state_dict())
+    export_hf(checkpoint, tmp_path / "out", lora="adapter", lora_config=model.peft_config)
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+    plain = {**model.peft_config["default"].to_dict(), "use_dora": False}
+    for lora in ("adapter", "merge"):
+        with pytest.raises(errors.TensorMismatchError, match="use_dora=False, but not so"):
+            export_hf(checkpoint, tmp_path / "no", lora=lora, lora_config=plain)
+    state = {n: t for n, t in model.state_dict().items() if "magnitude" not in n or ".0." in n}
+    with pytest.raises(errors.TensorMismatchError, match=r"use_dora=True.*layers\.1"):
+        export_hf(saved(tmp_path / "half", state), tmp_path / "no", lora="merge",
+                  lora_config=model.peft_config)  # fmt: skip
+
+
+def test_dora_on_a_transposed_layer_is_refused(tmp_path):
+    config = GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=ref.V, n_positions=64)
+    model = peft_model(
+        AutoModelForCausalLM.from_config(config), target_modules=["c_attn"], rank_pattern={},
+        fan_in_fan_out=True, use_dora=True,
+    )  # fmt: skip
+    with pytest.raises(errors.TensorMismatchError, match="linear layers only"):
+        export_hf(saved(tmp_path, model.state_dict()), tmp_path / "hf", config=config,
+                  lora="merge", lora_config=model.peft_config)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_one_of_several_adapters_is_exported_and_merged(tmp_path, name):
+    model = llama(use_dora=True, modules_to_save=["lm_head"])
+    other = LoraConfig(r=2, lora_alpha=3, target_modules=["v_proj"], init_lora_weights=False,
+                       modules_to_save=["lm_head"])  # fmt: skip
+    model.add_adapter("second", other)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "modules_to_save.second" in key:
+                parameter.add_(0.3)
+    given = {"lora_config": model.peft_config, "lora_adapter": name}
+    checkpoint = saved(tmp_path, model.state_dict())
+    model.set_adapter(name)
+    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
+    wanted = again.merge_and_unload().state_dict()
+    for key, tensor in merged.state_dict().items():
+        assert torch.allclose(tensor, wanted[key], atol=1e-6), key
 
 
 def test_merged_into_a_base_directory(tmp_path):
@@ -189,7 +249,8 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     refused("lora='both'", lora="both")
     refused("no tensor contains lora_alpha", lora_config=None)
     refused("not the config of a LoRA adapter", lora_config={"peft_type": "IA3"})
-    refused("use_dora", lora_config={**config, "use_dora": True})
+    refused("use_dora=True, but not so", lora_config={**config, "use_dora": True})
+    refused("lora_bias", lora_config={**config, "lora_bias": True})
     refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})
     refused("base weights that the adapter changes", alone)
     refused("layout=", layout="te_split")
@@ -201,6 +262,8 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     second = {n.replace("default", "second"): t for n, t in model.state_dict().items()}
     refused("several adapters: default, second",
             saved(tmp_path / "4", {**model.state_dict(), **second}))  # fmt: skip
+    refused("no adapter 'third', but default, second", tmp_path / "4" / "ckpt",
+            lora_adapter="third")  # fmt: skip
     odd = {**get_peft_model_state_dict(model)}
     odd.pop(next(n for n in odd if "lora_A" in n))
     refused("of the LoRA pair", saved(tmp_path / "5", odd))

@@ -241,9 +241,15 @@ def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
 def _kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
     """The targets that keep float32, from the family's table."""
     family = find_family(settings.values["model_type"]) if settings is not None else None
-    patterns = () if family is None else family.fp32
-    names = frozenset(t.name for t in targets if any(re.search(p, t.name) for p in patterns))
-    return dict.fromkeys(LOW, names)
+    if family is None:
+        return {}
+    patterns = {
+        "bfloat16": family.fp32, "float16": (*family.fp32, *family.fp32_beside_float16),
+    }  # fmt: skip
+    return {
+        dtype: frozenset(t.name for t in targets if any(re.search(p, t.name) for p in found))
+        for dtype, found in patterns.items()
+    }
 
 
 def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:

@@ -38,7 +38,8 @@ class Family:
     keys: where this family's config uses another key than Llama's: Llama's key → its own.
     defaults: values for keys that the config leaves out.
     derive: computes further values from the config (with Llama's keys). They override the config's.
-    fp32: regular expressions of names that `from_pretrained` keeps in float32.
+    fp32: regular expressions of names that `from_pretrained` keeps in float32, in a model of
+        bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
     """
@@ -50,6 +51,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     fp32: tuple[str, ...] = ()
+    fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
 
     @cached_property

@@ -407,3 +407,37 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(tmp_path, rel
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), release[1])
     said = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert said["num_nextn_predict_layers"] == 0
+
+
+# -- what stays in float32 -------------------------------------------------------------------------
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
+    return T5ForConditionalGeneration(config)
+
+
+KEPT: dict[str, Any] = {
+    "deepseek_v3": lambda: families.model("deepseek_v3"),
+    "gpt_oss": lambda: families.model("gpt_oss"), "t5": t5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", KEPT)
+def test_what_from_pretrained_keeps_in_float32_is_written_so(tmp_path, family, dtype):
+    model = KEPT[family]()
+    save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "saved"))
+    export_hf(tmp_path / "saved", tmp_path / "hf", config=model.config, dtype=dtype)
+    wide = load_file(tmp_path / "hf" / "model.safetensors")
+    found = {n for n, t in wide.items() if t.dtype == torch.float32}
+    model.save_pretrained(tmp_path / "whole")
+    kind = getattr(torch, dtype)
+    loaded = type(model).from_pretrained(tmp_path / "whole", dtype=kind)
+    kept = {n for n, t in loaded.state_dict().items() if t.dtype == torch.float32}
+    assert found == kept & wide.keys() and kept.issubset(wide)
+    assert {t.dtype for t in wide.values()} == {kind, *([torch.float32] if found else [])}
+    assert bool(found) == (dtype == "float16" or family == "deepseek_v3")

@@ -67,6 +67,7 @@ FAMILIES = (
     replace(
         _mixture("gpt_oss", *ATTENTION, *_GPT_OSS),
         defaults={"attention_bias": True},
+        fp32_beside_float16=("norm",),
         hf_tp=None,  # transformers has a plan only for its experts, which smckpt does not read yet
     ),
     replace(

@@ -127,10 +127,11 @@ def test_what_stands_beside_a_released_model_goes_along(tmp_path: Path):
     (release / "additional_chat_templates").mkdir(parents=True)
     config = LlamaConfig(
         hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
-        vocab_size=8, auto_map={"AutoConfig": "configuration_own.OwnConfig",
-                                "AutoModel": "another/repository--modeling_far.FarModel"},
+        vocab_size=8,
     )  # fmt: skip
-    config.save_pretrained(release)
+    code = {"AutoConfig": "configuration_own.OwnConfig",
+            "AutoModel": "another/repository--modeling_far.FarModel"}  # fmt: skip
+    (release / "config.json").write_text(json.dumps({**config.to_dict(), "auto_map": code}))
     beside = {
         "chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool.jinja": "{{ 1 }}",
         "tekken.json": "{}", "source.spm": "s", "qwen.tiktoken": "t", "spm.model": "m",

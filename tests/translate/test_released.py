@@ -19,7 +19,7 @@ from smckpt.translate.quantized import Dequantized, dequantized
 from smckpt.translate.rank_files import open_directory
 from smckpt.translate.targets import Chunk, Range
 from smckpt.translate.translated import TranslatedSource
-from tests.support import families, interpreters
+from tests.support import child, families, interpreters
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
@@ -174,6 +174,42 @@ def test_every_number_of_float8_in_blocks_of_128_from_any_element_to_any(tmp_pat
     wanted = _dequantize_fp8_weight(weight, scale, [128, 128], torch.float32).bfloat16()
     for step in (1 << 30, 7919):
         assert same(read_all(tmp_path, step), {"a.weight": wanted})
+
+
+def test_memory_stays_small_whatever_the_size_of_a_weight(tmp_path):
+    """Anonymous memory: pages of mapped files are the system's to drop."""
+    weight = torch.zeros(16384, 8192, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    blocks = torch.zeros(4, 8192, 128, 16, dtype=torch.uint8)
+    state = {"a.weight": weight, "a.weight_scale_inv": torch.ones(128, 64),
+             "e_blocks": blocks, "e_scales": blocks[..., 0].contiguous()}  # fmt: skip
+    save_file(state, tmp_path / "model.safetensors")
+    code = """
+    import re, sys
+    from pathlib import Path
+    from smckpt.translate.contents import whole_tensors
+    from smckpt.translate.quantized import dequantized
+    from smckpt.translate.rank_files import open_directory
+    from smckpt.translate.targets import Chunk, Range
+    from smckpt.translate.translated import TranslatedSource
+    def anonymous():
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\\s+(\\d+)", text)[1])
+    source = TranslatedSource(dequantized(open_directory(Path(sys.argv[1])), None))
+    buffer, peak, each = memoryview(bytearray(16 << 20)), 0, 8 << 20
+    buffer[:] = bytes(16 << 20)
+    before = anonymous()
+    for target in whole_tensors(source.reader):
+        numel = 1
+        for size in target.shape:
+            numel *= size
+        for start in range(0, numel, each):
+            item = Range(target, start, min(numel, start + each), 0)
+            source.read(source.plans_of([Chunk(0, 0, (item,))])[0], [buffer[: item.nbytes]])
+            peak = max(peak, anonymous())
+    print(peak - before)
+    """
+    kibibytes = int(child.run(code, str(tmp_path), timeout=200))
+    assert kibibytes < 48 << 10  # the weights have 512 MiB in bfloat16
 
 
 def swapped(state: State, one: str, other: str) -> None:

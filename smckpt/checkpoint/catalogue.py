@@ -28,7 +28,7 @@ __all__ = [
     "Catalogue",
     "Found",
     "LogicalTensor",
-    "Member",
+    "CommittedGroup",
     "SavedFile",
     "SavedPiece",
     "Stored",
@@ -50,7 +50,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class Member:
+class CommittedGroup:
     """One group's manifest and its directory. directories: rank r's files are in number r modulo
     their count."""
 
@@ -80,7 +80,7 @@ class Catalogue:
 
     url: str
     commit: Commit
-    members: tuple[Member, ...]
+    members: tuple[CommittedGroup, ...]
     _found: Found = field(compare=False, repr=False)
 
     @property
@@ -393,11 +393,11 @@ def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:
     return Catalogue(storage.url, commit, members, Found(Readers(storage.access.holding(share))))
 
 
-def _member(storage: Storage, manifest: Manifest) -> Member:
+def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:
     directory = storage.url
     rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
     prefix_sharding = manifest.prefix_sharding
     if prefix_sharding is not None:
         prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
     directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
-    return Member(directory, manifest, rows, tuple(directories))
+    return CommittedGroup(directory, manifest, rows, tuple(directories))

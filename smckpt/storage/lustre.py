@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Target", "quotas_left", "targets"]
+__all__ = ["LustreTarget", "quotas_left", "targets"]
 
 _SECONDS = 10.0  # for one command: a client that has lost a server would wait for minutes
 _KIB = 1024
@@ -30,7 +30,7 @@ _PROJECT = re.compile(r"\s*(\d+)\s")
 
 
 @dataclass(frozen=True)
-class Target:
+class LustreTarget:
     """An OST: its name, its index (as in `lfs setstripe -i`), and its free bytes."""
 
     name: str
@@ -38,11 +38,11 @@ class Target:
     free: int
 
 
-def targets(path: str) -> tuple[Target, ...]:
+def targets(path: str) -> tuple[LustreTarget, ...]:
     """The OSTs of the Lustre that a path is on; none if it is on another file system."""
     said = _lfs("df", "-l", path)  # -l: ask no server that this host has no connection to
     return tuple(
-        Target(match[1], int(match[3]), int(match[2]) * _KIB)
+        LustreTarget(match[1], int(match[3]), int(match[2]) * _KIB)
         for line in said.splitlines()
         if (match := _OST.match(line.strip()))
     )

@@ -136,7 +136,7 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Converted:
     target: str
     ranks: int
     tensors: int
@@ -157,7 +157,7 @@ class _Work:
 
     def to_ours(
         self, access: Access, target: str | os.PathLike[str], shard: int, rank: int | None
-    ) -> _Made:
+    ) -> _Converted:
         if rank is not None:
             raise UsageError(
                 'rank= with to="smckpt"', remedy="leave it out: each rank keeps its own values"
@@ -170,9 +170,9 @@ class _Work:
         for name in self._catalogue.logical:
             self._left_out(name)
         values = [n for n in self._values(self._catalogue.object_ranks[0]) if not self._left_out(n)]
-        return _Made(written.target, written.ranks, written.tensors, len(values), written.nbytes)
+        return _Converted(written.target, written.ranks, written.tensors, len(values), written.nbytes)
 
-    def to_torch(self, target: str, to: str, rank: int | None) -> _Made:
+    def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
         if not is_local(target):
             raise UsageError(
                 f"torch writes {to} to disks only",
@@ -199,7 +199,7 @@ class _Work:
             else:
                 _to_file(place, tensors, state, read)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        return _Made(target, 1, len(tensors), len(values), nbytes, changed)
+        return _Converted(target, 1, len(tensors), len(values), nbytes, changed)
 
     def _state(
         self, tensors: Sequence[WholeTensor], values: Mapping[Path, Any], read: _Read, to: str

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.blocks import BlockReader, Destination, Readers, SavedFile
-from smckpt.checkpoint.catalogue import Catalogue, Found, Member, Stored, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, Found, CommittedGroup, Stored, open_catalogue
 from smckpt.checkpoint.choose import Commit
 from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, parse_name, part_name
 from smckpt.checkpoint.headers import StoredSlot
@@ -109,7 +109,7 @@ def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:
     commit = Commit(
         source.format, source.format, manifest.committed_at, (0, 0), ((source.url, manifest),)
     )
-    member = Member(source.url, manifest, (), (source.url,))
+    member = CommittedGroup(source.url, manifest, (), (source.url,))
     readers = _ForeignReaders(storage.access)
     return ForeignCatalogue(source.url, commit, (member,), Found(readers), source, readers)
 

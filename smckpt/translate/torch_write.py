@@ -73,20 +73,20 @@ def _put(
 
 def _pickled(state: Any) -> bytes:
     data = io.BytesIO()
-    _Pickler(data, protocol=2).dump(state)
+    _TensorPickler(data, protocol=2).dump(state)
     return data.getvalue()
 
 
-class _Storage:
+class _RawStorage:
     def __init__(self, kind: Any, number: int, count: int) -> None:
         self.id = ("storage", kind, str(number), "cpu", count)
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Writes placeholders as the tensors that they stand for."""
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.id if isinstance(obj, _Storage) else None
+        return obj.id if isinstance(obj, _RawStorage) else None
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Placeholder):
@@ -101,7 +101,7 @@ class _Pickler(pickle.Pickler):
         place = (0, obj.shape, tuple(strides), False, hooks)
         dtype: torch.dtype = getattr(torch, obj.dtype)
         if obj.dtype in _STORAGES:
-            storage = _Storage(_STORAGES[obj.dtype], obj.number, numel)
+            storage = _RawStorage(_STORAGES[obj.dtype], obj.number, numel)
             return torch._utils._rebuild_tensor_v2, (storage, *place)
-        storage = _Storage(torch.UntypedStorage, obj.number, numel * dtype.itemsize)
+        storage = _RawStorage(torch.UntypedStorage, obj.number, numel * dtype.itemsize)
         return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)

@@ -17,7 +17,7 @@ from smckpt.manager import room
 from smckpt.manager.retention import Keep
 from smckpt.manager.room import Room, room_at
 from smckpt.storage import lustre
-from smckpt.storage.lustre import Target, quotas_left, targets
+from smckpt.storage.lustre import LustreTarget, quotas_left, targets
 from tests.support.limits import seconds
 
 Answers = Callable[..., None]
@@ -68,9 +68,9 @@ def test_each_target_is_told_and_those_that_do_not_answer_are_left_out(
 ) -> None:
     lfs(df=DF)
     assert targets("/scratch") == (
-        Target("scratch-OST0000", 0, 37850660 * 1024),
-        Target("scratch-OST0001", 1, 1000 * 1024),
-        Target("scratch-OST001f", 31, 37851724 * 1024),
+        LustreTarget("scratch-OST0000", 0, 37850660 * 1024),
+        LustreTarget("scratch-OST0001", 1, 1000 * 1024),
+        LustreTarget("scratch-OST001f", 31, 37851724 * 1024),
     )
     assert calls(tmp_path) == ["df -l /scratch"]
 

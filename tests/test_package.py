@@ -20,6 +20,7 @@ import setuptools
 
 import smckpt
 from tests.support.limits import seconds
+from tests.support.shape import homonyms, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "boto3", "awscrt", "lightning", "rich")
@@ -214,6 +215,16 @@ def pins() -> dict[str, str]:
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_each_class_name_has_one_meaning():
+    # but for those of other systems, of which several have a class of that name
+    theirs = {"AsyncCallsQueue", "DistributedFileSystemReader", "DistributedFileSystemWriter"}
+    assert homonyms().keys() - theirs == {"SmckptTrainer"}  # the Trainer's, and Lightning's
+
+
+def test_no_module_is_longer_than_500_lines():
+    assert [str(path) for path, text, _ in modules() if len(text.splitlines()) > 500] == []
 
 
 def test_every_dependency_and_extra_is_pinned():

@@ -26,9 +26,9 @@ from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = [
     "Catalogue",
+    "CommittedGroup",
     "Found",
     "LogicalTensor",
-    "CommittedGroup",
     "SavedFile",
     "SavedPiece",
     "Stored",

@@ -14,7 +14,7 @@ import click
 
 from smckpt.errors import UsageError
 
-__all__ = ["Place", "chdir", "command", "out", "place", "settings"]
+__all__ = ["RunsPlace", "chdir", "command", "out", "place", "settings"]
 
 settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -28,7 +28,7 @@ command = click.argument("command", nargs=-1, required=True, type=click.UNPROCES
 
 
 @dataclass
-class Place:
+class RunsPlace:
     """Where the runs save. exact: set when they were, so that a directory of ours is removed."""
 
     root: str
@@ -36,13 +36,15 @@ class Place:
 
 
 @contextmanager
-def place(out: str | None, chdir: bool, name: str, say: Callable[[str], None]) -> Iterator[Place]:
+def place(
+    out: str | None, chdir: bool, name: str, say: Callable[[str], None]
+) -> Iterator[RunsPlace]:
     """The place for the runs of the command `name`.
 
     Raises:
         UsageError: there is something in it.
     """
-    made = Place(_root_of(out, chdir, name))
+    made = RunsPlace(_root_of(out, chdir, name))
     try:
         yield made
     finally:

@@ -19,9 +19,9 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.run.moments import Moments
 from smckpt.run.trials import (
     NOT_DETERMINISTIC,
+    RunWatch,
     Script,
     TookTooLong,
-    Watch,
     compare_runs,
     difference_text,
     refuse_nameless,
@@ -174,7 +174,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 class _Trial:
     """The runs. whole: what the uninterrupted one has committed."""
 
-    whole: Watch
+    whole: RunWatch
 
     def __init__(self, script: Script, asked: Chaos) -> None:
         self._script = script
@@ -234,7 +234,7 @@ class _Trial:
                 )
         return moments.stopped
 
-    def _resume(self, name: str, watch: Watch, committed: int | None) -> tuple[str, str]:
+    def _resume(self, name: str, watch: RunWatch, committed: int | None) -> tuple[str, str]:
         with self._output(name) as log:
             try:
                 status = self._script.run(watch, lambda: watch.due() and False, output=log)
@@ -245,7 +245,7 @@ class _Trial:
         watch.look()
         return self._judged(watch, committed)
 
-    def _judged(self, watch: Watch, committed: int | None) -> tuple[str, str]:
+    def _judged(self, watch: RunWatch, committed: int | None) -> tuple[str, str]:
         fresh = [one.step for one in watch.fresh.values() if one.step is not None]
         again = min(fresh, default=None) if committed is not None else None
         began = min(one.step for one in self.whole.fresh.values() if one.step is not None)
@@ -272,7 +272,7 @@ class _Trial:
             return WRONG, text
         return (LOST, why) if why else (EXACT, "")
 
-    def _run(self, watch: Watch, moments: Moments, log: int, until: Callable[[], bool]) -> int:
+    def _run(self, watch: RunWatch, moments: Moments, log: int, until: Callable[[], bool]) -> int:
         return self._script.run(
             watch, until, wrap=moments.wrap, inherited=[moments.inherited], output=log
         )

@@ -122,7 +122,7 @@ class Moments:
         self._stop_at = stop_at
         self._calls, self._audit, self.seccomp = _calls(_FILES if local else _MESSAGES)
         self._told: Callable[[_Notice], str] = (
-            _Files(local_path(root)).told if local else _Messages(os.environ).told
+            _FileCalls(local_path(root)).told if local else _Messages(os.environ).told
         )
         self._ours, self._theirs = socket.socketpair()
         self._wake = os.pipe()
@@ -294,7 +294,7 @@ def _signed(value: int) -> int:
     return low - (1 << 32) if low >> 31 else low
 
 
-class _Files:
+class _FileCalls:
     """Calls that change files below a directory."""
 
     def __init__(self, root: str) -> None:

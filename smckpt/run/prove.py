@@ -12,8 +12,8 @@ from smckpt.checkpoint.compare import Compared
 from smckpt.errors import UsageError
 from smckpt.run.trials import (
     NOT_DETERMINISTIC,
+    RunWatch,
     Script,
-    Watch,
     compare_runs,
     difference_text,
     refuse_nameless,
@@ -109,20 +109,20 @@ class Proving:
             whole = self._finished(script, "uninterrupted", "the uninterrupted run")
         return _compared(killed, resumed, whole, self.ignore)
 
-    def _reached(self, watch: Watch) -> bool:
+    def _reached(self, watch: RunWatch) -> bool:
         refuse_nameless(watch.found)
         steps = [one.step for one in watch.found if one.step is not None]
         watch.killed = any(self.kill_at is None or step >= self.kill_at for step in steps)
         return watch.killed
 
-    def _finished(self, script: Script, place: str, name: str) -> Watch:
+    def _finished(self, script: Script, place: str, name: str) -> RunWatch:
         watch = script.watch(place, self.timeout)
         status = script.run(watch, lambda: watch.due() and False)
         watch.look()
         script.refuse_end(watch, name, status)
         return watch
 
-    def _refuse_end(self, script: Script, watch: Watch, status: int) -> NoReturn:
+    def _refuse_end(self, script: Script, watch: RunWatch, status: int) -> NoReturn:
         if status:
             raise UsageError(
                 f"the first run ended with status {status} before it could be killed",
@@ -136,7 +136,9 @@ class Proving:
         )
 
 
-def _compared(killed: Watch, resumed: Watch, whole: Watch, ignore: Sequence[str]) -> ProofResult:
+def _compared(
+    killed: RunWatch, resumed: RunWatch, whole: RunWatch, ignore: Sequence[str]
+) -> ProofResult:
     """Compare the steps that both runs have kept, oldest first, until one differs."""
     at = killed.newest.step
     assert at is not None

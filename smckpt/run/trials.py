@@ -20,9 +20,9 @@ __all__ = [
     "NOT_DETERMINISTIC",
     "PLACEHOLDER",
     "VARIABLE",
+    "RunWatch",
     "Script",
     "TookTooLong",
-    "Watch",
     "compare_runs",
     "difference_text",
     "refuse_nameless",
@@ -63,16 +63,16 @@ class Script:
     scratch: str
     say: Callable[[str], None]
 
-    def watch(self, name: str, timeout: float) -> Watch:
+    def watch(self, name: str, timeout: float) -> RunWatch:
         """Begin to watch the directory of a run, for at most `timeout` seconds."""
         root = join_url(self.root, name)
         if is_local(root):
             Path(local_path(root)).mkdir(parents=True, exist_ok=True)
-        return Watch(root, timeout, self.say)
+        return RunWatch(root, timeout, self.say)
 
     def run(
         self,
-        watch: Watch,
+        watch: RunWatch,
         until: Callable[[], bool],
         *,
         wrap: Callable[[list[str]], list[str]] = list,
@@ -108,7 +108,7 @@ class Script:
             ) from error  # fmt: skip
 
     @staticmethod
-    def refuse_end(watch: Watch, name: str, status: int) -> None:
+    def refuse_end(watch: RunWatch, name: str, status: int) -> None:
         """
         Raises:
             UsageError: a run that should have ended well has failed, or committed nothing.
@@ -164,7 +164,7 @@ def difference_text(step: int, found: Compared) -> str:
     return text + (f" and {more} more" if more else "")
 
 
-class Watch:
+class RunWatch:
     """The commits of a run, found from names below its root."""
 
     def __init__(self, root: str, timeout: float, say: Callable[[str], None]) -> None:

@@ -170,7 +170,9 @@ class _Work:
         for name in self._catalogue.logical:
             self._left_out(name)
         values = [n for n in self._values(self._catalogue.object_ranks[0]) if not self._left_out(n)]
-        return _Converted(written.target, written.ranks, written.tensors, len(values), written.nbytes)
+        return _Converted(
+            written.target, written.ranks, written.tensors, len(values), written.nbytes
+        )
 
     def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
         if not is_local(target):

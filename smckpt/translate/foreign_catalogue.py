@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.blocks import BlockReader, Destination, Readers, SavedFile
-from smckpt.checkpoint.catalogue import Catalogue, Found, CommittedGroup, Stored, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, CommittedGroup, Found, Stored, open_catalogue
 from smckpt.checkpoint.choose import Commit
 from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, parse_name, part_name
 from smckpt.checkpoint.headers import StoredSlot

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from smckpt.run.trials import Watch
+from smckpt.run.trials import RunWatch
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
@@ -181,7 +181,7 @@ def test_a_script_that_saves_below_its_working_directory(tmp_path: Path) -> None
 
 
 def test_a_last_save_without_a_step_does_not_hide_the_steps() -> None:
-    watch = object.__new__(Watch)
+    watch = object.__new__(RunWatch)
     watch.found = [SimpleNamespace(step=10), SimpleNamespace(step=None)]  # type: ignore[list-item]
     assert watch.newest.step == 10
 

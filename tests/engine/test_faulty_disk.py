@@ -101,6 +101,7 @@ def a_disk_fails(folder: str) -> list[tuple[str, int, str, int]]:
     return told
 
 
+@pytest.mark.long
 @needs_filter
 def test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works(tmp_path: Path) -> None:
     zero, one = run_ranks(a_disk_fails, 2, str(tmp_path))

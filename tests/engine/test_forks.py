@@ -41,7 +41,9 @@ GOES_ON = """
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit(5)", "os._exit(5)"])
+@pytest.mark.parametrize(
+    "end", ["sys.exit(5)", pytest.param("os._exit(5)", marks=pytest.mark.long)]
+)
 def test_a_child_that_forks_off_in_mid_save_ends_clean_and_the_save_is_committed_once(
     tmp_path: Path, end: str
 ) -> None:
@@ -87,6 +89,7 @@ def test_the_workers_of_a_data_loader_leave_a_save_in_flight_alone(tmp_path: Pat
     )
 
 
+@pytest.mark.long
 def test_a_child_that_is_a_job_of_its_own_saves_elsewhere(tmp_path: Path) -> None:
     child.run(
         IN_FLIGHT

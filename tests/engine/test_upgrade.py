@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 import smckpt
 from tests.support import child
 
@@ -45,6 +47,7 @@ def installed(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_worker_that_runs_goes_on_with_what_it_has_loaded(tmp_path: Path) -> None:
     child.run(
         JOB
@@ -60,6 +63,7 @@ def test_a_worker_that_runs_goes_on_with_what_it_has_loaded(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.long
 def test_a_worker_that_has_not_written_yet_goes_on_too(tmp_path: Path) -> None:
     child.run(
         JOB

@@ -65,7 +65,9 @@ def one_comes_late(root: str, call: str, known: bool) -> tuple[str, float, str]:
 
 
 @pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("call", ["load", "restore", "save", "all"])
+@pytest.mark.parametrize(
+    "call", ["save", *(pytest.param(c, marks=pytest.mark.long) for c in ("load", "restore", "all"))]
+)
 def test_a_late_rank_is_named_in_time_and_hears_of_it(
     tmp_path: Path, call: str, known: bool
 ) -> None:

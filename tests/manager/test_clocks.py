@@ -48,6 +48,7 @@ def test_each_run_goes_on_from_the_newest_step_whatever_clocks_say(tmp_path: Pat
     assert (began, steps) == (7, [8, 9])  # newer by step and by time: the others are gone
 
 
+@pytest.mark.long
 def test_hosts_of_one_job_may_differ_by_a_day(tmp_path: Path) -> None:
     for offs in ((DAY, 0), (0, DAY)):
         root = str(tmp_path / str(offs[0]))
@@ -103,6 +104,7 @@ def one_save(place: str, off: float, value: float) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_of_saves_to_one_directory_the_last_counts_and_not_the_latest_clock(
     tmp_path: Path,
 ) -> None:
@@ -154,6 +156,7 @@ def _save_alone(root: str, step: int, keep: int | None) -> None:
     Keeper(Book(open_storage(root), Template("{step}")), Keep(keep), None).tidy(str(step))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("off", "got", "left"),
     [

@@ -86,7 +86,10 @@ def both(folder: Path, *firsts: tuple[int, int]) -> list[list[tuple[int, str]]]:
     return [answer[0] for answer in answers]
 
 
-@pytest.mark.parametrize("firsts", [((10, 10), (10, 10)), ((10, 10), (15, 10))])
+@pytest.mark.parametrize(
+    "firsts",
+    [((10, 10), (10, 10)), pytest.param(((10, 10), (15, 10)), marks=pytest.mark.long)],
+)
 def test_of_two_jobs_one_goes_on_and_the_other_is_told(
     tmp_path: Path, firsts: tuple[tuple[int, int], ...]
 ) -> None:

@@ -133,7 +133,22 @@ def test_a_process_that_outlived_its_restart_saves_and_deletes_no_more(tmp_path:
     with pytest.raises(errors.StorageError, match="a later job has saved step"):
         old.save(5, state(0, 5))
     old.close()
-    assert [one.step for one in find_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    found = find_checkpoints(tmp_path)
+    assert [one.step for one in found] == [1, 2, 3, 4]
+    claims = [one.metadata["manager"]["claim"]["generation"] for one in found]
+    assert claims == [1, 2, 2, 1]  # no chance decides who is the later one
+
+
+def test_a_later_job_that_saves_to_the_same_directories_only_is_seen(tmp_path: Path) -> None:
+    old = CheckpointManager(tmp_path, signals=())
+    old.save(10, state(0, 10)).wait()
+    with CheckpointManager(tmp_path, signals=()) as new:
+        assert new.restore(into=state(1, 0)) == 10
+        new.save(10, state(1, 10)).wait()
+    old.save(20, state(0, 20)).wait()
+    until(lambda: old._rivals._over is not None)
+    old.close()
+    assert [contents_of(one) for one in find_checkpoints(tmp_path)] == [(1, 10), (0, 20)]
 
 
 def test_a_step_of_another_run_is_not_replaced(tmp_path: Path) -> None:

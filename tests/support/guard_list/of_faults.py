@@ -188,7 +188,7 @@ TWO_JOBS = [
     of(
         "jobs: those that save to the same directories are seen", "manager/rivals.py",
         "for its in [*again, way, *(", "for its in [*(",
-        JOBS + "test_of_two_jobs_one_goes_on_and_the_other_is_told",
+        JOBS + "test_a_later_job_that_saves_to_the_same_directories_only_is_seen",
     ),
     of(
         "jobs: the older job deletes no more", "manager/retention.py",

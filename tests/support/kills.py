@@ -92,8 +92,8 @@ def everything(place: str) -> dict[str, bytes]:
 
 
 def fresh(root: str) -> str:
-    """A place that nobody has used."""
-    return f"{root}/{secrets.token_hex(6)}"
+    """A place that nobody has used, with nothing beside it that a repair would read."""
+    return f"{root}/{secrets.token_hex(6)}/place"
 
 
 def _below(store: Storage, way: str = "") -> Iterable[tuple[str, bytes]]:

@@ -116,6 +116,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 def round_trip(folder: Path, tmp_path: Path, **degrees: int) -> tuple[State, Path]:
     import_hf(folder, tmp_path / "ranks", "mcore_te", **degrees)
+    assert "quantization_config" not in (tmp_path / "ranks" / "config.json").read_text()
     export_hf(tmp_path / "ranks", tmp_path / "hf", config=tmp_path / "ranks")
     return load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "hf"
 

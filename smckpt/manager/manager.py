@@ -32,6 +32,7 @@ from smckpt.manager.state import (
     go_on_at_random,
     random_state,
     random_target,
+    refuse_positions_of_ranks,
     taken,
 )
 from smckpt.manager.template import Template
@@ -316,6 +317,7 @@ class CheckpointManager:
             CorruptCheckpointError: there are checkpoints, but none of them loads.
             KeysMismatchError, TensorMismatchError, StorageError and others of `load`: the program
                 does not fit the checkpoint, or the store does not answer. On all ranks.
+            TopologyError: a loader or dataset of torchdata or datasets, and other numbers of ranks.
         """
         self._refuse_closed()
         group = self._group(into)
@@ -356,6 +358,8 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """The loaded state of the objects in `into`. Its tensors are the live ones."""
         mark = found.metadata.get("manager") or {}
+        if mark:
+            refuse_positions_of_ranks(into, mark.get("ranks"), self._world)
         now = self._recorded()
         same = all(mark.get(name) == now[name] for name in ("ranks", "replicas", "degrees"))
         target = taken(into, LOCAL if same else SHARDED)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from smckpt.errors import UsageError
+from smckpt.errors import TopologyError, UsageError
 from smckpt.full import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
 
@@ -25,6 +25,7 @@ __all__ = [
     "models_in",
     "random_state",
     "random_target",
+    "refuse_positions_of_ranks",
     "set_random_state",
     "taken",
 ]
@@ -91,6 +92,46 @@ def _given(value: Any, loaded: Any) -> Any:
         value[:] = items
         return value
     return loaded
+
+
+# Their objects with a state (loaders, samplers, iterable datasets) count what one rank has read.
+_PACKAGES_OF_POSITIONS = ("torchdata", "datasets")
+
+
+def refuse_positions_of_ranks(state: Mapping[str, Any], saved_by: Any, ranks: int) -> None:
+    """Refuse objects of torchdata and of Hugging Face datasets if another number of ranks has saved
+    their state. No rank's position in its share of the data is one in another share: samples would
+    be left out, and others come twice.
+
+    Raises:
+        TopologyError: there are such objects, and the numbers differ.
+    """
+    if saved_by == ranks:
+        return
+    for name, value in _named(state, ""):
+        packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
+        if _is_stateful(value) and packages & set(_PACKAGES_OF_POSITIONS):
+            raise TopologyError(
+                f"{name} is a {type(value).__name__}, whose position each rank counts in its own "
+                f"share of the data. {saved_by} ranks have saved it, and {ranks} restore it: "
+                "samples would be left out, and others come twice",
+                remedy=f"start with {saved_by} ranks. Or restore without {name}, and find the "
+                "position from a count of the whole job's samples (class Samples in "
+                "docs/manager.md)",
+            )
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The objects in a state by their dotted path."""
+    if isinstance(value, Mapping):
+        children: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif type(value) in (list, tuple):
+        children = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, child in children:
+        yield from _named(child, f"{name}.{key}" if name else str(key))
 
 
 def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:

@@ -1,4 +1,5 @@
-"""Sinks of events (`smckpt.add_sink`) for JSON lines, TensorBoard, Prometheus and OpenTelemetry.
+"""Sinks of events (`smckpt.add_sink`) for JSON lines, TensorBoard, Weights & Biases, Prometheus and
+OpenTelemetry.
 
 Each is made once and called with every `SaveEvent` and `LoadEvent` of its rank. A library is
 imported when its sink is made. The log has a line for each commit without any sink.
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
     from prometheus_client import CollectorRegistry
     from torch.utils.tensorboard import SummaryWriter
+    from wandb.sdk.wandb_run import Run
 
-__all__ = ["JsonLines", "OpenTelemetry", "Prometheus", "TensorBoard", "record"]
+__all__ = ["JsonLines", "OpenTelemetry", "Prometheus", "TensorBoard", "WeightsAndBiases", "record"]
 
 _STAGES = {
     "save": ("blocked", "waited", "staged", "written", "committed"),
@@ -86,10 +88,41 @@ class TensorBoard:
 
     def __call__(self, event: SaveEvent | LoadEvent) -> None:
         kind = _kind(event)
-        step = event.step if event.step is not None else getattr(event, "number", 0)
         for name, value in _numbers(event).items():
-            self._writer.add_scalar(f"smckpt/{kind}/{name}", value, step)
+            self._writer.add_scalar(f"smckpt/{kind}/{name}", value, _step(event))
         self._writer.flush()
+
+
+class WeightsAndBiases:
+    """Logs `smckpt/save/blocked`, `smckpt/load/read` and so on to a run of Weights & Biases, over
+    `smckpt/step`: the event's step, or the number of the save if it has none.
+
+    A save ends in the background. Its values join the row that training logs next, so that they
+    never move W&B's own step: W&B drops what training logs for an earlier step. Of two saves
+    between two rows of training, the later one's values stay.
+
+    Args:
+        run: what `wandb.init` returned; None: the run of this process.
+    """
+
+    def __init__(self, run: Run | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        run = wandb.run if run is None else run
+        if run is None:
+            raise UsageError(
+                "this process has no run of Weights & Biases",
+                remedy="call wandb.init() first, or pass its run",
+            )
+        self._run = run
+        self._run.define_metric("smckpt/*", step_metric="smckpt/step")
+
+    def __call__(self, event: SaveEvent | LoadEvent) -> None:
+        kind = _kind(event)
+        values = {f"smckpt/{kind}/{name}": value for name, value in _numbers(event).items()}
+        self._run.log({**values, "smckpt/step": _step(event)}, commit=False)
 
 
 class Prometheus:
@@ -191,6 +224,10 @@ def _kind(event: SaveEvent | LoadEvent) -> str:
 
 def _queue(event: SaveEvent | LoadEvent) -> str:
     return event.queue if isinstance(event, SaveEvent) else ""
+
+
+def _step(event: SaveEvent | LoadEvent) -> int:
+    return event.step if event.step is not None else getattr(event, "number", 0)
 
 
 def _numbers(event: SaveEvent | LoadEvent) -> dict[str, float]:

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import queue
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -108,6 +109,56 @@ def test_tensorboards_reader_finds_the_scalars(tmp_path: Path, hearing: Any) -> 
     assert (read.step, read.value) == (1, events[3].nbytes)
 
 
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The rows in the file of an offline run: a log in LevelDB's format of W&B's own records."""
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, at, parts, rows = file.read_bytes(), 7, b"", []  # after the file's own header
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:  # no room for a header in this block
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            record = records.Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append(
+                    {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+                )
+    return rows
+
+
+def test_weights_and_biases_offline_file_has_the_values(
+    tmp_path: Path, hearing: Any, monkeypatch: Any
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install smckpt[wandb]")
+    with pytest.raises(smckpt.UsageError, match=r"wandb\.init"):
+        telemetry.WeightsAndBiases()
+    for name, value in (("HOME", tmp_path), ("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, str(value))
+    run = wandb.init(project="p", dir=tmp_path, settings=wandb.Settings(x_disable_stats=True))
+    try:
+        run.log({"loss": 2.0}, step=10)
+        hearing(telemetry.WeightsAndBiases())
+        events = saves_and_a_load(tmp_path, "wandb")
+        run.log({"loss": 1.0}, step=11)  # which W&B drops if a sink has moved its step
+        run.log({"loss": 0.5}, step=12)
+    finally:
+        run.finish()
+        wandb.teardown()
+    rows = {row["_step"]: row for row in history(tmp_path)}
+    assert [rows[step]["loss"] for step in (10, 11, 12)] == [2.0, 1.0, 0.5]
+    (row,) = (row for row in rows.values() if "smckpt/save/blocked" in row)
+    for stage in STAGES:  # the third save, which failed, is the last one before the row
+        assert row[f"smckpt/save/{stage}"] == pytest.approx(getattr(events[2], stage))
+    assert (row["smckpt/save/failed"], row["smckpt/step"]) == (1, 1)
+    assert row["smckpt/load/bytes"] == events[3].nbytes
+
+
 def test_prometheus_exposes_the_metrics_as_text(tmp_path: Path, hearing: Any) -> None:
     client = importlib.import_module("prometheus_client")
     parser = importlib.import_module("prometheus_client.parser")
@@ -190,6 +241,7 @@ def test_requests_that_s3_was_sent_again_are_counted(
 def test_a_sink_without_its_library_says_what_to_install(monkeypatch: Any) -> None:
     for module, sink, extra in (
         ("prometheus_client", telemetry.Prometheus, "prometheus"),
+        ("wandb", telemetry.WeightsAndBiases, "wandb"),
         ("torch.utils.tensorboard", lambda: telemetry.TensorBoard("x"), "tensorboard"),
     ):
         monkeypatch.setitem(sys.modules, module, None)

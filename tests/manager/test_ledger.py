@@ -129,6 +129,7 @@ def exact(folder: Path, kind: str) -> None:
     assert sorted(every) == list(range(48))
 
 
+@pytest.mark.long
 def test_torchdatas_loader_goes_on_exactly_and_is_refused_by_name_for_other_ranks(
     tmp_path: Path,
 ) -> None:

@@ -86,6 +86,8 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
     if path.is_file():
         source = open_state(path)
         return None if source is None else _catalogue(source, storage)
+    if not path.is_dir():
+        return None
     found = open_source(path)
     if isinstance(found, RankFilesFound):
         raise UsageError(

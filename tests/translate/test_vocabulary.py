@@ -114,9 +114,9 @@ def test_an_embedding_and_a_head_of_different_vocabularies_are_refused(tmp_path,
 def test_where_nothing_is_padded_the_option_is_refused(tmp_path, llama):
     folder, state = llama
     path = shards.write(tmp_path / "c", 1, lambda rank: shards.own(state, rank))
-    with pytest.raises(errors.UsageError, match="padded_vocab_size= are given"):
+    with pytest.raises(errors.UsageError, match="padded_vocab_size=, pp= or vpp= are given"):
         export_hf(path, tmp_path / "hf", config=folder, padded_vocab_size=128)
-    with pytest.raises(errors.UsageError, match="padded_vocab_size= are given"):
+    with pytest.raises(errors.UsageError, match="padded_vocab_size=, pp= or vpp= are given"):
         verify_hf(folder, against=path, padded_vocab_size=128)
     with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect without"):
         verify_hf(folder, padded_vocab_size=128)

@@ -150,7 +150,7 @@ def test_a_worker_that_hangs_in_a_system_call_holds_no_training_up_and_is_named(
     for trained, said, took, later, step in run_ranks(a_disk_hangs, 2, str(tmp_path)):
         assert trained
         for text in (said, later[0]):
-            assert "rank 1" in text and "did not answer write_part within" in text, text
+            assert "rank 1" in text and "did not answer" in text, text
         assert took < seconds(60)
         assert later[1] == "" and step == 3
     assert smckpt.verify_checkpoint(tmp_path / "run").ok

@@ -24,6 +24,7 @@ from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from tests.checkpoint.test_reshard import saved as saved_synthetic
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 State = dict[str, Any]
 
@@ -304,6 +305,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
         1,
     )
     done = subprocess.run(
-        [sys.executable, "-m", "smckpt.cli", "convert", *arguments], capture_output=True, text=True
-    )
+        [sys.executable, "-m", "smckpt.cli", "convert", *arguments],
+        capture_output=True, text=True, timeout=seconds(60), check=False,
+    )  # fmt: skip
     assert done.returncode == 2 and "something is there already" in done.stderr

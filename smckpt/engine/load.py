@@ -26,7 +26,6 @@ from smckpt.engine.load_plan import LoadPlan, LoadRequest, LoadTarget, plan_of, 
 from smckpt.engine.load_rounds import Choice, Common, Rounds, in_common, nothing
 from smckpt.engine.telling import telling
 from smckpt.errors import (
-    CheckpointError,
     CheckpointReplacedError,
     UsageError,
     as_checkpoint_error,
@@ -428,6 +427,6 @@ def _glance(storage: Storage) -> Catalogue | None:
     because the choice fails in the same way."""
     try:
         return open_any(storage)
-    except CheckpointError as error:
+    except Exception as error:  # raised here, it would leave the peers waiting
         log.debug("nothing to read ahead: %s", error)
         return None

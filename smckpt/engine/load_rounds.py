@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smckpt.errors import CheckpointError
 from smckpt.meeting.round import Meeting
 
 __all__ = ["Choice", "Common", "Rounds", "in_common", "nothing"]
@@ -73,7 +72,7 @@ class Rounds:
             try:
                 brought()
                 return look()
-            except CheckpointError as error:
+            except Exception as error:
                 self._among_groups("plan", _raising(error), nothing, None)
                 raise
 

@@ -40,6 +40,8 @@ def open_state(path: Path) -> ForeignCheckpoint | None:
 
 
 def _opened(file: Path) -> ForeignCheckpoint:
+    if not file.is_file():  # to open a pipe would wait for ever
+        raise UsageError("this is no regular file", remedy="remove it", path=str(file))
     with file.open("rb") as opened:
         start = opened.read(9)
     if start[8:9] == b"{":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import smckpt
+import smckpt.engine.load as engine_load
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.support.launch import run_ranks
 
@@ -173,3 +176,33 @@ def test_files_of_tensor_parallel_ranks_are_refused_by_name(tmp_path):
         )
     with pytest.raises(UsageError, match="Megatron-LM"):
         smckpt.load({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", ".metadata", "shard-00001-model-00001-of-00001.safetensors"]
+)
+def test_a_pipe_under_the_name_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(smckpt.CheckpointNotFoundError, match="no committed checkpoint"):
+        smckpt.load({"a": torch.ones(1)}, checkpoint_id=tmp_path)
+    with pytest.raises(smckpt.CheckpointError, match="the path is a file"):
+        smckpt.load({"a": torch.ones(1)}, checkpoint_id=tmp_path / name)
+
+
+def fails_to_look(folder: str) -> str:
+    """A load whose first rank meets an error that is none of smckpt's while it looks."""
+    with mock.patch.object(engine_load, "open_any", side_effect=ZeroDivisionError("odd")):
+        try:
+            smckpt.load({"a": torch.ones(1)}, checkpoint_id=folder)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_of_another_kind_reaches_every_rank_too(tmp_path: Path) -> None:
+    smckpt.save({"a": torch.ones(1)}, checkpoint_id=tmp_path)
+    zero, one = run_ranks(fails_to_look, 2, str(tmp_path))
+    assert "odd" in zero
+    assert "odd" in one and "rank 0" in one

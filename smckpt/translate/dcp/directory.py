@@ -91,7 +91,8 @@ def _described(path: Path) -> list[str]:
     """The files that say what is there."""
     if (path / METADATA).is_file():
         return [METADATA]
-    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    found = path.iterdir() if path.is_dir() else ()
+    names = sorted(entry.name for entry in found if entry.is_file())
     return [name for name in names if _OF_RANK.fullmatch(name)]
 
 

@@ -33,7 +33,8 @@ def open_shards(path: Path) -> ForeignCheckpoint | None:
         CorruptCheckpointError: a file is damaged, or one of them is missing.
     """
     for folder in (path, path / _SHARDED):
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        files = [file for file in found if file.is_file()]  # to open a pipe would wait for ever
         headers = {file: _header(file) for file in files[:1]}
         if headers and _PLACES in headers[files[0]].metadata:
             headers |= {file: _header(file) for file in files[1:]}

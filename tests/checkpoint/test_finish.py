@@ -289,7 +289,7 @@ def test_of_two_sessions_that_nothing_orders_none_is_chosen(tmp_path: Path) -> N
 # -- killed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["alone", "groups"])
+@pytest.mark.parametrize("how", ["alone", pytest.param("groups", marks=pytest.mark.long)])
 def test_a_commit_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes(
     tmp_path: Path, how: str
 ) -> None:

@@ -42,6 +42,7 @@ def train(root: str, last: int) -> tuple[int, list[int | None]]:
         return began, [one.step for one in manager.all()]
 
 
+@pytest.mark.long  # tests/engine/test_s3_survival.py has a short one
 def test_one_request_in_ten_fails_and_nothing_is_lost(
     s3_root: str, s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

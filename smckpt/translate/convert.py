@@ -32,6 +32,7 @@ from smckpt.layout.strided import Box
 from smckpt.storage import Access, access_to
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import storage_error
+from smckpt.storage.posix_write import sync_directory
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
 
@@ -398,11 +399,11 @@ class _Beside:
     def _publish(self) -> None:
         try:
             if self._directory:
-                _sync(self._place)
+                sync_directory(self._place)
                 os.rename(self._place, self._target)  # refused unless the target is empty
             elif not publish(self._place, self._target):
                 raise self._taken()
-            _sync(os.path.dirname(self._target))
+            sync_directory(os.path.dirname(self._target))
         except OSError as error:
             if os.path.lexists(self._target):
                 raise self._taken() from error
@@ -412,11 +413,3 @@ class _Beside:
         return UsageError(
             "something is there already", remedy="choose another target", path=self._target
         )
-
-
-def _sync(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

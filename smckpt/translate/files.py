@@ -20,6 +20,7 @@ from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.base import name_taken
 from smckpt.storage.faults import storage_error
+from smckpt.storage.posix_write import sync_directory
 from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.targets import INDEX, OutputFile
 
@@ -132,7 +133,7 @@ class Output:
             path = os.path.join(directory, file.name)
             try:
                 os.rename(os.path.join(directory, self._stored(file)), path)
-                _sync(directory)
+                sync_directory(directory)
             except OSError as error:
                 raise storage_error(error, path, "name the finished file") from error
 
@@ -229,11 +230,3 @@ def _remove(storage: Storage, name: str) -> None:
 
 def _abort(writer: FileWriter) -> None:
     writer.abort()
-
-
-def _sync(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

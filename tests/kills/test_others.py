@@ -20,17 +20,10 @@ from smckpt.manager.retention import Keep, Keeper
 from smckpt.manager.template import Template
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.kills import copied, everything, fresh, killed_everywhere
+from tests.support.kills import SAMPLE_OR_ALL, copied, everything, fresh, killed_everywhere
 from tests.support.saves import Group, State, hybrid, state_of
 from tests.support.synthetic import Step, kept, on_mesh
 
-SAMPLE_OR_ALL = pytest.mark.parametrize(
-    "only",
-    [
-        pytest.param(2, id="sample"),
-        pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(7200)], id="all"),
-    ],
-)
 WHERE = pytest.mark.parametrize("where", ["disk", "s3"])
 RUN = "a" * 12
 GROUPS = {"part0": (0, 2), "part1": (1, 3)}

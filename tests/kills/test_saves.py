@@ -18,16 +18,9 @@ import smckpt
 from smckpt import CheckpointManager, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.compare import compare_checkpoints
 from smckpt.storage import open_storage
-from tests.support.kills import everything, forked, fresh, killed_everywhere
+from tests.support.kills import SAMPLE_OR_ALL, everything, forked, fresh, killed_everywhere
 from tests.support.process_state import end_saves
 
-SAMPLE_OR_ALL = pytest.mark.parametrize(
-    "only",
-    [
-        pytest.param(2, id="sample"),
-        pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(7200)], id="all"),
-    ],
-)
 WHERE = pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.long)])
 LAST = 4
 

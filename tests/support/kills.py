@@ -17,14 +17,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from smckpt.run import ending, traced
 from smckpt.run.chaos import _spread
 from smckpt.run.moments import Moments
 from smckpt.storage import Storage, open_storage
 
-__all__ = ["Act", "copied", "everything", "forked", "fresh", "killed_everywhere"]
+__all__ = ["SAMPLE_OR_ALL", "Act", "copied", "everything", "forked", "fresh", "killed_everywhere"]
 
 Act = Callable[[str], Any]
+SAMPLE_OR_ALL = pytest.mark.parametrize(
+    "only",
+    [
+        pytest.param(2, id="sample"),
+        pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(7200)], id="all"),
+    ],
+)
 
 
 def forked(act: Act, place: str, stop_at: int | None = None) -> Moments:

@@ -34,6 +34,7 @@ __all__ = [
     "Commit",
     "choose_commit",
     "commits_at",
+    "commits_in",
     "read_manifest",
     "read_part",
     "read_record",
@@ -181,8 +182,11 @@ def commits_at(storage: Storage) -> list[Candidate]:
     """The candidates here, newest first, a record before its own manifests. Nothing is read yet. If
     such a name belongs to something that is not a file, reading it raises, and no older commit is
     taken instead."""
-    names = [info.name for prefix in _COMMITS for info in storage.list(prefix)]
-    names += storage.list_no_files(_COMMITS)
+    return commits_in(storage.names(*_COMMITS, all_kinds=True))
+
+
+def commits_in(names: Iterable[str]) -> list[Candidate]:
+    """The candidates among the names of a directory, newest first."""
     return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)
 
 
@@ -193,20 +197,27 @@ def _candidate(name: str) -> Candidate | None:
     return (parsed.fencing_token, parsed.number), parsed.kind, name
 
 
-def choose_commit(storage: Storage, choose: str | None = None, name: str | None = None) -> Commit:
+def choose_commit(
+    storage: Storage,
+    choose: str | None = None,
+    name: str | None = None,
+    candidates: Sequence[Candidate] | None = None,
+) -> Commit:
     """Find the newest commit here, or the one named `choose`.
 
     Args:
-        name: the `Commit.name` under which a peer found it here. Then nothing is listed, unless the
-            file is gone.
+        name: the `Commit.name` under which it was found here before, or by a peer. Then nothing is
+            listed, unless the file is gone.
+        candidates: what `commits_at` has just found, if the caller has looked.
 
     Raises:
         CheckpointNotFoundError: there is none. The message says what is here instead.
         CorruptCheckpointError: the newest is damaged. An older one is never taken silently.
         FormatVersionError: a newer major version wrote the newest.
     """
-    told = None if name is None else _candidate(name)
-    candidates = commits_at(storage) if told is None else [told]
+    if name is not None and (told := _candidate(name)) is not None:
+        candidates = [told]
+    candidates = commits_at(storage) if candidates is None else list(candidates)
     for _ in range(_TURNS):
         failure: CheckpointNotFoundError | None = None
         try:
@@ -318,7 +329,7 @@ def _nothing(storage: Storage, choose: str | None, candidates: bool) -> Checkpoi
 
 def what_is_here(storage: Storage) -> tuple[str, str]:
     """What a place without a commit has instead, and the remedy if it holds another format."""
-    names = [info.name for info in storage.list()]
+    names = list(storage.names())
     known = foreign_format(names, storage.url)
     return known or (_ours_nearby(storage, names), "")
 

@@ -66,15 +66,18 @@ class Contents:
         return sum(each) + (self.record is not None)
 
 
-def contents_of(storage: Storage) -> Contents:
+def contents_of(storage: Storage, name: str | None = None) -> Contents:
     """List the files that the newest commit in a directory names.
+
+    Args:
+        name: of the file by which it was found before. The directory is listed if that is gone.
 
     Raises:
         CheckpointNotFoundError: nothing committed is here.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
         UsageError: this is one group of a step, which is not a checkpoint without the other groups.
     """
-    commit = choose_commit(storage)
+    commit = choose_commit(storage, name=name)
     if commit.through_record:
         record = read_record(storage, commit.identity)
         groups = (

@@ -145,7 +145,8 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
         CheckpointError: it cannot be read.
     """
     try:
-        commit = choose_commit(storage) if commits_at(storage) else None
+        candidates = commits_at(storage)
+        commit = choose_commit(storage, candidates=candidates) if candidates else None
     except CheckpointNotFoundError:
         return None  # a manifest of a step that was never committed
     if commit is None or (_of_a_step(commit) and not group):

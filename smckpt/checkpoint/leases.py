@@ -247,7 +247,7 @@ def later_run(
         scope: URLs of the directories that we publish for.
         attempt: if given, also look for a fence of this attempt, whose files a sweep may delete.
     """
-    names = {info.name for info in storage.list()}
+    names = set(storage.names())
     if attempt and fence_name(attempt) in names:
         if claimed(storage, attempt):
             return taken_over(attempt, storage.url)
@@ -318,13 +318,17 @@ def release(storage: Storage, attempt: str) -> None:
         storage.discard_unfinished([fence_name(attempt)])  # of one who was killed
 
 
-def leases_at(storage: Storage) -> list[Lease]:
-    """All leases in a directory, oldest first."""
+def leases_at(storage: Storage, names: Iterable[str] | None = None) -> list[Lease]:
+    """All leases in a directory, oldest first.
+
+    Args:
+        names: of the files there, if the caller has listed them.
+    """
     found = []
-    for info in storage.list("epoch-"):
-        if parse_name(info.name) is not None:
+    for name in storage.names("epoch-") if names is None else names:
+        if name.startswith("epoch-") and parse_name(name) is not None:
             with contextlib.suppress(CheckpointNotFoundError):  # swept meanwhile
-                found.append(_read_lease(storage, info.name))
+                found.append(_read_lease(storage, name))
     return sorted(found, key=lambda lease: lease.fencing_token)
 
 
@@ -336,7 +340,7 @@ def sessions_at(names: Iterable[str]) -> set[str]:
 
 def _latest_token(storage: Storage) -> int:
     """The highest fencing token in any name here; 0 when there is none."""
-    parsed = (parse_name(info.name) for prefix in _WITH_TOKEN for info in storage.list(prefix))
+    parsed = map(parse_name, storage.names(*_WITH_TOKEN))
     return max((found.fencing_token for found in parsed if found is not None), default=0)
 
 
@@ -361,7 +365,7 @@ def _create_lease(
 ) -> bool:
     names: list[str] = []
     for place in places_at(storage, [] if groups else [prefix_sharding]):
-        names += [info.name for info in place.list()]
+        names += place.names()
         with contextlib.suppress(StorageError):  # no permission to list: a sweep will log it
             names += place.list_unfinished()
     before = sessions_at(names) - {session}

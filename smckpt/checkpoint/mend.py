@@ -201,7 +201,7 @@ def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
     place = top.join(group.directory)
     sharding = group.manifest.prefix_sharding
     if sharding is not None and not place.shards_prefixes:
-        names = {info.name for info in place.list("part-")} | {i.name for i in place.list("data-")}
+        names = set(place.names("part-", "data-"))
         if any(p.name in names or p.files[0].name in names for p in group.manifest.parts):
             sharding = None
     return PrefixStores(place, sharding)

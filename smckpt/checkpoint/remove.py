@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import Contents
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.format import parse_name, parse_temporary
 from smckpt.checkpoint.leases import leases_at
 from smckpt.checkpoint.prefixes import (
     PrefixSharding,
@@ -148,9 +148,13 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     return RemoveReport(contents.url, contents.identity, contents.files, contents.nbytes, left)
 
 
-def carry_out(top: Storage, doomed: Doomed) -> None:
+def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None) -> None:
     """Delete the files in the directory `top` and below. After a call that was cut short, call it
     again.
+
+    Args:
+        seen: the names that `top` had just now, if the caller has listed it. So each directory is
+            listed once.
 
     Raises:
         As `remove_checkpoint`.
@@ -170,32 +174,57 @@ def carry_out(top: Storage, doomed: Doomed) -> None:
     ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
     delete_at((place, names[:1]) for place, names in ranks)
     delete_at((place, names[1:]) for place, names in ranks)
-    _tidy(top, doomed, places, sharded)
+    left = {place.url: place.names() for place in _directories(top, places, sharded, seen)}
+    if seen is not None:
+        gone = {name for place, names in ranks if place.url == top.url for name in names}
+        gone |= {group.manifest for group in doomed.groups if not group.directory}
+        left[top.url] = sorted({*seen} - gone - {doomed.record})
+    _tidy(top, doomed, places, sharded, left)
+
+
+def _directories(
+    top: Storage,
+    places: Sequence[Storage],
+    sharded: Sequence[PrefixStores],
+    seen: Collection[str] | None,
+) -> list[Storage]:
+    """All directories that may hold files of the checkpoint, without `top` if that was seen."""
+    every = (*places, *(place for stores in sharded for place in stores.all()), top)
+    found = {place.url: place for place in every}
+    return [place for url, place in found.items() if seen is None or url != top.url]
 
 
 def _tidy(
-    top: Storage, doomed: Doomed, places: Sequence[Storage], sharded: Sequence[PrefixStores]
+    top: Storage,
+    doomed: Doomed,
+    places: Sequence[Storage],
+    sharded: Sequence[PrefixStores],
+    left: Mapping[str, Collection[str]],
 ) -> None:
     """Remove the lease under which the checkpoint was made, and directories that are empty now.
 
     Leases tell later runs from earlier ones. So earlier leases are deleted only if no file of a
     save is left, and later ones stay.
+
+    Args:
+        left: the names that are left in each directory, by URL.
     """
     urls = {place.url for place in places}
-    names = {i.name for stores in sharded for place in stores.all() for i in place.list()}
+    names = {n for stores in sharded for place in stores.all() for n in left[place.url]}
     written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
     fencing_token = max(group.fencing_token for group in doomed.groups)
     ours = not any(p.fencing_token == fencing_token for p in written)
     sessions = {group.session for group in doomed.groups}
     for place in {place.url: place for place in (*places, top)}.values():
         try:
-            leases = leases_at(place)
+            leases = leases_at(place, left[place.url])
         except CheckpointError as error:
             log.warning("leases stay: %s", error)
             return
-        for info in place.list("probe-"):
-            if (probe := parse_name(info.name)) is not None and probe.session in sessions:
-                place.delete(info.name)
+        for name in left[place.url]:
+            probe = parse_name(name)
+            if probe is not None and probe.kind == "probe" and probe.session in sessions:
+                place.delete(name)
         for lease in leases:
             over = (
                 ours
@@ -204,15 +233,10 @@ def _tidy(
             )
             if over and lease.scope <= urls:
                 place.delete(lease.name)
-        if place.is_file_system:  # what a creation could not remove, as the disk failed
-            place.discard_unfinished(
-                [
-                    name
-                    for name in place.list_unfinished()
-                    if (its := parse_name(name)) is not None
-                    and (its.session in sessions or its.fencing_token == fencing_token)
-                ]
-            )
+        for name in left[place.url]:  # what a creation could not remove, as the disk failed
+            its = parse_temporary(name)
+            if its is not None and (its.session in sessions or its.fencing_token == fencing_token):
+                place.delete(name)
     for stores in sharded:
         for place in stores.all()[1:]:
             place.remove_directory()

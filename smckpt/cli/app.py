@@ -133,7 +133,7 @@ def _nothing_below(root: str) -> str:
     from smckpt.storage import open_storage
 
     storage = open_storage(root)
-    known = foreign_format([info.name for info in storage.list()], storage.url)
+    known = foreign_format(storage.names(), storage.url)
     return f"no committed checkpoint in or below {root}" + (
         ": " + "; ".join(known) if known else ""
     )

@@ -79,7 +79,7 @@ def _directories(storage: Storage, depth: int) -> Iterator[Storage]:
 
 def _condition(root: Storage, storage: Storage) -> Condition | None:
     place = relative_url(storage.url, root.url)
-    names = [info.name for info in storage.list()]
+    names = storage.names()
     if any(name.startswith("removing-") for name in names):
         return Condition(
             place,

@@ -1,9 +1,10 @@
 """Pins of readers and marks of deletions: whichever comes later sees the earlier one.
 
-A reader writes its pin and then looks for marks. A deletion writes its mark and then looks for
-pins; if it finds one, it deletes the mark. So no pinned checkpoint is deleted, and no checkpoint
-under deletion is pinned. The mark lists every file to delete, so a later run can finish a deletion
-that was cut short after the manifest went.
+A reader writes its pin and then looks for marks. A deletion writes its mark and then lists the
+directory; if that has a pin, it deletes the mark. So no pinned checkpoint is deleted, and no
+checkpoint under deletion is pinned. A reader that sees a mark waits for a moment, because the mark
+goes if the deletion has seen this or another pin. The mark lists every file to delete, so a later
+run can finish a deletion that was cut short after the manifest went.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from smckpt.checkpoint.choose import commits_at, commits_in
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.format import SENSELESS, parse_name
@@ -41,6 +43,8 @@ _PIN = re.compile(r"pin-[0-9a-f]{16}\.json")
 _MARK = re.compile(r"removing-\d{8,}-[0-9a-f]{12}\.json", re.ASCII)
 _MAX_PIN = 1 << 16  # bytes
 _SKEW = 60 * 10**9  # nanoseconds by which clocks of healthy hosts may differ
+_WITHDRAWAL = 2.0  # seconds in which a deletion that has seen a pin deletes its mark
+_LOOK = 0.05  # seconds between two looks for the mark
 
 
 @contextlib.contextmanager
@@ -69,7 +73,7 @@ def pinned(
         raise UsageError(f"seconds is {seconds!r}", remedy="give a positive number")
     access = access_to(checkpoint, s3_region=s3_region, s3client_config=s3client_config)
     storage = access.open(checkpoint)
-    contents_of(storage)
+    wanted = contents_of(storage).identity
     name = f"pin-{secrets.token_hex(8)}.json"
     body = {
         "format": list(FORMAT_VERSION),
@@ -79,13 +83,39 @@ def pinned(
     }
     storage.put_exclusive(name, seal_json(body))
     try:
-        if _marks(storage):
-            raise CheckpointNotFoundError(
-                "the checkpoint is being deleted", remedy="take a newer one", path=storage.url
-            )
+        _wait_for_marks(storage, wanted)
         yield
+    except CheckpointNotFoundError:
+        storage.delete(name)
+        storage.remove_directory()  # our pin may have made it anew
+        raise
     finally:
         storage.delete(name)
+
+
+def _wait_for_marks(storage: Storage, wanted: str) -> None:
+    """Wait until no deletion has a mark on the checkpoint `wanted`, for at most `_WITHDRAWAL`.
+
+    Raises:
+        CheckpointNotFoundError: it is being deleted, or was.
+    """
+    until = time.monotonic() + _WITHDRAWAL
+    while _marks(storage):
+        if time.monotonic() > until or all(name != wanted for *_, name in commits_at(storage)):
+            raise _going(storage)
+        time.sleep(_LOOK)
+    try:
+        still = contents_of(storage, wanted).identity
+    except CheckpointNotFoundError as error:
+        raise _going(storage) from error
+    if still != wanted:
+        raise _going(storage)
+
+
+def _going(storage: Storage) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        "the checkpoint is being deleted", remedy="take a newer one", path=storage.url
+    )
 
 
 def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> bool:
@@ -100,8 +130,8 @@ def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> boo
             the rest.
     """
     top = root.join(way)
-    contents = contents_of(top)
-    if contents.identity != found.identity or _held(top):
+    contents = contents_of(top, found.identity)
+    if contents.identity != found.identity:
         return False
     parsed = parse_name(found.identity)
     assert parsed is not None
@@ -109,12 +139,20 @@ def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> boo
     doomed = doomed_of(contents)
     body = {"format": list(FORMAT_VERSION), **doomed.to_json()}
     top.put_exclusive(mark, seal_json(body))
-    if _held(top):  # a reader came between our first look and our mark
+    names = top.names()  # the one listing, after the mark
+    if _held(top, names) or _replaced(top, names, found.identity):
         top.delete(mark)
         return False
-    carry_out(top, doomed)
-    _end(top, mark)
+    carry_out(top, doomed, names)
+    _end(top, mark, names)
     return True
+
+
+def _replaced(top: Storage, names: Iterable[str], identity: str) -> bool:
+    """Whether a newer commit has taken the place of this one."""
+    newest = commits_in(names)[:1]
+    # a newer manifest may be of a step that was never committed
+    return [name for *_, name in newest] != [identity] and contents_of(top).identity != identity
 
 
 def finish_removals(root: Storage, way: str) -> bool:
@@ -125,15 +163,16 @@ def finish_removals(root: Storage, way: str) -> bool:
     """
     top = root.join(way)
     marks = _marks(top)
+    names = top.names() if marks else ()
     for mark in marks:
         path = file_url(top.url, mark)
         body = open_json(top.read(mark, most=MAX_JSON_BYTES), path)
-        if _held(top) and _stands(top, body):
+        if _held(top, names) and _stands(top, body):
             top.delete(mark)  # it was cut short before it deleted anything, and a reader came
             continue
         try:
             doomed = Doomed.from_json(body)
-            carry_out(top, doomed)
+            carry_out(top, doomed, names)
         except (UsageError, CheckpointError):
             raise
         except SENSELESS as error:
@@ -142,7 +181,7 @@ def finish_removals(root: Storage, way: str) -> bool:
                 remedy="find out what writes here, and remove the file",
                 path=path,
             ) from error
-        _end(top, mark)
+        _end(top, mark, names)
     return bool(marks)
 
 
@@ -155,18 +194,18 @@ def _stands(top: Storage, body: dict[str, Any]) -> bool:
 
 
 def _marks(storage: Storage) -> list[str]:
-    return [info.name for info in storage.list("removing-") if _MARK.fullmatch(info.name)]
+    return [name for name in storage.names("removing-") if _MARK.fullmatch(name)]
 
 
-def _held(storage: Storage) -> bool:
-    """Whether a reader holds a pin. This deletes pins whose time is over."""
+def _held(storage: Storage, names: Iterable[str]) -> bool:
+    """Whether one of the files is a reader's pin. This deletes pins whose time is over."""
     held = False
-    for info in storage.list("pin-"):
-        if _PIN.fullmatch(info.name) is None:
+    for name in names:
+        if _PIN.fullmatch(name) is None:
             continue
         try:
-            data = storage.read(info.name, most=_MAX_PIN)
-            until = open_json(data, file_url(storage.url, info.name))["until"]
+            data = storage.read(name, most=_MAX_PIN)
+            until = open_json(data, file_url(storage.url, name))["until"]
         except CheckpointNotFoundError:
             continue  # its time is over
         except (CorruptCheckpointError, FormatVersionError, KeyError):
@@ -176,12 +215,13 @@ def _held(storage: Storage) -> bool:
         if type(until) is not int or until + _SKEW > time.time_ns():
             held = True
         else:
-            storage.delete(info.name)
+            storage.delete(name)
     return held
 
 
-def _end(top: Storage, mark: str) -> None:
+def _end(top: Storage, mark: str, names: Iterable[str]) -> None:
     top.delete(mark)
-    if top.is_file_system:
-        top.discard_unfinished([mark])
+    for name in names:  # what a process that was killed left of the mark
+        if name.startswith(f".{mark}."):
+            top.delete(name)
     top.remove_directory()

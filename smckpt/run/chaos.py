@@ -314,6 +314,6 @@ def _clear(root: str) -> None:
 
 def _empty(store: Storage) -> None:
     store.discard_unfinished(store.list_unfinished())
-    store.delete_many([info.name for info in store.list()])
+    store.delete_many(store.names())
     for name in store.list_dirs():
         _empty(store.join(name))

@@ -299,9 +299,13 @@ class Storage(ABC):
         """
         return ""
 
-    def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
-        """Pipes, directories and dangling links here whose names have one of `prefixes`."""
-        return []
+    def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
+        """The sorted names of `list`, of those that have one of `prefixes` if any are given.
+
+        Args:
+            all_kinds: also those of pipes, directories and dangling links.
+        """
+        return sorted({info.name for each in prefixes or ("",) for info in self.list(each)})
 
     def list_unfinished(self) -> Sequence[str]:
         """The sorted names of unfinished files here: uploads, and on a file system the temporary

@@ -170,9 +170,9 @@ class PosixStorage(Storage):
                     raise storage_error(error, entry.path, "look up") from error
         return sorted(found, key=lambda info: info.name)
 
-    def list_no_files(self, prefixes: tuple[str, ...]) -> Sequence[str]:
-        named = [entry for entry in self._scan() if entry.name.startswith(prefixes)]
-        return sorted(entry.name for entry in named if not _is_file(entry))
+    def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
+        named = [entry for entry in self._scan() if entry.name.startswith(prefixes or "")]
+        return sorted(entry.name for entry in named if all_kinds or _is_file(entry))
 
     def delete(self, name: str) -> None:
         path = self._path(name)

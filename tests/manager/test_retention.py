@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,7 +334,7 @@ def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], None])
     monkeypatch.setattr(PosixStorage, "put_exclusive", put_exclusive)
 
 
-def test_who_pins_between_a_look_and_the_mark_is_seen(
+def test_who_pins_just_before_the_mark_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 10, 20)
@@ -342,6 +344,69 @@ def test_who_pins_between_a_look_and_the_mark_is_seen(
     assert verify_checkpoint(tmp_path / "10").ok
     assert not list(tmp_path.rglob("removing-*"))
     pin.__exit__(None, None, None)
+
+
+def test_who_pins_beside_another_reader_waits_for_the_mark_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion puts its mark, sees the first reader's pin, and takes the mark back."""
+    saved(tmp_path, 10, 20)
+    marked, second = threading.Event(), threading.Event()
+    delete = PosixStorage.delete
+
+    def held_back(self: PosixStorage, name: str) -> None:
+        if name.startswith("removing-"):
+            marked.set()
+            assert second.wait(60)  # until the second reader has seen the mark
+        delete(self, name)
+
+    def looked(seconds: float) -> None:
+        second.set()
+        tidying.join(60)
+
+    with pinned(tmp_path / "10"), monkeypatch.context() as patch:
+        patch.setattr(PosixStorage, "delete", held_back)
+        patch.setattr("smckpt.manager.pins.time.sleep", looked)
+        tidying = threading.Thread(target=keeper(tmp_path).tidy, args=("20",), daemon=True)
+        tidying.start()
+        assert marked.wait(60)
+        with pinned(tmp_path / "10"):
+            assert second.is_set() and not list(tmp_path.rglob("removing-*"))
+    assert verify_checkpoint(tmp_path / "10").ok
+
+
+def test_who_pins_what_was_deleted_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    between(monkeypatch, "pin-", lambda: keeper(tmp_path).tidy("20"))
+    with pytest.raises(CheckpointNotFoundError, match="being deleted"), pinned(tmp_path / "10"):
+        raise AssertionError
+    assert os.listdir(tmp_path) == ["20"]
+
+
+def test_a_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = hybrid((0, 1, 2, 3), 2)
+    rules = [on_mesh("w", (10, 6), mesh, "R S0")]
+    made = synthetic.state(rules, synthetic.whole({"w": (10, 6)}))
+    for step in (10, 20, 30):
+        Step(tmp_path / str(step), {"part0": (0, 2), "part1": (1, 3)}, made).save(
+            step=step, metadata=recorded()
+        )
+    deleting = keeper(tmp_path)
+    deleting.doomed("30")  # reads the book
+    listed: Counter[str] = Counter()
+    scan = PosixStorage._scan
+
+    def counted(self: PosixStorage) -> Any:
+        listed[os.path.relpath(self.url, tmp_path)] += 1
+        return scan(self)
+
+    monkeypatch.setattr(PosixStorage, "_scan", counted)
+    assert [one.step for one in deleting.tidy("30")] == [10, 20]
+    of_the_deleted = {way: count for way, count in listed.items() if way[:2] in ("10", "20")}
+    ways = [f"{step}{group}" for step in (10, 20) for group in ("", "/part0", "/part1")]
+    assert of_the_deleted == dict.fromkeys(ways, 1)
 
 
 def test_who_pins_what_is_being_deleted_is_told(

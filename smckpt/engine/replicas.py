@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from smckpt.errors import UsageError
 from smckpt.meeting.group import get_global_ranks
 from smckpt.storage.urls import is_local
 
-__all__ = ["ReplicationGroup", "replicas_of", "replication_group"]
+__all__ = ["ReplicationGroup", "named", "replicas_of", "replication_group"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,21 @@ def replication_group(model: Any) -> ReplicationGroup:
     """
     import torch.distributed as dist
 
-    ranks, name = replicas_of(model)
-    if not name:
+    ranks, at = replicas_of(model)
+    if not at:
         return ReplicationGroup(None, ranks, "")
     group = dist.new_group(list(ranks), use_local_synchronization=True)
-    return ReplicationGroup(group, ranks, name)
+    return ReplicationGroup(group, ranks, named(at))
 
 
-def replicas_of(model: Any) -> tuple[tuple[int, ...], str]:
-    """The ranks and the name of that group. For a single group: all ranks and "". No communication.
+def named(at: Sequence[tuple[str, int]]) -> str:
+    """The usual name of a group, by the coordinates of its ranks: "dp_shard0_tp1"."""
+    return "_".join(f"{dim}{index}" for dim, index in at)
+
+
+def replicas_of(model: Any) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
+    """The ranks of that group, and their coordinate in each dimension that cuts the model. For a
+    single group: all ranks and (). No communication.
 
     Raises:
         As `replication_group`.
@@ -70,11 +77,11 @@ def replicas_of(model: Any) -> tuple[tuple[int, ...], str]:
 
     world = tuple(get_global_ranks())
     if not (dist.is_available() and dist.is_initialized()):
-        return world, ""
+        return world, ()
     rank = dist.get_rank()
     cuts = cuts_of(Selector(rank).select({"model": view_of(model).tensors("LOCAL")}).entries)
     if not cuts:
-        return world, ""
+        return world, ()
     cells = cells_of(cuts)
     covered = {each for cell in cells for each in cell}
     if covered != set(world):
@@ -84,9 +91,7 @@ def replicas_of(model: Any) -> tuple[tuple[int, ...], str]:
             "degrees of the job, and pass that as parallel_state= when you save",
         )
     if len(cells) == 1:
-        return world, ""
+        return world, ()
     (mine,) = (cell for cell in cells if rank in cell)
-    parts = [
-        f"{mesh.dim_names[dim]}{mesh.coordinate(rank)[dim]}" for mesh, dims in cuts for dim in dims
-    ]
-    return mine, "_".join(dict.fromkeys(parts))
+    at = [(mesh.dim_names[dim], mesh.coordinate(rank)[dim]) for mesh, dims in cuts for dim in dims]
+    return mine, tuple(dict.fromkeys(at))

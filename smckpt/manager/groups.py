@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smckpt.engine.replicas import ReplicationGroup, replicas_of
+from smckpt.engine.replicas import ReplicationGroup, named, replicas_of
 from smckpt.errors import UsageError
 from smckpt.manager.state import models_in
+from smckpt.manager.template import Template
 from smckpt.meeting.group import get_global_ranks, group_of
 from smckpt.meeting.round import Meeting
 from smckpt.topology import ParallelState
+from smckpt.topology.mesh import role_of
 
 __all__ = ["agreed_group"]
 
@@ -22,19 +24,25 @@ log = logging.getLogger("smckpt")
 
 
 def agreed_group(
-    meeting: Meeting, point: str, state: Any, degrees: ParallelState | None, timeout: float
+    meeting: Meeting,
+    point: str,
+    state: Any,
+    degrees: ParallelState | None,
+    template: Template,
+    timeout: float,
 ) -> ReplicationGroup:
     """Agree on the ranks that save together with this one. All ranks call it.
 
     Args:
         degrees: those of the job; None: the models in the state tell.
+        template: may name the groups' directories.
 
     Raises:
         UsageError: the ranks' models are sharded differently, or the degrees are of another job.
     """
 
     def mine() -> list[Any]:
-        return list(_replicas(models_in(state), degrees))
+        return list(_replicas(models_in(state), degrees, template))
 
     def agreed(brought: Callable[[], dict[int, list[Any]]]) -> None:
         groups = {(tuple(ranks), name) for ranks, name in brought().values()}
@@ -46,16 +54,17 @@ def agreed_group(
             )
 
     meeting.round(point, mine, agreed, timeout=timeout)
-    ranks, name = _replicas(models_in(state), degrees)
+    ranks, name = _replicas(models_in(state), degrees, template)
     group = dist.new_group(list(ranks), use_local_synchronization=True) if name else None
     return ReplicationGroup(group, ranks, name)
 
 
 def _replicas(
-    models: list[torch.nn.Module], degrees: ParallelState | None
+    models: list[torch.nn.Module], degrees: ParallelState | None, template: Template
 ) -> tuple[tuple[int, ...], str]:
     """The ranks that commit together, and their directory: those that hold the same shards. All
-    ranks commit together where each holds its own shards, or where the models do not tell."""
+    ranks commit together where each holds its own shards and the template names no groups, or where
+    the models do not tell."""
     everyone = tuple(get_global_ranks()), ""
     if degrees is not None:
         if degrees.world_size != len(everyone[0]):
@@ -63,27 +72,34 @@ def _replicas(
                 f"parallel_state has {degrees.world_size} ranks, the job {len(everyone[0])}",
                 remedy="pass the ParallelState of this job",
             )
-        return _coordinates(degrees) if degrees.rep_size > 1 else everyone
-    if len(models) != 1:
+        ranks, at = _coordinates(degrees)
+    elif len(models) == 1:
+        try:
+            ranks, at = replicas_of(models[0])
+        except UsageError as error:
+            log.info("all ranks commit together: %s", error.message)
+            return everyone
+    else:
         return everyone
-    try:
-        ranks, name = replicas_of(models[0])
-    except UsageError as error:
-        log.info("all ranks commit together: %s", error.message)
+    if not at or (len(ranks) == 1 and not template.group):
         return everyone
-    return (ranks, name) if len(ranks) > 1 else everyone
+    if not template.group:
+        return ranks, named(at)
+    roles = at if degrees is not None else [(role_of(dim) or dim, index) for dim, index in at]
+    place = {"fsdp" if role == "shard" else role: index for role, index in roles}
+    return ranks, template.group_of(place)
 
 
-def _coordinates(degrees: ParallelState) -> tuple[tuple[int, ...], str]:
-    """The replication group of this rank, named by its coordinates: "pp1_tp0_shard3"."""
+def _coordinates(degrees: ParallelState) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
+    """The replication group of this rank, and its coordinates: pp, tp, ep, shard."""
     group = group_of(None)
     assert group is not None
     rank, ranker = group.rank, degrees.ranker
-    at = {
+    sizes = {
         "pp": (degrees.pp_size, ranker.get_pp_rank),
         "tp": (degrees.tp_size, ranker.get_tp_rank),
         "ep": (degrees.ep_size, ranker.get_ep_rank),
         "shard": (degrees.fsdp_size, ranker.get_fsdp_rank),
     }
-    name = "_".join(f"{role}{index(rank)}" for role, (size, index) in at.items() if size > 1)
-    return tuple(ranker.get_rep_group(rank)), name
+    at = tuple((role, index(rank)) for role, (size, index) in sizes.items() if size > 1)
+    return tuple(ranker.get_rep_group(rank)), at

@@ -80,7 +80,8 @@ class CheckpointManager:
             `datetime.timedelta`: at the first step after so much time since the last save, by rank
             0's clock. "auto": likewise, after a time that follows from how long a save holds
             training up and how often this run has failed (docs/manager.md). None: never.
-        layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}".
+        layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}"; also
+            of the groups' below them, by their coordinates: "{step}/tp{tp}_ep{ep}_fsdp{fsdp}".
         signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
             through the job's store, on a last step. `should_save` is true for it, and `save` waits
             for its commit and raises SystemExit. An empty tuple installs no handler.
@@ -290,6 +291,7 @@ class CheckpointManager:
             "ranks": self._world,
             "replicas": len(self._groups.ranks) if self._groups else self._world,
             "degrees": self._degrees and self._degrees.to_json(),
+            "groups": self._template.group,
             "random": sorted(random_state()) if self._random else [],
             "failures": history.failures,
             "seconds": round(history.seconds, 1),
@@ -362,6 +364,7 @@ class CheckpointManager:
             refuse_positions_of_ranks(into, mark.get("ranks"), self._world)
         now = self._recorded()
         same = all(mark.get(name) == now[name] for name in ("ranks", "replicas", "degrees"))
+        same = same and mark.get("groups", "") == now["groups"]
         target = taken(into, LOCAL if same else SHARDED)
         if mark:
             target["manager"] = {"step": 0, **random_target(mark.get("random") or [])}
@@ -460,7 +463,9 @@ class CheckpointManager:
         if self._groups is None:
             meeting = self._membership.meeting(self._timeout)
             point = self._point("groups")
-            self._groups = agreed_group(meeting, point, state, self._degrees, self._timeout)
+            self._groups = agreed_group(
+                meeting, point, state, self._degrees, self._template, self._timeout
+            )
         return self._groups
 
     def _directory(self, place: str) -> str:

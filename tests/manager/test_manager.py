@@ -45,9 +45,10 @@ def objects(seed: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     loader = Loader()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return {
         "model": model,
-        "training": {"optimizer": optimizer, "others": [scheduler, loader]},
+        "training": {"optimizer": optimizer, "others": [scheduler, loader, scaler]},
         "seen": 0,
         "history": {"loss": [1.0]},
     }
@@ -55,11 +56,12 @@ def objects(seed: int) -> dict[str, Any]:
 
 def train(state: dict[str, Any]) -> float:
     optimizer = state["training"]["optimizer"]
-    scheduler, loader = state["training"]["others"]
+    scheduler, loader, scaler = state["training"]["others"]
     noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
     loss = (state["model"](torch.ones(2, 5) * noise) ** 2).mean()
-    loss.backward()
-    optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
     scheduler.step()
     loader.at += 1
@@ -88,6 +90,8 @@ def test_everything_goes_on_where_it_was(tmp_path: Path) -> None:
     assert other["history"] is kept and len(kept["loss"]) == 7
     assert other["seen"] == state["seen"] == 12
     assert other["training"]["others"][1].at == 6
+    scales = [one["training"]["others"][2].state_dict() for one in (other, state)]
+    assert scales[0] == scales[1] and scales[0]["scale"] == 64.0  # doubled after each two steps
     for ours, theirs in zip(other["model"].parameters(), state["model"].parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -286,18 +290,18 @@ def sliced(degrees: Any, seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def save_slices(root: str) -> list[Any]:
+def save_slices(root: str, layout: str) -> list[Any]:
     degrees = ParallelState(4, tensor_parallel_degree=2, hybrid_shard_degree=1)
     state = sliced(degrees, 1)
-    with CheckpointManager(root, parallel_state=degrees) as manager:
+    with CheckpointManager(root, parallel_state=degrees, layout=layout) as manager:
         manager.save(1, state)
     return state["model"].weight.tolist()
 
 
-def restore_slices(root: str, replicas: int, ranks: int) -> list[Any] | str:
+def restore_slices(root: str, layout: str, replicas: int, ranks: int) -> list[Any] | str:
     degrees = ParallelState(ranks, tensor_parallel_degree=ranks // replicas, hybrid_shard_degree=1)
     state = sliced(degrees, 2)
-    with CheckpointManager(root, parallel_state=degrees) as manager:
+    with CheckpointManager(root, parallel_state=degrees, layout=layout) as manager:
         try:
             assert manager.restore(into=state) == 1
         except CheckpointError as error:
@@ -305,17 +309,66 @@ def restore_slices(root: str, replicas: int, ranks: int) -> list[Any] | str:
         return state["model"].weight.tolist()
 
 
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        ("{step}", {"tp0", "tp1"}),
+        pytest.param(
+            "{step}/tp{tp}_ep{ep}_fsdp{fsdp}",
+            {"tp0_ep0_fsdp0", "tp1_ep0_fsdp0"},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
 def test_ranks_that_hold_plain_slices_save_with_their_replicas_by_the_degrees(
-    tmp_path: Path,
+    tmp_path: Path, layout: str, groups: set[str]
 ) -> None:
     root = str(tmp_path / "run")
-    saved = run_ranks(save_slices, 4, root)
+    saved = run_ranks(save_slices, 4, root, layout)
     assert saved[0] != saved[1] and saved[:2] == saved[2:]
-    assert {"tp0", "tp1"} < set(os.listdir(root + "/1"))
-    assert run_ranks(restore_slices, 4, root, 2, 4) == saved
-    assert run_ranks(restore_slices, 2, root, 1, 2) == saved[:2]  # without replicas
-    for told in run_ranks(restore_slices, 4, root, 4, 4):  # without slices
+    assert groups < set(os.listdir(root + "/1"))
+    assert run_ranks(restore_slices, 4, root, layout, 2, 4) == saved
+    assert run_ranks(restore_slices, 2, root, layout, 1, 2) == saved[:2]  # without replicas
+    if layout != "{step}":  # a run that names its groups otherwise
+        assert run_ranks(restore_slices, 4, root, "{step}", 2, 4) == saved
+    for told in run_ranks(restore_slices, 4, root, layout, 4, 4):  # without slices
         assert "build the model with the degrees of the checkpoint" in told
+
+
+SMP = "llama_v2-{step}steps/tp{tp}_ep{ep}_fsdp{fsdp}"
+
+
+def save_as_smp(root: str) -> list[float]:
+    """Each rank is a group; the losses of the two steps that follow step 1."""
+    state = sharded(1, 1)
+    with CheckpointManager(root, keep_last_n=1, layout=SMP) as manager:
+        manager.save(0, state).wait()
+        sharded_step(state)
+        manager.save(1, state)
+        losses = [sharded_step(state), sharded_step(state)]
+        with pytest.raises(UsageError, match=r"differ in \['fsdp'\] too"):
+            CheckpointManager(root + "/other", layout="{step}/tp{tp}").save(1, state)
+    return losses
+
+
+def go_on_as_smp(root: str) -> list[float]:
+    state = sharded(1, 2)
+    with CheckpointManager(root, layout=SMP) as manager:
+        assert manager.restore(into=state) == 1
+        losses = [sharded_step(state), sharded_step(state)]
+        manager.save(3, state)
+    return losses
+
+
+@pytest.mark.long
+def test_groups_are_named_as_in_smps_published_example(tmp_path: Path) -> None:
+    saved = run_ranks(save_as_smp, 2, str(tmp_path))
+    step = tmp_path / "llama_v2-1steps"
+    assert {"tp0_ep0_fsdp0", "tp0_ep0_fsdp1"} < set(os.listdir(step))
+    assert not (tmp_path / "llama_v2-0steps").exists()  # retention knows these names
+    assert run_ranks(go_on_as_smp, 2, str(tmp_path)) == saved
+    assert [one.step for one in find_checkpoints(tmp_path)] == [1, 3]
+    assert verify_checkpoint(step).ok
 
 
 def test_the_degrees_of_another_job_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from smckpt.manager.template import Template
         ("step_{step:08d}", (30, None), "step_00000030"),
         ("epoch-{epoch}/step-{step}", (7, 2), "epoch-2/step-7"),
         ("{step}.final", (123456789, None), "123456789.final"),
+        ("step-{step}", (100, None), "step-100"),  # torchtitan's
+        ("llama_v2-{step}steps", (100, None), "llama_v2-100steps"),  # SMP's published example
     ],
 )
 def test_a_place_is_written_and_read_back(
@@ -41,7 +43,8 @@ def test_zeros_are_as_many_as_the_template_says() -> None:
 @pytest.mark.parametrize(
     "layout",
     ["", "latest", "{step}{epoch}", "{step}1", "{step}/../x", "/{step}", "{step}/", "{rank}/{step}",
-     "{step}-{step}", "{step:d}", "{step", "a{step}\0"],
+     "{step}-{step}", "{step:d}", "{step", "a{step}\0", "{tp}", "tp{tp}_{step}", "tp{tp}/{step}",
+     "{step}/{tp}{ep}", "{step}/tp{tp}_{tp}", "{step}/tp{tp}/fsdp{fsdp}", "{step}/tp{tp}_{cp}"],
 )  # fmt: skip
 def test_a_layout_that_does_not_tell_steps_apart_is_refused(layout: str) -> None:
     with pytest.raises(UsageError, match="layout is"):
@@ -52,3 +55,17 @@ def test_a_layout_that_does_not_tell_steps_apart_is_refused(layout: str) -> None
 def test_a_number_that_is_missing_or_none_is_refused(step: int, epoch: int | None) -> None:
     with pytest.raises(UsageError, match="and the layout"):
         Template("{epoch}/{step}").place(step, epoch)
+
+
+def test_the_last_directory_may_name_the_groups_of_a_step() -> None:
+    """As SMP's documentation names them."""
+    template = Template("epoch{epoch}/{step}/tp{tp}_ep{ep}_fsdp{fsdp}")
+    assert (template.depth, template.place(7, 1)) == (2, "epoch1/7")
+    assert template.step_of("epoch1/7") == 7
+    assert template.group_of({"tp": 1, "fsdp": 12}) == "tp1_ep0_fsdp12"
+    assert Template("{step}").group == ""
+
+
+def test_a_layout_by_which_two_groups_would_meet_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"differ in \['fsdp', 'replicas of mine'\] too"):
+        Template("{step}/tp{tp}").group_of({"tp": 0, "fsdp": 1, "replicas of mine": 0})

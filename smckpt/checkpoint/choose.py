@@ -38,6 +38,7 @@ __all__ = [
     "read_manifest",
     "read_part",
     "read_record",
+    "refuse_committed",
     "what_is_here",
 ]
 
@@ -240,6 +241,24 @@ def choose_commit(
     raise StorageError(
         f"newer saves replaced the commit {_TURNS} times while it was read",
         remedy="load at a time when fewer saves are made here",
+        path=storage.url,
+    )
+
+
+def refuse_committed(storage: Storage) -> None:
+    """Check that nothing is committed here, for a save that may replace nothing.
+
+    Raises:
+        UsageError: there is a commit. Its text begins as that of DCP's own writer.
+        CorruptCheckpointError, FormatVersionError: there is one that cannot be read.
+    """
+    try:
+        choose_commit(storage)
+    except CheckpointNotFoundError:
+        return
+    raise UsageError(
+        "Checkpoint already exists, and overwrite=False",
+        remedy="save to another directory, or leave overwrite= out to commit a newer state there",
         path=storage.url,
     )
 

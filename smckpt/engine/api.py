@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from smckpt.calls import alone
+from smckpt.checkpoint.choose import refuse_committed
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import FoundCheckpoint, latest
 from smckpt.checkpoint.remove import RemoveReport, remove_checkpoint
@@ -151,6 +152,9 @@ def async_save(
         )
         if directory:
             refuse_save(request.storage, group.world_size)
+        if directory and not getattr(storage_writer, "overwrite", True):
+            _wait_for_own(directory)  # all ranks have the same saves in flight, so they agree
+            refuse_committed(request.storage)
     except Exception as error:  # tell the peers, which count this save too, and then raise
         refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
     return _RUNTIME.queue(group, queue or "default").submit(state_dict, request, refusal)

@@ -327,6 +327,31 @@ def test_saving_again_replaces_the_commit_and_sweeps_the_older(tmp_path: Path) -
     assert target["w"].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("how", ["dcp", "smckpt"])
+def test_a_writer_told_not_to_overwrite_refuses_a_committed_directory(
+    tmp_path: Path, how: str
+) -> None:
+    save: Any = dcp.save if how == "dcp" else smckpt.save
+    for place in ("new", "empty"):  # neither holds a commit
+        folder = tmp_path / place
+        if place == "empty":
+            folder.mkdir()
+        save({"w": torch.ones(2)}, storage_writer=Writer(folder, overwrite=False))
+        with pytest.raises((CheckpointException, errors.UsageError), match="already exists"):
+            save({"w": torch.zeros(2)}, storage_writer=Writer(folder, overwrite=False))
+        target = {"w": torch.zeros(2)}
+        smckpt.load(target, checkpoint_id=folder)
+        assert target["w"].tolist() == [1.0, 1.0]
+        save({"w": torch.full((2,), 3.0)}, storage_writer=Writer(folder))
+
+
+def test_not_overwriting_counts_a_save_that_is_still_in_flight(tmp_path: Path) -> None:
+    smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.UsageError, match="already exists"):
+        smckpt.async_save({"w": torch.zeros(2)}, storage_writer=Writer(tmp_path, overwrite=False))
+    smckpt.maybe_finalize_async_calls()
+
+
 def one_rank_cannot_save(folder: str) -> list[str]:
     dcp.save({"w": torch.ones(2), "x": 1}, storage_writer=Writer(folder))
     said = []

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from smckpt.checkpoint.choose import refuse_committed
 from smckpt.checkpoint.commit import probe, publish_manifest, take_lease
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.prefixes import PrefixSharding, prefix_sharding_for
@@ -84,6 +85,7 @@ class DistributedFileSystemWriter(StorageWriter):
         metadata: JSON values to record.
         threads: number of writing threads.
         sweep: whether a new commit deletes the files that it supersedes.
+        overwrite: False refuses a save where a checkpoint is committed, before anything is written.
         s3_region, s3client_config: options of S3 as in `smckpt.save`; None takes those of the
             environment.
     """
@@ -96,6 +98,7 @@ class DistributedFileSystemWriter(StorageWriter):
         metadata: Mapping[str, Any] | None = None,
         threads: int = 4,
         sweep: bool = True,
+        overwrite: bool = True,
         s3_region: str | None = None,
         s3client_config: Any = None,
     ) -> None:
@@ -106,6 +109,7 @@ class DistributedFileSystemWriter(StorageWriter):
         self._metadata = dict(metadata or {})
         self._threads = threads
         self._sweep = sweep
+        self.overwrite = overwrite
         self._session = uuid.uuid4().hex[:12]
         self._numbers = 0
         self._tokens: dict[str, int] = {}
@@ -157,12 +161,15 @@ class DistributedFileSystemWriter(StorageWriter):
         """Called by DCP on the coordinator: opens the attempt and takes the lease of the directory.
 
         Raises:
-            UsageError: a plan comes from the planner's cache.
+            UsageError: a plan comes from the planner's cache, or `overwrite` is False and a
+                checkpoint is committed there.
             StorageError: the directory cannot be used.
         """
         self._refuse_cached(plans)
         storage = self.access.open(self.checkpoint_id)
         refuse_save(storage, len(plans), by_worker=False)
+        if not self.overwrite:
+            refuse_committed(storage)
         prefix_sharding = prefix_sharding_for(storage)
         if self.checkpoint_id not in self._tokens:
             if not self._tokens and bucket_url(self.checkpoint_id):

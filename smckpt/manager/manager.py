@@ -33,6 +33,7 @@ from smckpt.manager.state import (
     random_state,
     random_target,
     refuse_positions_of_ranks,
+    run_state,
     taken,
 )
 from smckpt.manager.template import Template
@@ -205,7 +206,7 @@ class CheckpointManager:
             if self._rank == 0:
                 self._rivals.refuse(place, self._keeper.run or "")
             told = recorded(self._recorded(), metrics, metadata)
-            live = self._live(state, step)
+            live = run_state(state, step, self._random)
         except Exception as error:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         if not self._prepared:
@@ -251,6 +252,8 @@ class CheckpointManager:
 
     def _committed(self, place: str) -> Callable[[SaveHandle], None]:
         def committed(handle: SaveHandle) -> None:
+            if handle.timings is not None:
+                self._watch.save_seconds = handle.timings.committed
             if self._rank == 0 and handle.timings is not None:
                 self._measured(handle.timings)
                 self._keeper.committed(place)
@@ -264,23 +267,6 @@ class CheckpointManager:
             stall = times.blocked - times.waited
             text = "a step is committed after %.3g s, and a save holds training up for %.3g s"
             log.info(text, times.committed, stall)
-
-    def _live(self, state: Mapping[str, Any], step: int) -> dict[str, Any]:
-        if not isinstance(state, Mapping) or not state:
-            raise UsageError(
-                f"the state is a {type(state).__name__}, or empty",
-                remedy='pass a dict such as {"model": model, "optimizer": optimizer}',
-            )
-        if "manager" in state:
-            raise UsageError(
-                'the state has a key "manager", which the manager uses for its own values',
-                remedy="rename it",
-            )
-        live = taken(state, LOCAL)
-        own: dict[str, Any] = {"step": step}
-        if self._random:
-            own["random"] = random_state()
-        return {**live, "manager": own}
 
     def _recorded(self) -> dict[str, Any]:
         """The run's record for the manifest, besides the engine's."""
@@ -302,7 +288,7 @@ class CheckpointManager:
     # -- going on ----------------------------------------------------------------------------
 
     @alone("CheckpointManager.restore", outer=True)
-    def restore(self, into: MutableMapping[str, Any]) -> int:
+    def restore(self, into: MutableMapping[str, Any], *, check_keys_matched: bool = True) -> int:
         """Fill the objects in `into` from the newest step that all ranks can load.
 
         If the newest is damaged, all ranks take the next older one, and the log says which steps
@@ -311,6 +297,10 @@ class CheckpointManager:
         and `into` gets plain values. Random generators continue where they were if the job has as
         many ranks as before. Otherwise each rank seeds them from the step, the rank and the number
         of ranks.
+
+        Args:
+            check_keys_matched: False loads the names that `into` and the checkpoint have both, and
+                logs the others. What the checkpoint lacks stays as it is in `into`.
 
         Returns:
             The step; 0 where there is no checkpoint.
@@ -326,7 +316,7 @@ class CheckpointManager:
         filled: list[dict[str, Any]] = []
 
         def fill(found: FoundCheckpoint) -> None:
-            filled[:] = [self._filled(found, into, group)]
+            filled[:] = [self._filled(found, into, group, check_keys_matched)]
 
         meeting = self._membership.meeting(self._timeout)
         self._book.forget()
@@ -356,7 +346,7 @@ class CheckpointManager:
         return step
 
     def _filled(
-        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup
+        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, strict: bool
     ) -> dict[str, Any]:
         """The loaded state of the objects in `into`. Its tensors are the live ones."""
         mark = found.metadata.get("manager") or {}
@@ -373,6 +363,7 @@ class CheckpointManager:
             checkpoint_id=group.directory(found.path) if same else found.path,
             process_group=group.process_group if same else None,
             parallel_state=self._degrees,
+            check_keys_matched=strict,
             timeout=self._timeout,
             **self._store_options,
         )

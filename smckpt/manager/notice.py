@@ -37,6 +37,7 @@ POLL_SECONDS = 0.5
 LEAVE_SECONDS = 5.0  # how long `close` waits for the thread, which may be in a call to the store
 RANKS_A_SECOND = 4000  # how many ranks may ask the store, one process, for a notice
 GRACE = {"SIGTERM": 25.0}  # torchrun and Kubernetes kill 30 seconds after it
+_SAVE_FACTOR = 1.5  # a last save may take so many times as long as the one before
 LONG_GRACE = 110.0  # SageMaker gives two minutes; with Slurm the user chooses the time
 
 
@@ -73,6 +74,7 @@ class Watch:
         self._timeout = timeout
         self._flag: str | None = None  # set by the handler
         self.notice: Notice | None = None
+        self.save_seconds: float | None = None  # of this run's last save, until its commit
         self._lock = threading.Lock()
         self._passed = -1
         self._holds = False
@@ -256,8 +258,22 @@ class Watch:
             "last",
             self._hold,
             lambda brought: max(brought().values()),
-            timeout=notice.grace / 3,  # the rest of the time is for the save
+            timeout=self._patience(notice.grace),
         )
+
+    def _patience(self, grace: float) -> float:
+        """How many seconds the ranks may take to agree: what the save leaves of the time."""
+        if self.save_seconds is None:
+            return grace / 3
+        if self.save_seconds > grace and self._membership.group.index == 0:
+            log.warning(
+                "the run's last save took %.3g s until its commit, and %.3g s are left: the next "
+                "run may have to restore an older step. Pass grace= if your scheduler gives more "
+                "time",
+                self.save_seconds,
+                grace,
+            )
+        return max(grace - max(_SAVE_FACTOR * self.save_seconds, grace / 3), grace / 10)
 
     def _hold(self) -> int:
         """Make this rank's loop wait at its next step; returns the step it has passed."""

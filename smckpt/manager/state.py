@@ -26,6 +26,7 @@ __all__ = [
     "random_state",
     "random_target",
     "refuse_positions_of_ranks",
+    "run_state",
     "set_random_state",
     "taken",
 ]
@@ -64,6 +65,29 @@ def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
         return value
 
     return {key: take(value) for key, value in state.items()}
+
+
+def run_state(state: Mapping[str, Any], step: int, random: bool) -> dict[str, Any]:
+    """What a save of the manager writes: LOCAL state, the step and perhaps the random generators.
+
+    Raises:
+        UsageError: this is no state, or it uses the manager's own key.
+    """
+    if not isinstance(state, Mapping) or not state:
+        raise UsageError(
+            f"the state is a {type(state).__name__}, or empty",
+            remedy='pass a dict such as {"model": model, "optimizer": optimizer}',
+        )
+    if "manager" in state:
+        raise UsageError(
+            'the state has a key "manager", which the manager uses for its own values',
+            remedy="rename it",
+        )
+    live = taken(state, SMStateDictType.SM_LOCAL_STATE_DICT)
+    own: dict[str, Any] = {"step": step}
+    if random:
+        own["random"] = random_state()
+    return {**live, "manager": own}
 
 
 def give_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:

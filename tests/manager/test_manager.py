@@ -96,6 +96,25 @@ def test_everything_goes_on_where_it_was(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_an_older_checkpoint_lacks_newer_keys_and_they_stay_as_they_are(tmp_path: Path) -> None:
+    old = objects(0)
+    with CheckpointManager(tmp_path) as manager:
+        train(old)
+        manager.save(1, old)
+    new = {**objects(1), "samples": 7, "ema": torch.nn.Linear(2, 2), "counter": Loader()}
+    new["counter"].at = 3
+    ema = new["ema"].weight.detach().clone()
+    del new["seen"]  # and one that the program no longer has
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(KeysMismatchError, match="ema"):
+            manager.restore(into=new)
+        assert manager.restore(into=new, check_keys_matched=False) == 1
+    assert (new["samples"], new["counter"].at) == (7, 3) and "seen" not in new
+    assert torch.equal(new["ema"].weight, ema)
+    assert torch.equal(new["model"].weight, old["model"].weight)
+    assert new["training"]["others"][1].at == 1
+
+
 def test_metrics_are_recorded_and_the_best_is_found(tmp_path: Path) -> None:
     state = objects(0)
     rules: dict[str, Any] = {"keep_last_n": 1, "keep_best": ("loss", "min", 1)}

@@ -61,6 +61,24 @@ def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
     assert signal.SIGUSR1 in heard
 
 
+def test_the_ranks_agree_within_what_the_measured_save_leaves_of_the_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        watch = manager._watch
+        assert watch._patience(30.0) == 10.0  # nothing is measured yet
+        took = manager.save(1, state).wait().committed
+        assert watch.save_seconds == took
+        assert watch._patience(300.0 * took) == pytest.approx(200.0 * took)  # never all of it
+        watch.save_seconds = 10.0
+        assert watch._patience(30.0) == 15.0
+        assert "may have to restore an older step" not in caplog.text
+        watch.save_seconds = 40.0
+        assert watch._patience(30.0) == 3.0
+    assert "took 40 s until its commit, and 30 s are left" in caplog.text
+
+
 def test_outside_the_main_thread_no_signal_is_taken(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
 

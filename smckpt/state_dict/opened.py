@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smckpt.state_dict.bindings import is_optimizer_dict, stock
+from smckpt.state_dict.bindings import is_optimizer_dict, stock, stock_record
 from smckpt.state_dict.restore import tuple_like
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
@@ -61,7 +61,12 @@ class Opened:
         given = value.state_dict()
         inner = self.open(given)
         if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(inner):
-            return stock(value, inner)
+            if stock_record(inner) is not None:
+                return stock(value, inner)
+            if getattr(inner["param_groups"], "binding", None) is not None:
+                return inner
+            # Names from elsewhere, such as those of torch's get_optimizer_state_dict, which an
+            # object's own state_dict may call: only its own load_state_dict knows them.
         return self._copy(StatefulStateDict(inner), given) if isinstance(inner, dict) else inner
 
     def _copy(self, made: Any, of: Any) -> Any:

@@ -18,6 +18,7 @@ from smckpt.state_dict.tags import (
     FullStateDict,
     ModelStateDict,
     OptimizerStateDict,
+    StatefulStateDict,
 )
 
 __all__ = [
@@ -70,6 +71,8 @@ def restore(
             )
     for path, tree, binding in live.values():
         if binding is None:
+            if isinstance(tree, StatefulStateDict):
+                continue  # its object loads it, when all is read
             log.warning(
                 "%s: its optimizer is not known, so its plain values were loaded into the dict "
                 "only. Call its load_state_dict, or put the optimizer itself into the "

@@ -156,6 +156,52 @@ def test_an_optimizer_in_a_wrapper_is_one_optimizer_and_gets_its_state_outside_t
     assert not differences(snapshot(other, fresh.inside), snapshot(model, trained.inside))
 
 
+class Named(torch.optim.AdamW):
+    """Gives its state by the parameters' names, as optimizers do that torch's
+    `get_optimizer_state_dict` was put into."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        self.names = [name for name, _ in model.named_parameters()]
+        super().__init__(model.parameters(), lr=rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        smckpt.init_optim_state(self)
+        return self._renamed(super().state_dict(), self.names.__getitem__)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(self._renamed(state_dict, self.names.index))
+
+    def _renamed(self, given: Any, name: Any) -> dict[str, Any]:
+        return {
+            "state": {name(key): slots for key, slots in given["state"].items()},
+            "param_groups": [
+                {**group, "params": [name(key) for key in group["params"]]}
+                for group in given["param_groups"]
+            ],
+        }
+
+
+def test_an_optimizer_that_gives_names_of_its_own_takes_them_back_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(rate: float, steps: int) -> tuple[nn.Module, Named]:
+        torch.manual_seed(steps)
+        model = nn.Linear(3, 2)
+        optimizer = Named(model, rate)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        model.zero_grad()
+        return model, optimizer
+
+    (model, trained), (other, fresh) = made(0.1, 2), made(9.0, 0)
+    smckpt.save({"model": model, "optimizer": trained}, checkpoint_id=tmp_path)
+    smckpt.load({"model": other, "optimizer": fresh}, checkpoint_id=tmp_path)
+    assert not differences(snapshot(other, fresh), snapshot(model, trained))
+    assert fresh.param_groups[0]["lr"] == 0.1
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def test_where_the_optimizer_is_not_known_the_log_says_that_none_was_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,11 +20,11 @@ from smckpt.errors import UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
 from smckpt.manager.notice import Watch
-from smckpt.manager.record import history_of, mark_of, recorded
+from smckpt.manager.record import history_of, mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Keep, Keeper
 from smckpt.manager.rivals import Rivals
-from smckpt.manager.room import bytes_of, check_room
+from smckpt.manager.room import Outlook, bytes_of, check_room, degrees_text
 from smckpt.manager.schedule import Interval, Schedule
 from smckpt.manager.state import (
     Failed,
@@ -232,14 +232,18 @@ class CheckpointManager:
     def _prepare(self, live: Mapping[str, Any], group: ReplicationGroup) -> None:
         """Once, before anything is written: is there room?"""
 
-        def mine() -> int:
+        def mine() -> list[Any]:
             try:
-                return bytes_of(live, self._rank, group.ranks)
+                return [bytes_of(live, self._rank, group.ranks), group.name]
             except Exception:  # async_save finds it too, and tells the peers
-                return 0
+                return [0, group.name]
 
-        def decide(brought: Callable[[], dict[int, int]]) -> None:
-            check_room(self.root, brought(), len(group.ranks), self._keep, self._saved_bytes)
+        def decide(brought: Callable[[], dict[int, list[Any]]]) -> None:
+            told = brought()
+            degrees = degrees_text(self._degrees, [name for _, name in told.values()])
+            sizes = {rank: size for rank, (size, _) in told.items()}
+            line = Outlook(degrees, self._watch.save_seconds)
+            check_room(self.root, sizes, len(group.ranks), self._keep, self._saved_bytes, line)
 
         meeting = self._membership.meeting(self._timeout)
         meeting.round(self._point("room"), mine, decide, timeout=self._timeout)
@@ -278,6 +282,7 @@ class CheckpointManager:
             "replicas": len(self._groups.ranks) if self._groups else self._world,
             "degrees": self._degrees and self._degrees.to_json(),
             "groups": self._template.group,
+            "save_seconds": self._watch.save_seconds,
             "random": sorted(random_state()) if self._random else [],
             "failures": history.failures,
             "seconds": round(history.seconds, 1),
@@ -335,6 +340,7 @@ class CheckpointManager:
             go_on_at_random(found.metadata["manager"], own["random"], step, self._rank, self._world)
         self._keeper.run = mark_of(found) or self._keeper.run
         self._schedule.restored(step, history_of(found))
+        self._watch.save_seconds = save_seconds_of(found, self._world)
         if self._rank == 0:
             log.log(
                 logging.WARNING if resumed.lost else logging.INFO,

@@ -10,7 +10,16 @@ from typing import Any
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.errors import UsageError
 
-__all__ = ["History", "claim_of", "history_of", "mark_of", "recorded", "run_in", "run_of"]
+__all__ = [
+    "History",
+    "claim_of",
+    "history_of",
+    "mark_of",
+    "recorded",
+    "run_in",
+    "run_of",
+    "save_seconds_of",
+]
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,15 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
             ) from error
         numbers[str(name)] = number if math.isfinite(number) else None
     return numbers
+
+
+def save_seconds_of(found: FoundCheckpoint, ranks: int) -> float | None:
+    """The seconds until the commit of the run's save before this one; None if it is not known for
+    a job of so many ranks."""
+    manager = found.metadata.get("manager")
+    if not isinstance(manager, dict) or manager.get("ranks") != ranks:
+        return None
+    told = manager.get("save_seconds")
+    if not isinstance(told, (int, float)) or not 0 < told < math.inf:
+        return None
+    return float(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,14 @@ from smckpt.manager.retention import Keep
 from smckpt.state_dict.select import Selector
 from smckpt.storage import lustre
 from smckpt.storage.urls import is_local
+from smckpt.topology import ParallelState
 
-__all__ = ["Room", "bytes_of", "check_room", "room_at"]
+__all__ = ["Outlook", "Room", "bytes_of", "check_room", "degrees_text", "room_at"]
 
 log = logging.getLogger("smckpt")
 
 _NAMED = 4  # full targets in one warning
+_COORDINATE = re.compile(r"(\D+?)(\d+)(?:_|$)")
 _Q_GETQUOTA = 0x800007 << 8  # of a user: type 0
 
 
@@ -31,6 +34,20 @@ class Room:
 
     nbytes: int
     of: str
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """degrees: as text. save_seconds: those of the run's last save until its commit, if known."""
+
+    degrees: str
+    save_seconds: float | None
+
+    @property
+    def time(self) -> str:
+        if self.save_seconds is None:
+            return "the first commit will tell the time of a save"
+        return f"a save takes about {self.save_seconds:.3g} s, as the run's last one"
 
 
 class _Quota(ctypes.Structure):
@@ -103,6 +120,27 @@ def _device_of(path: str) -> str | None:
     return None
 
 
+def degrees_text(given: ParallelState | None, groups: Sequence[str]) -> str:
+    """The degrees of a job, such as " (tp 2, shard 4)".
+
+    Args:
+        given: None: the names of the ranks' groups tell, such as "dp_shard0_tp1".
+    """
+    if given is not None:
+        sizes = {"pp": given.pp_size, "tp": given.tp_size, "ep": given.ep_size}
+        sizes |= {"shard": given.fsdp_size, "replicas": given.rep_size}
+    else:
+        parts = [_COORDINATE.findall(name) for name in groups]
+        found = {
+            dim: {index for one in parts for d, index in one if d == dim}
+            for one in parts
+            for dim, _ in one
+        }
+        sizes = {dim: len(indices) for dim, indices in found.items()}
+    text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f" ({text})" if text else ""
+
+
 def bytes_of(live: Mapping[str, Any], rank: int, group_ranks: Sequence[int]) -> int:
     """The bytes that this rank writes of a state: its part of those that its group shares."""
     entries = Selector(rank).select(live).entries
@@ -116,6 +154,7 @@ def check_room(
     replicas: int,
     keep: Keep,
     saved: Callable[[], int],
+    outlook: Outlook,
 ) -> None:
     """Log the size of a step, and check that it fits. One rank calls it.
 
@@ -124,14 +163,17 @@ def check_room(
         replicas: ranks that hold the same shards.
         saved: bytes of the steps that this run has saved already, all of which the rules may
             delete one day.
+        outlook: for the line in the log.
 
     Raises:
         StorageError: not even one step fits.
     """
     ranks, step = len(bytes_of_ranks), sum(bytes_of_ranks.values())
     line = (
-        f"saves to {root}: {ranks} ranks, {_count(ranks // replicas, 'group')} of {replicas}; "
-        f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank"
+        f"saves to {root}: {_count(ranks, 'rank')}{outlook.degrees}, "
+        f"{_count(ranks // replicas, 'group')} of {replicas}; "
+        f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank; "
+        f"{outlook.time}"
     )
     room = room_at(root)
     if room is None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt import CheckpointManager, find_checkpoints
+from smckpt import CheckpointManager, ParallelState, find_checkpoints
 from smckpt.errors import StorageError
 from smckpt.manager import room
 from smckpt.manager.retention import Best, Keep
-from smckpt.manager.room import Room, room_at
+from smckpt.manager.room import Outlook, Room, degrees_text, room_at
 from tests.support.launch import run_ranks
 
 STATE = {"model": torch.nn.Linear(1000, 1000)}  # 4 MB
@@ -60,9 +60,9 @@ def test_what_the_rules_keep_must_fit_too(tmp_path: Path, left: Any, caplog: Any
 def test_the_best_are_kept_too_and_what_this_run_has_saved_may_go(caplog: Any, left: Any) -> None:
     left(100)
     keep = Keep(2, None, Best("loss", "min", 3))
-    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 80)
+    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 80, Outlook("", None))
     assert not caplog.records
-    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 79)
+    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 79, Outlook("", None))
     assert "keep up to 5 steps, and one more while it is written: 180 B" in caplog.text
 
 
@@ -129,7 +129,32 @@ def four_ranks(root: str) -> str:
 def test_one_line_tells_degrees_groups_and_bytes(tmp_path: Path) -> None:
     told = run_ranks(four_ranks, 4, str(tmp_path))
     (found,) = find_checkpoints(tmp_path)
-    assert f"saves to {tmp_path}: 4 ranks, 2 groups of 2; 4.1 MB a step, up to 1.0 MB a" in told[0]
+    assert (
+        f"saves to {tmp_path}: 4 ranks (shard 2), 2 groups of 2; 4.1 MB a step, up to 1.0 MB a"
+        in told[0]
+    )
+    assert "the first commit will tell the time of a save" in told[0]
     assert "a step is committed after" in told[0]
     assert abs(found.nbytes - 4_004_000) < 100_000
     assert told[1:] == ["", "", ""]
+
+
+def test_a_run_that_goes_on_knows_the_time_of_a_save(tmp_path: Path, caplog: Any) -> None:
+    state = {"model": torch.nn.Linear(2, 2)}
+    with CheckpointManager(tmp_path) as manager:
+        took = manager.save(1, state).wait().committed
+        manager.save(2, state)  # its manifest tells the time of the first
+    caplog.set_level(logging.INFO, logger="smckpt")
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(into=state)
+        manager.save(3, state)
+    assert f"a save takes about {took:.3g} s, as the run's last one; " in caplog.text
+
+
+def test_the_degrees_are_told_as_text() -> None:
+    job = ParallelState(8, tensor_parallel_degree=2, hybrid_shard_degree=2, rank=0)
+    assert degrees_text(job, []) == " (tp 2, shard 2, replicas 2)"
+    names = ["dp_shard0_tp0", "dp_shard0_tp1", "dp_shard1_tp0", "dp_shard1_tp1", "dp_shard2_tp0"]
+    assert degrees_text(None, names) == " (dp_shard 3, tp 2)"
+    assert degrees_text(None, ["tp0_ep0_fsdp0", "tp0_ep0_fsdp1"]) == " (fsdp 2)"
+    assert degrees_text(None, ["", ""]) == ""

@@ -64,6 +64,7 @@ def async_save(
     options: SaveOptions | None = None,
     s3_region: str | None = None,
     s3client_config: Any = None,
+    no_dist: bool = False,
 ) -> SaveHandle | None:
     """Copy the state into memory and return; write and commit it in the background.
 
@@ -95,6 +96,7 @@ def async_save(
         options: see `SaveOptions`.
         s3_region, s3client_config: for s3:// ids: the bucket's region, and an `S3Config` (or a
             mapping of some of its fields). By default SMCKPT_S3_* and the AWS settings say them.
+        no_dist: this process saves alone, as in DCP: other ranks neither write nor wait.
 
     Returns:
         A `SaveHandle`; None for a process that is not a member.
@@ -105,7 +107,7 @@ def async_save(
         SaveFailedError: an *earlier* save was not committed. This call's save is nevertheless under
             way, on every rank.
     """
-    group = group_of(process_group)
+    group = group_of(process_group, no_dist)
     if group is None:
         return None
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
@@ -174,7 +176,7 @@ def save(
     handle = async_save(state_dict, checkpoint_id=checkpoint_id, **arguments)
     if handle is None:
         return None
-    group = group_of(arguments.get("process_group"))
+    group = group_of(arguments.get("process_group"), arguments.get("no_dist", False))
     assert group is not None
     _finalize(group.ranks, arguments.get("queue") or "default")
     handle.wait()
@@ -247,6 +249,7 @@ def load(
     parallel_state: Any = None,
     s3_region: str | None = None,
     s3client_config: Any = None,
+    no_dist: bool = False,
 ) -> MutableMapping[str, Any] | None:
     """Fill `state_dict` from the newest commit at `checkpoint_id`. Without a `state_dict`, return
     the whole saved state.
@@ -278,6 +281,7 @@ def load(
         groups, parallel_state, s3_region, s3client_config: as for `async_save`. If ranks saved
             plain tensors of their own (tensor or expert parallelism), `parallel_state` says whose
             tensors this rank takes. A job of another size must pass it.
+        no_dist: this process loads alone, as in DCP.
 
     Returns:
         `state_dict`, or the new state; None for a process that is not a member of `process_group`.
@@ -289,7 +293,7 @@ def load(
             `preverify`. CheckpointReplacedError: newer saves replaced the checkpoint three times
             while it was read. After the first and second time the load starts again by itself.
     """
-    group = group_of(process_group)
+    group = group_of(process_group, no_dist)
     if group is None:
         return None
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
@@ -313,7 +317,7 @@ def load(
                 remedy="pass a state_dict",
             )
         loaded: MutableMapping[str, Any] = _dcp().foreign_load(
-            state_dict, checkpoint_id, storage_reader, planner, process_group
+            state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
         )
         return loaded
     try:

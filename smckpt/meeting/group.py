@@ -52,16 +52,25 @@ def get_global_ranks(process_group: Any = None) -> list[int]:
         ) from error
 
 
-def group_of(process_group: Any) -> Group | None:
-    """The group, or None for a process outside it."""
+def group_of(process_group: Any, no_dist: bool = False) -> Group | None:
+    """The group, or None for a process outside it. no_dist: this process is a group by itself.
+
+    Raises:
+        UsageError: both are given.
+    """
     import torch.distributed as dist
 
+    if no_dist and process_group is not None:
+        raise UsageError(
+            "process_group= and no_dist=True contradict each other",
+            remedy="leave one out: no_dist=True means this process alone",
+        )
     if not (dist.is_available() and dist.is_initialized()):
         return Group((0,), 0, 1)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     rank = dist.get_rank()
-    ranks = tuple(get_global_ranks(process_group))
+    ranks = (rank,) if no_dist else tuple(get_global_ranks(process_group))
     if rank not in ranks:
         return None
     return Group(ranks, rank, dist.get_world_size(), _default_store())

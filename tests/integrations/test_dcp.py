@@ -451,6 +451,37 @@ def test_a_planner_is_honoured_and_our_format_is_written(tmp_path: Path) -> None
     assert target["renamed"]["w"].tolist() == [0.0, 1.0, 2.0]
 
 
+def alone(folder: str) -> list[float]:
+    """Rank 1 saves and loads alone, while rank 0 waits for it elsewhere."""
+    said: list[float] = []
+    for planned in (False, True) if dist.get_rank() else ():
+        planners: list[Any] = [Renaming(), DefaultLoadPlanner()] if planned else [None, None]
+        where: Any = {"checkpoint_id": f"{folder}/{planned}", "no_dist": True}
+        smckpt.save({"w": torch.full((2,), 3.0)}, planner=planners[0], **where)
+        target = {"w": torch.zeros(2)}
+        if planned:
+            smckpt.load({"renamed": target}, planner=planners[1], **where)
+        else:
+            smckpt.load(target, **where)
+        said += target["w"].tolist()
+    dist.barrier()
+    return said
+
+
+@pytest.mark.long
+def test_one_rank_of_a_job_saves_and_loads_alone_with_no_dist(tmp_path: Path) -> None:
+    assert run_ranks(alone, 2, str(tmp_path)) == [[], [3.0] * 4]
+
+
+def test_no_dist_is_taken_without_a_job_and_refused_with_a_process_group(tmp_path: Path) -> None:
+    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"w": torch.zeros(2)}
+    smckpt.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert target["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(errors.UsageError, match="no_dist"):
+        smckpt.save({}, checkpoint_id=tmp_path, no_dist=True, process_group=object())
+
+
 def test_a_load_planner_is_honoured(tmp_path: Path) -> None:
     smckpt.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path)
     target = {"w": torch.zeros(3), "new": torch.full((2,), 5.0)}

@@ -57,6 +57,7 @@ def foreign_load(
     reader: Any,
     planner: Any,
     process_group: Any,
+    no_dist: bool = False,
 ) -> MutableMapping[str, Any]:
     """A load that DCP plans, with its collectives. The default reader is smckpt's.
 
@@ -64,7 +65,7 @@ def foreign_load(
         UsageError: neither `checkpoint_id` nor the reader names a directory.
         CheckpointError: the load failed on a rank.
     """
-    group = group_of(process_group)
+    group = group_of(process_group, no_dist)
     assert group is not None
     # All ranks of the group read together, because of DCP's own collectives.
     together = process_group
@@ -79,6 +80,7 @@ def foreign_load(
         reader=reader,
         planner=planner,
         process_group=process_group,
+        no_dist=no_dist,
     )
 
 

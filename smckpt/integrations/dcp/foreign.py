@@ -190,6 +190,7 @@ def load_with_dcp(
     reader: StorageReader,
     planner: LoadPlanner | None,
     process_group: Any,
+    no_dist: bool,
 ) -> MutableMapping[str, Any]:
     """`torch.distributed.checkpoint.load`, with smckpt's errors.
 
@@ -212,6 +213,7 @@ def load_with_dcp(
             storage_reader=reader,
             planner=planner,
             process_group=process_group,
+            no_dist=no_dist,
         )
     except CheckpointException as error:
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):

@@ -180,13 +180,21 @@ def test_what_cannot_be_judged_is_told(tmp_path: Path) -> None:
     assert done.returncode == 2 and "has committed nothing below" in done.stderr
 
 
+def all_exact(found: Any, moments: int) -> bool:
+    """Whether each resume was exact. Two ranks do not make as many calls in each run, so the last
+    moment may not be reached."""
+    not_reached = [one for one in found["resumes"] if one["outcome"] == "not reached"]
+    assert all(one["moment"] == found["moments"] for one in not_reached)
+    return bool(found["counts"]["exact"] + len(not_reached) == moments)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("keeps", ["", "1"], ids=["all are kept", "one is kept"])
 def test_a_training_under_torchrun_with_the_manager(tmp_path: Path, keeps: str) -> None:
     arguments = (*TORCHRUN, TRAINING, "{root}", "nothing", *filter(None, [keeps]))
     found = told(command(tmp_path, *arguments, options=("--json", "--moments", "8")))
-    assert (found["status"], found["counts"]) == (0, {"exact": 8}), found
+    assert found["status"] == 0 and all_exact(found, 8), found
 
 
 @pytest.mark.long
@@ -195,7 +203,7 @@ def test_a_training_that_saves_to_s3(tmp_path: Path, s3_root: str) -> None:
     arguments = (*TORCHRUN, TRAINING, "{root}", "nothing", "1")
     options = ("--json", "--moments", "6", "--out", f"{s3_root}/runs")
     found = told(command(tmp_path, *arguments, options=options))
-    assert (found["status"], found["counts"]) == (0, {"exact": 6}), found
+    assert found["status"] == 0 and all_exact(found, 6), found
     assert any(f"PUT /{BUCKET}/" in one["call"] for one in found["resumes"])
 
 

@@ -75,6 +75,7 @@ def _tidied(manager: CheckpointManager) -> None:
     keeper._inbox.put(None)
     keeper._thread.join(seconds(60))
     assert not keeper._thread.is_alive() and time.monotonic() < deadline
+    assert keeper._inbox.empty(), "the thread died before"
     keeper._thread = None
 
 

@@ -235,6 +235,29 @@ def test_a_mount_that_refuses_every_exclusive_way_gets_a_clear_error(tmp_path: P
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_file_is_durable_before_its_directory_says_so(
+    replace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def seen(fd: int) -> None:
+        sync(fd)
+        found = os.fstat(fd)
+        synced.append((found.st_ino, found.st_size))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    size = (1 << 20) + 7  # a whole block and an odd end
+    writer = open_storage(str(tmp_path)).create_file("data", size, replace=replace)
+    for at in (0, 1 << 20):
+        writer.write_at(at, memoryview(b"x" * min(1 << 20, size - at)))
+    writer.finish()
+    made = (tmp_path / "data").stat()
+    assert synced[0] == (made.st_ino, size)
+    assert [inode for inode, _ in synced[1:]] == [tmp_path.stat().st_ino]
+
+
 @pytest.mark.skipif(not refuse.available(), reason="no seccomp filter for this platform")
 def test_a_failing_fsync_means_that_nothing_was_created(tmp_path: Path) -> None:
     child.run(

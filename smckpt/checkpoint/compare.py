@@ -67,6 +67,7 @@ def compare_checkpoints(
     b: str | os.PathLike[str],
     *,
     ignore: Sequence[str] = (),
+    moved: tuple[str, str] | None = None,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> Compared:
@@ -75,6 +76,8 @@ def compare_checkpoints(
 
     Args:
         ignore: globs of names that are not compared.
+        moved: the directories of the runs that saved A and B. Texts that differ only in these are
+            equal.
         threads: how many threads read and compare.
         progress: called with (bytes of A compared, bytes of A), from any thread, one call at a
             time.
@@ -85,7 +88,9 @@ def compare_checkpoints(
         UsageError: one of them is one group of a step.
     """
     opened = (open_catalogue(access_to(url).open(url)) for url in (a, b))
-    return compare_catalogues(*opened, ignore=ignore, threads=threads, progress=progress)
+    return compare_catalogues(
+        *opened, ignore=ignore, moved=moved, threads=threads, progress=progress
+    )
 
 
 def compare_catalogues(
@@ -93,12 +98,13 @@ def compare_catalogues(
     b: Catalogue,
     *,
     ignore: Sequence[str] = (),
+    moved: tuple[str, str] | None = None,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> Compared:
     """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
     sides = _Side.of(a), _Side.of(b)
-    of_values, told = _compare_values(*(side.catalogue for side in sides))
+    of_values, told = _compare_values(*(side.catalogue for side in sides), moved)
     every = {name for side in sides for name in side.catalogue.pieces.by_name}
     ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
     told = [one for one in told if one.name not in ignored]
@@ -128,7 +134,9 @@ def compare_catalogues(
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _compare_values(a: Catalogue, b: Catalogue) -> tuple[set[str], list[Difference]]:
+def _compare_values(
+    a: Catalogue, b: Catalogue, moved: tuple[str, str] | None
+) -> tuple[set[str], list[Difference]]:
     """The names of all values, and the differences."""
     found: list[Difference] = []
     if a.step != b.step and a.ours and b.ours:
@@ -138,7 +146,8 @@ def _compare_values(a: Catalogue, b: Catalogue) -> tuple[set[str], list[Differen
     common = [rank for rank in ranks[0] if rank in set(ranks[1])] or [ranks[0][0]]
     for rank in common:
         other = rank if rank in ranks[1] else ranks[1][0]
-        found += _values_apart(f"rank {rank}", leaves_of(a, rank), leaves_of(b, other), names)
+        ours = _at_another_place(leaves_of(a, rank), moved)
+        found += _values_apart(f"rank {rank}", ours, leaves_of(b, other), names)
     for side, catalogue in (("A", a), ("B", b)):
         base = common[0] if common[0] in catalogue.object_ranks else catalogue.object_ranks[0]
         rest = [rank for rank in catalogue.object_ranks if rank not in {*common, base}]
@@ -147,6 +156,19 @@ def _compare_values(a: Catalogue, b: Catalogue) -> tuple[set[str], list[Differen
             apart = _values_apart(f"rank {rank}", first, leaves_of(catalogue, rank), names)
             found += [_of_one(one.name, f"rank {rank}", side, f"rank {base}") for one in apart]
     return names, found
+
+
+def _at_another_place(value: Any, moved: tuple[str, str] | None) -> Any:
+    """A value with the other directory in its texts."""
+    if moved is None:
+        return value
+    if isinstance(value, str):
+        return value.replace(*moved)
+    if isinstance(value, list):
+        return [_at_another_place(each, moved) for each in value]
+    if isinstance(value, dict):
+        return {key.replace(*moved): _at_another_place(v, moved) for key, v in value.items()}
+    return value
 
 
 def _values_apart(

@@ -196,7 +196,8 @@ def _packed(folder: Path) -> bytes:
     with zipfile.ZipFile(made, "w") as packed:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                packed.write(path, path.relative_to(folder))
+                # without its time, so that a run that is repeated saves the same bytes
+                packed.writestr(zipfile.ZipInfo(str(path.relative_to(folder))), path.read_bytes())
     return made.getvalue()
 
 

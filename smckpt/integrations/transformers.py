@@ -69,6 +69,7 @@ class SmckptTrainerMixin:
         run = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         directory = os.path.join(run, f"checkpoint-{step}")
         self._note_best(run, step)
+        self._note_callbacks()
         if self.args.should_save:
             self._write_trainer_state(directory)
         smckpt.async_save(
@@ -99,9 +100,9 @@ class SmckptTrainerMixin:
         if best == step or os.path.isdir(directory):
             self.state.best_model_checkpoint = directory
 
-    def _write_trainer_state(self, directory: str) -> None:
-        """Write the Trainer's file before the save. If the save is never committed, a resume skips
-        the directory."""
+    def _note_callbacks(self) -> None:
+        """On all ranks, for each saves its own state and goes on from it. The Trainer itself notes
+        them on the one that writes its file."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(callback, ExportableState):
                 continue
@@ -110,6 +111,10 @@ class SmckptTrainerMixin:
                 self.state.stateful_callbacks[name].append(told)
             else:
                 self.state.stateful_callbacks[name] = told
+
+    def _write_trainer_state(self, directory: str) -> None:
+        """Write the Trainer's file before the save. If the save is never committed, a resume skips
+        the directory."""
         os.makedirs(directory, exist_ok=True)
         self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
         config: Any = getattr(self.model, "config", None)

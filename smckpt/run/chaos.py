@@ -260,7 +260,7 @@ class _Trial:
         if max(steps, default=None) != last:
             return WRONG, f"its last step is {max(steps, default=None)} and not {last}"
         try:
-            compared = compare_runs(watch.found, self.whole.found, self._asked.ignore)
+            compared = compare_runs(watch, self.whole, self._asked.ignore)
         except CheckpointError as error:
             return WRONG, error.message
         assert compared is not None

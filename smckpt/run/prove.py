@@ -165,7 +165,7 @@ def _compared(
         why = f"it did not resume: after its restart it saved step {again[0]} again"
     elif max(ours) != max(theirs):
         why = f"the last step is {max(ours)} with the kill and {max(theirs)} without it"
-    compared = compare_runs(resumed.found, whole.found, ignore)
+    compared = compare_runs(resumed, whole, ignore)
     assert compared is not None
     step, comparison = compared
     if not comparison.equal and step <= at and not again:

@@ -87,7 +87,7 @@ class Script:
             inherited: descriptors that it gets.
             output: where its output goes; only the verdict goes to stdout.
         """
-        root = local_path(watch.root) if is_local(watch.root) else watch.root.rstrip("/")
+        root = watch.told_root
         command = [part.replace(PLACEHOLDER, root) for part in self.command]
         if self.chdir:
             command = [os.path.abspath(part) if os.path.exists(part) else part for part in command]
@@ -135,15 +135,16 @@ def refuse_nameless(found: Sequence[FoundCheckpoint]) -> None:
 
 
 def compare_runs(
-    ours: Sequence[FoundCheckpoint], theirs: Sequence[FoundCheckpoint], ignore: Sequence[str]
+    ours: RunWatch, theirs: RunWatch, ignore: Sequence[str]
 ) -> tuple[int, Compared] | None:
     """Compare the steps that both runs have kept, oldest first, until one differs. Returns that
-    step, or the last; None: they have none in common."""
-    a = {one.step: one for one in ours if one.step is not None}
-    b = {one.step: one for one in theirs if one.step is not None}
+    step, or the last; None: they have none in common. The runs' directories may stand in texts."""
+    a = {one.step: one for one in ours.found if one.step is not None}
+    b = {one.step: one for one in theirs.found if one.step is not None}
+    moved = ours.told_root, theirs.told_root
     last = None
     for step in sorted(a.keys() & b.keys()):
-        last = step, compare_checkpoints(a[step], b[step], ignore=ignore)
+        last = step, compare_checkpoints(a[step], b[step], ignore=ignore, moved=moved)
         if not last[1].equal:
             break
     return last
@@ -179,6 +180,11 @@ class RunWatch:
         self._clock = time.time_ns()
         self._next = self._next_there = 0.0
         self._warned = False
+
+    @property
+    def told_root(self) -> str:
+        """The root as the command is told it."""
+        return local_path(self.root) if is_local(self.root) else self.root.rstrip("/")
 
     @property
     def elapsed(self) -> float:

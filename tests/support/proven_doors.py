@@ -1,0 +1,68 @@
+"""A script that trains through the door of a framework, and goes on after what it finds.
+
+Its arguments: OUT DOOR. DOOR: trainer, lightning, accelerate, dcp; "-fsdp2" after the first three
+shards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import numpy
+import torch
+
+
+def trainer(out: str, how: str) -> None:
+    from tests.support.trainer_run import trainer
+
+    found = any(one.startswith("checkpoint-") for one in os.listdir(out))
+    trainer(out, "fsdp" if how else "plain", []).train(resume_from_checkpoint=found)
+
+
+def lightning(out: str, how: str) -> None:
+    from tests.support import lightning_run
+
+    made = lightning_run.trainer(out, how or "disk", dies=-1)
+    made.fit(lightning_run.Model(), lightning_run.Batches(), ckpt_path="last")
+
+
+def accelerate(out: str, how: str) -> None:
+    from smckpt.integrations.accelerate import SmckptAccelerator
+    from tests.support import accelerate_run
+
+    found = os.path.isdir(os.path.join(out, "checkpoints"))
+    accelerate_run.train(accelerate_run.made(out, how or "plain", SmckptAccelerator), resume=found)
+
+
+def dcp(out: str, how: str) -> None:
+    """torch's own calls, with our writer and reader."""
+    import torch.distributed.checkpoint as stock
+
+    from smckpt import find_checkpoints
+    from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # has no state of its own
+    step = 0
+    if found := find_checkpoints(out):
+        held = {"model": model.state_dict(), "step": 0}
+        stock.load(held, storage_reader=DistributedFileSystemReader(found[-1]))
+        step = held["step"]
+    while step < 6:
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        step += 1
+        state = {"model": model.state_dict(), "step": step}
+        place = os.path.join(out, str(step))
+        stock.save(state, storage_writer=DistributedFileSystemWriter(place, step=step))
+
+
+if __name__ == "__main__":
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    place, door = sys.argv[1:]
+    os.makedirs(place, exist_ok=True)
+    name, _, kind = door.partition("-")
+    globals()[name](place, kind)

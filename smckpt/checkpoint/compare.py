@@ -104,7 +104,7 @@ def compare_catalogues(
 ) -> Compared:
     """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
     sides = _Side.of(a), _Side.of(b)
-    of_values, told = _compare_values(*(side.catalogue for side in sides), moved)
+    of_values, told = _compare_values(sides[0].catalogue, sides[1].catalogue, moved)
     every = {name for side in sides for name in side.catalogue.pieces.by_name}
     ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
     told = [one for one in told if one.name not in ignored]

@@ -241,6 +241,7 @@ def load(
     storage_reader: Any = None,
     planner: Any = None,
     only: Sequence[str] | None = None,
+    renamed: Mapping[str, str] | None = None,
     check_keys_matched: bool = True,
     preverify: bool = False,
     threads: int = LOAD_THREADS,
@@ -272,6 +273,9 @@ def load(
             loads.
         planner: a DCP load planner; DCP then plans, with its collectives.
         only: without a target, the top keys to load.
+        renamed: the names that parameters or modules of the target have in the checkpoint, such as
+            {"backbone": "encoder"}; all that is below a module follows it. The first that fits
+            counts. For models: an optimizer's state is refused.
         check_keys_matched: False loads the names that both sides have, and logs the others.
         preverify: read everything twice, the first time only to check, so that a bad block leaves
             the targets untouched.
@@ -303,6 +307,7 @@ def load(
             "DCP reader or planner",
             check_keys_matched=None if check_keys_matched else False,
             only=only,
+            renamed=renamed,
             preverify=preverify or None,
             threads=None if threads == LOAD_THREADS else threads,
             timeout=None if timeout == LOAD_TIMEOUT else timeout,
@@ -334,13 +339,10 @@ def load(
             timeout=timeout,
             groups=groups,
             parallel_state=parallel_state,
-            only=None if only is None else tuple(only),
+            only=only,
+            renamed=renamed,
         )
-        if only is not None and (state_dict is not None or isinstance(only, str)):
-            raise UsageError(
-                f"only is {only!r}" + ("" if state_dict is None else ", and there is a target"),
-                remedy="pass a list of top keys, without a target; or a target with those keys",
-            )
+        request.refuse_target(state_dict)
     except Exception as error:  # tell the peers, which count this load too, and then raise
         request = LoadRequest(
             "", Access(), True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, refusal=error

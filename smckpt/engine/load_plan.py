@@ -19,8 +19,9 @@ from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.load_whole import whole_state
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
+from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.optimizers import make_values, named_as_target, prepare_optimizers
 from smckpt.state_dict.restore import empty_states, gathered_parts, make_extra_state
 from smckpt.state_dict.select import Selection, Selector
@@ -34,7 +35,8 @@ log = logging.getLogger("smckpt")
 @dataclass(frozen=True)
 class LoadRequest:
     """The checked arguments of a call of `load`. only: the top keys to load if there is no target.
-    refusal: why the call fails, for the peers."""
+    renamed: name in the target → name in the checkpoint. refusal: why the call fails, for the
+    peers."""
 
     directory: str
     access: Access
@@ -44,7 +46,8 @@ class LoadRequest:
     timeout: float
     groups: Any
     parallel_state: Any
-    only: tuple[str, ...] | None = None
+    only: Sequence[str] | None = None
+    renamed: Mapping[str, str] | None = None
     refusal: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +59,35 @@ class LoadRequest:
                 raise UsageError(
                     f"{name} is {value!r}", remedy="pass a positive number, or leave it out"
                 )
+        pairs = dict(self.renamed or {}).items()
+        if not all(isinstance(name, str) and name for pair in pairs for name in pair):
+            raise UsageError(
+                f"renamed is {self.renamed!r}",
+                remedy="pass {name in the target: name in the checkpoint}",
+            )
+
+    def refuse_target(self, target: Any) -> None:
+        """
+        Raises:
+            UsageError: an argument that this target, or none, cannot honour.
+        """
+        if self.only is not None and (target is not None or isinstance(self.only, str)):
+            raise UsageError(
+                f"only is {self.only!r}" + ("" if target is None else ", and there is a target"),
+                remedy="pass a list of top keys, without a target; or a target with those keys",
+            )
+        if self.renamed is None:
+            return
+        if target is None:
+            raise UsageError(
+                "renamed is given, and there is no target",
+                remedy="rename in what load returns, or pass a target",
+            )
+        if any(True for _ in optimizer_dicts(target)):
+            raise UsageError(
+                "renamed is given, and the target has an optimizer's state",
+                remedy="load the model alone with renamed=; its optimizer starts anew",
+            )
 
     @property
     def storage(self) -> Storage:
@@ -122,7 +154,7 @@ def plan_of(
         renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
         if make_values(state_dict, objects) or renewed:
             selection = target.selector.select(state_dict)
-    by_key = by_key and selection.kind in ("LOCAL", None)
+    by_key = by_key and selection.kind in ("LOCAL", None) and not request.renamed
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
@@ -151,6 +183,9 @@ def _read_plan(
     group: Group,
 ) -> ReadPlan:
     rank, ranks = group.rank, group.ranks
+    if request.renamed:
+        entries = tuple(_as_saved(entry, request.renamed) for entry in selection.entries)
+        selection = replace(selection, entries=entries)
     if by_key:  # each rank compares its keys with those of one saved rank
         plan = plan_local(
             catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
@@ -174,6 +209,18 @@ def _read_plan(
         refuse_names(plan.missing, spare, catalogue.url, rank)
     _say_left(plan.missing, (), request.directory, group)
     return plan
+
+
+def _as_saved(entry: Entry, renamed: Mapping[str, str]) -> Entry:
+    """The entry with the names that its parameters have in the checkpoint."""
+
+    def name(fqn: str) -> str:
+        for ours, saved in renamed.items():
+            if fqn == ours or fqn.startswith(f"{ours}."):
+                return saved + fqn[len(ours) :]
+        return fqn
+
+    return replace(entry, geometry=entry.geometry.named(name))
 
 
 def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: Group) -> None:

@@ -23,7 +23,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 
 import smckpt
-from smckpt.errors import UsageError
+from smckpt.checkpoint.format import parse_name
+from smckpt.errors import CheckpointNotFoundError, UsageError
 
 __all__ = ["SmckptAccelerator", "load_state", "save_state"]
 
@@ -138,6 +139,7 @@ def load_state(
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     place = _newest(accelerator) if input_dir is None else os.fspath(input_dir)
     if not place or not _is_committed(place, arguments):
+        _refuse_unfinished(accelerator, input_dir)
         stock(input_dir, load_kwargs, **kwargs)
         return
     if kwargs:
@@ -229,6 +231,23 @@ def _newest(accelerator: Any) -> str:
         return ""
     iterations = _iterations(accelerator)
     return f"{_folder(accelerator)}/checkpoint_{iterations[-1]}" if iterations else ""
+
+
+def _refuse_unfinished(accelerator: Any, input_dir: Any) -> None:
+    """Refuse a directory that accelerate would take, and that only a save of smckpt has begun."""
+    at = input_dir
+    if at is None and accelerator.project_configuration.automatic_checkpoint_naming:
+        named = (_NAME.fullmatch(path.name) for path in Path(_folder(accelerator)).glob("*"))
+        numbers = [int(name[1]) for name in named if name]
+        at = f"{_folder(accelerator)}/checkpoint_{max(numbers)}" if numbers else None
+    if at is None or not os.path.isdir(at):
+        return
+    if all(name.startswith(".") or parse_name(name) is not None for name in os.listdir(at)):
+        raise CheckpointNotFoundError(
+            "no checkpoint is committed: the job ended before its first commit",
+            remedy="begin anew, without load_state",
+            path=os.fspath(at),
+        )
 
 
 def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle], None] | None:

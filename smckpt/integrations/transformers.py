@@ -19,7 +19,8 @@ import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 import smckpt
 from smckpt.errors import CheckpointNotFoundError, UsageError
@@ -166,13 +167,17 @@ class SmckptTrainerMixin:
 
     def _whole(self, asked: Any) -> Any:
         """The checkpoint to resume from: the requested one if it is whole, else the newest whole
-        one."""
+        one. None: the run was killed before its first commit, and begins anew."""
         run = self.args.output_dir if asked is True else os.path.dirname(os.path.abspath(asked))
         newest = smckpt.latest_checkpoint(self.smckpt_root or run, **self.smckpt_arguments)
-        if asked is not True and (not _begun_by_us(asked) or self._is_whole(asked)):
+        if asked is not True and (not _unfinished(asked) or self._is_whole(asked)):
             found = asked
         elif newest is None:
-            return asked  # the Trainer itself decides
+            begun = get_last_checkpoint(run) if asked is True else asked  # type: ignore[no-untyped-call]
+            if begun is None or not _unfinished(begun):
+                return asked  # the Trainer itself decides
+            log.warning("%s is not whole, and no step is: training begins anew", begun)
+            return None
         else:
             found = os.path.join(run, f"checkpoint-{newest.step}")
             if asked is not True:
@@ -271,12 +276,23 @@ def _steps_in(run: str) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
+def _ours(name: str) -> bool:
+    return name.startswith(("data-", "part-", "manifest-", "epoch-", "probe-", "record-"))
+
+
 def _begun_by_us(directory: str) -> bool:
     with contextlib.suppress(OSError):
-        return any(
-            name.startswith(("data-", "part-", "manifest-", "epoch-", "probe-", "record-"))
-            for name in os.listdir(directory)
-        )
+        return any(map(_ours, os.listdir(directory)))
+    return False
+
+
+def _unfinished(directory: str) -> bool:
+    """Whether a directory has nothing but files of smckpt, whole or not, and what the Trainer
+    writes before a save."""
+    before = (TRAINER_STATE_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME)
+    with contextlib.suppress(OSError):
+        names = os.listdir(directory)
+        return all(_ours(name) or name.startswith((".", *before)) for name in names)
     return False
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.layout.geometry import GeometryDefaults
@@ -71,6 +71,12 @@ class FlatGeometry(GeometryDefaults):
     def fqns(self) -> tuple[str, ...]:
         chosen = self.unit.segments if self.member is None else (self.unit.segments[self.member],)
         return tuple(s.fqn for s in chosen if s.fqn is not None)
+
+    def named(self, name: Callable[[str], str]) -> FlatGeometry:
+        segments = tuple(
+            s if s.fqn is None else replace(s, fqn=name(s.fqn)) for s in self.unit.segments
+        )
+        return replace(self, unit=replace(self.unit, segments=segments))
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape
@@ -33,6 +33,9 @@ class Geometry(Protocol):
     @property
     def fqns(self) -> tuple[str, ...]:
         """The logical tensors that the array holds parts of."""
+
+    def named(self, name: Callable[[str], str]) -> Geometry:
+        """The same rule for tensors of other names."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -118,6 +121,9 @@ class GeometryDefaults:
     def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         del rank
         return ()
+
+    def named(self, name: Callable[[str], str]) -> Any:
+        return replace(self, fqn=name(self.fqn))  # type: ignore[attr-defined,type-var]
 
     def of_member(self, number: int) -> Any:
         del number
@@ -377,6 +383,9 @@ class PerRankGeometry(GeometryDefaults):
     fqns: tuple[str, ...]
     shape: Shape
     ranks: tuple[int, ...]
+
+    def named(self, name: Callable[[str], str]) -> PerRankGeometry:
+        return replace(self, fqns=tuple(map(name, self.fqns)))
 
     @property
     def whole_shape(self) -> Shape:

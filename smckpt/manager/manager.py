@@ -293,19 +293,23 @@ class CheckpointManager:
     # -- going on ----------------------------------------------------------------------------
 
     @alone("CheckpointManager.restore", outer=True)
-    def restore(self, into: MutableMapping[str, Any], *, check_keys_matched: bool = True) -> int:
-        """Fill the objects in `into` from the newest step that all ranks can load.
-
-        If the newest is damaged, all ranks take the next older one, and the log says which steps
-        were lost. `into` holds the same objects as the state for `save`. Tensors are filled in
-        place. Objects other than models and optimizers get their state through `load_state_dict`,
-        and `into` gets plain values. Random generators continue where they were if the job has as
-        many ranks as before. Otherwise each rank seeds them from the step, the rank and the number
-        of ranks.
+    def restore(
+        self,
+        into: MutableMapping[str, Any],
+        *,
+        check_keys_matched: bool = True,
+        renamed: Mapping[str, str] | None = None,
+    ) -> int:
+        """Fill the objects in `into` from the newest step that all ranks can load. If the newest is
+        damaged, all take the next older one, and the log says which steps were lost. `into` holds
+        what the state for `save` holds. Tensors are filled in place. Other objects get their state
+        through `load_state_dict`, and `into` gets plain values. Random generators go on if the job
+        has as many ranks as before. Else they are seeded from step, rank and number of ranks.
 
         Args:
             check_keys_matched: False loads the names that `into` and the checkpoint have both, and
                 logs the others. What the checkpoint lacks stays as it is in `into`.
+            renamed: as for `smckpt.load`; then `into` has no optimizer.
 
         Returns:
             The step; 0 where there is no checkpoint.
@@ -319,9 +323,10 @@ class CheckpointManager:
         self._refuse_closed()
         group = self._group(into)
         filled: list[dict[str, Any]] = []
+        names = {"check_keys_matched": check_keys_matched, "renamed": renamed}
 
         def fill(found: FoundCheckpoint) -> None:
-            filled[:] = [self._filled(found, into, group, check_keys_matched)]
+            filled[:] = [self._filled(found, into, group, names)]
 
         meeting = self._membership.meeting(self._timeout)
         self._book.forget()
@@ -352,7 +357,7 @@ class CheckpointManager:
         return step
 
     def _filled(
-        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, strict: bool
+        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, names: Any
     ) -> dict[str, Any]:
         """The loaded state of the objects in `into`. Its tensors are the live ones."""
         mark = found.metadata.get("manager") or {}
@@ -369,8 +374,8 @@ class CheckpointManager:
             checkpoint_id=group.directory(found.path) if same else found.path,
             process_group=group.process_group if same else None,
             parallel_state=self._degrees,
-            check_keys_matched=strict,
             timeout=self._timeout,
+            **names,
             **self._store_options,
         )
         return target

@@ -293,6 +293,14 @@ def test_the_worker_is_a_program_of_its_own_too() -> None:
     assert done.returncode == 1
 
 
+def test_a_worker_that_cannot_start_is_named_with_the_limits(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(WorkerError, match="could not be started: .*No such file.*ulimit"):
+        worker.start()
+
+
 # -- deaths ------------------------------------------------------------------------------------
 
 

@@ -321,6 +321,20 @@ def test_the_pin_of_a_reader_that_was_killed_ends(
     assert os.listdir(tmp_path) == ["20"]
 
 
+def test_the_pin_of_a_host_whose_clock_is_behind_by_less_than_a_minute_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    now = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: now() - 45 * 10**9)
+        pin = pinned(tmp_path / "10", seconds=5)
+        pin.__enter__()
+    assert keeper(tmp_path).tidy("20") == []
+    pin.__exit__(None, None, None)
+    assert [one.step for one in keeper(tmp_path).tidy("20")] == [10]
+
+
 def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], None]) -> None:
     """`act`, once, just before a file of this name is created exclusively."""
     put, done = PosixStorage.put_exclusive, []

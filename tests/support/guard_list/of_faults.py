@@ -233,7 +233,7 @@ WRONG_CLOCKS = [
     of(
         "clock: hosts may differ by a minute", "manager/pins.py",
         "until + _SKEW > time.time_ns()", "until > time.time_ns()",
-        CLOCKS + "test_a_pin_of_a_host_with_another_clock",
+        RETENTION + "test_the_pin_of_a_host_whose_clock_is_behind_by_less_than_a_minute_holds",
     ),
     of(
         "clock: a lease from the future is skipped", "checkpoint/leases.py",
@@ -252,7 +252,7 @@ SMALL = [
         "small: a worker that cannot start is named", "engine/worker_client.py",
         "        except OSError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
         "        except ZeroDivisionError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
-        RESOURCES + "test_with_too_few_descriptors_each_call_works_or_names_them",
+        WORKER + "test_a_worker_that_cannot_start_is_named_with_the_limits",
     ),
     of(
         "small: a killed worker is named with the cause", "engine/worker_client.py",

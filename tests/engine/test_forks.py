@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import CheckpointManager, errors, find_checkpoints
+from smckpt.meeting.membership import _over
 from tests.support import child
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds, within
@@ -167,6 +168,14 @@ def test_a_signal_to_a_child_is_no_notice_to_its_parent(tmp_path: Path) -> None:
     assert [one.step for one in find_checkpoints(tmp_path)] == [1, 2]
 
 
+def has_left(manager: CheckpointManager, rank: int) -> bool:
+    """Whether the rank has said good-bye in one of the manager's meetings."""
+    members = manager._membership
+    assert members._farewell is not None and members._meetings
+    meetings = [_over(meeting, members._farewell) for meeting in members._meetings.values()]
+    return any(meeting.keys.wait(f"bye/{rank}", 0) is not None for meeting in meetings)
+
+
 def a_child_unwinds(root: str) -> tuple[int, str, int | None]:
     """A child of rank 1 leaves the manager's block; its status, what it heard, and the newest
     step."""
@@ -192,6 +201,7 @@ def a_child_unwinds(root: str) -> tuple[int, str, int | None]:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             heard = os.read(ready, 10000).decode()
         dist.barrier()
+        assert not has_left(manager, 1)
         manager.save(2, state).wait()
         found = manager.latest()
     return status, heard, None if found is None else found.step

@@ -173,7 +173,7 @@ def has_left(manager: CheckpointManager, rank: int) -> bool:
     members = manager._membership
     assert members._farewell is not None and members._meetings
     meetings = [_over(meeting, members._farewell) for meeting in members._meetings.values()]
-    return any(meeting.keys.wait(f"bye/{rank}", 0) is not None for meeting in meetings)
+    return any(meeting.transport.keys.wait(f"bye/{rank}", 0) is not None for meeting in meetings)
 
 
 def a_child_unwinds(root: str) -> tuple[int, str, int | None]:

@@ -300,11 +300,8 @@ class Storage(ABC):
         return ""
 
     def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
-        """The sorted names of `list`, of those that have one of `prefixes` if any are given.
-
-        Args:
-            all_kinds: also those of pipes, directories and dangling links.
-        """
+        """The sorted names of `list`, of those that have one of `prefixes` if any are given; with
+        `all_kinds` also those of pipes, directories and dangling links."""
         return sorted({info.name for each in prefixes or ("",) for info in self.list(each)})
 
     def list_unfinished(self) -> Sequence[str]:

@@ -30,6 +30,7 @@ from smckpt.storage import open_storage
 from smckpt.storage.posix import PosixStorage
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
+from tests.support.limits import seconds
 from tests.support.saves import Group, hybrid
 from tests.support.synthetic import Step, kept, on_mesh
 
@@ -371,19 +372,19 @@ def test_who_pins_beside_another_reader_waits_for_the_mark_to_go(
     def held_back(self: PosixStorage, name: str) -> None:
         if name.startswith("removing-"):
             marked.set()
-            assert second.wait(60)  # until the second reader has seen the mark
+            assert second.wait(seconds(60))  # until the second reader has seen the mark
         delete(self, name)
 
-    def looked(seconds: float) -> None:
+    def looked(_: float) -> None:
         second.set()
-        tidying.join(60)
+        tidying.join(seconds(60))
 
     with pinned(tmp_path / "10"), monkeypatch.context() as patch:
         patch.setattr(PosixStorage, "delete", held_back)
         patch.setattr("smckpt.manager.pins.time.sleep", looked)
         tidying = threading.Thread(target=keeper(tmp_path).tidy, args=("20",), daemon=True)
         tidying.start()
-        assert marked.wait(60)
+        assert marked.wait(seconds(60))
         with pinned(tmp_path / "10"):
             assert second.is_set() and not list(tmp_path.rglob("removing-*"))
     assert verify_checkpoint(tmp_path / "10").ok

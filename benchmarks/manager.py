@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/manager.py --dir DIR
 
-A plain loop (LOCAL state, `async_save`) and `CheckpointManager.save` save one FSDP2 model in turn.
+A plain loop (LOCAL state, `async_save`) and `CheckpointManager.save` save one FSDP2 model in turn,
+and both the state of the random generators.
 The model has many small tensors, so that the copy of its bytes hides nothing. Rank 0's time counts
 from the first call until training may go on, and its training thread's processor time, in which
 no wait for peers or for other programs counts. Who is first in a turn alternates. It prints
@@ -30,6 +31,7 @@ from smckpt import (
     maybe_finalize_async_calls,
     sm_state_dict_type,
 )
+from smckpt.manager.state import random_state
 
 
 def timed(act: Callable[[], object]) -> tuple[float, float]:
@@ -66,6 +68,7 @@ def main() -> None:
     def plain(step: int) -> None:
         with sm_state_dict_type(model, LOCAL):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        state["random"] = random_state()
         async_save(state, checkpoint_id=root / f"plain/{step}", step=step)
 
     calls: list[float] = []

@@ -21,6 +21,7 @@ from smckpt.cli.browse import browse
 from smckpt.cli.chaos import chaos
 from smckpt.cli.compare import diff
 from smckpt.cli.convert import convert
+from smckpt.cli.following import follow_run
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -305,16 +306,39 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     "--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
     help="Under torchrun: seconds without a byte of one process until all give up.",
 )  # fmt: skip
+@click.option(
+    "--follow", is_flag=True,
+    help="CHECKPOINT is the root of a run: export each step that it commits, until it is stopped.",
+)  # fmt: skip
+@click.option("--every", type=click.IntRange(1), help="With --follow: steps that this divides.")
+@click.option("--until", type=click.IntRange(0), help="With --follow: end after this step.")
+@click.option("--once", is_flag=True, help="With --follow: end when all steps are exported.")
+@click.option(
+    "--interval", type=click.FloatRange(0, min_open=True),
+    help="With --follow: seconds between two looks for new steps. By default 10.",
+)  # fmt: skip
 @as_json
 def export(
-    checkpoint: tuple[str, ...], out: str, timeout: float, as_json: bool, **options: Any
-) -> None:
+    checkpoint: tuple[str, ...], out: str, timeout: float, as_json: bool,
+    follow: bool, every: int | None, until: int | None, once: bool, interval: float | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Write the model in CHECKPOINT to the directory OUT, as Hugging Face files.
 
     CHECKPOINT may also be the files of all ranks, tensor-parallel ranks innermost and pipeline
     stages outermost. Under torchrun
     (torchrun … -m smckpt.cli export …) each process writes some of the files.
+
+    With --follow, CHECKPOINT is the root of a run. Its step at ROOT/100 comes to OUT/100, at low
+    priority; a step that is exported already is left alone.
     """
+    given = {"every": every, "until": until, "once": once or None, "interval": interval}
+    given = {name: value for name, value in given.items() if value is not None}
+    if follow:
+        follow_run(checkpoint, out, as_json, options, given)
+        return
+    if given:
+        raise click.UsageError(f"--{next(iter(given))} needs --follow")
     from smckpt.translate import export_hf
     from smckpt.translate.export_group import export_group_of_environment
 

@@ -3,15 +3,19 @@ failing."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import platform
 import sys
 
-__all__ = ["fallocate", "rename_exclusive"]
+__all__ = ["fallocate", "lower_priority", "rename_exclusive"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call
+_ONE_PROCESS, _CLASS_SHIFT = 1, 13  # linux/ioprio.h
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 
 
@@ -68,3 +72,20 @@ def rename_exclusive(source: str, target: str) -> bool | None:
     if code in _UNSUPPORTED:
         return None
     raise OSError(code, os.strerror(code), target)
+
+
+def lower_priority(niceness: int | None, io_class: int | None) -> None:
+    """Let this process yield the processor and the disk to training.
+
+    Refusals (a container forbids it) leave the priority as it is.
+
+    Args:
+        niceness: at least this much; it is never made less.
+        io_class: 2 is normal, 3 is idle.
+    """
+    if niceness is not None and (more := niceness - os.nice(0)) > 0:
+        with contextlib.suppress(OSError):
+            os.nice(more)
+    number = _IOPRIO_SET.get(platform.machine())
+    if io_class is not None and number is not None and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).syscall(number, _ONE_PROCESS, 0, io_class << _CLASS_SHIFT)

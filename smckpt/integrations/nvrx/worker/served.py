@@ -7,12 +7,10 @@ function: what a killed trainer was writing must not go on beside the restarted 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import multiprocessing
 import os
-import platform
 import select
 import signal
 import threading
@@ -23,11 +21,9 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from smckpt.integrations.nvrx.worker.snapshot import SnapshotPlace, restored
+from smckpt.storage.linux import lower_priority
 
 __all__ = ["CallEnded", "CallFailed", "Run", "serve"]
-
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call
-_ONE_PROCESS, _CLASS_SHIFT = 1, 13  # linux/ioprio.h
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def serve(
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _end_if_asked(stop))
     threading.Thread(target=_end_with_trainer, daemon=True).start()
-    _yield_to_training(niceness, io_class)
+    lower_priority(niceness, io_class)
     arenas: dict[int, mmap.mmap] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
         while (told := messages.recv()) is not None:
@@ -129,13 +125,3 @@ def _end_with_trainer() -> None:
     if os.getppid() == trainer.pid:
         poll.poll()
     os._exit(0)
-
-
-def _yield_to_training(niceness: int | None, io_class: int | None) -> None:
-    """Refusals (a container forbids it) leave the priority as it is."""
-    if niceness is not None and (more := niceness - os.nice(0)) > 0:
-        with contextlib.suppress(OSError):
-            os.nice(more)
-    number = _IOPRIO_SET.get(platform.machine())
-    if io_class is not None and number is not None:
-        ctypes.CDLL(None).syscall(number, _ONE_PROCESS, 0, io_class << _CLASS_SHIFT)

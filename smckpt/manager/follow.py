@@ -1,0 +1,163 @@
+"""Exports each committed step of a run, beside the run.
+
+A process of its own looks for new steps and pins the one that it reads. So the run does not wait
+for it, and deletes nothing that it reads. It writes its record into a directory last: a directory
+without a record is the rest of an export that was killed, and is made anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StorageError,
+    UsageError,
+)
+from smckpt.manager.pins import pinned
+from smckpt.storage import Access, Storage, access_to
+from smckpt.storage.urls import file_url, join_url, normal_url, relative_url
+
+__all__ = ["RECORD", "FollowedStep", "follow"]
+
+log = logging.getLogger("smckpt")
+
+RECORD = "smckpt_export.json"
+_MAX_RECORD = 1 << 16  # bytes
+_PIN = 4 * 3600.0  # seconds that a step is kept after its export was killed
+
+
+@dataclass(frozen=True)
+class FollowedStep:
+    """What became of one step. error: why there is no export of it, or None."""
+
+    checkpoint: FoundCheckpoint
+    directory: str
+    seconds: float
+    error: CheckpointError | None = None
+
+
+def follow(
+    root: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    export: Callable[[FoundCheckpoint, str], object],
+    *,
+    every: int = 1,
+    until: int | None = None,
+    once: bool = False,
+    interval: float = 10.0,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> Iterator[FollowedStep]:
+    """Export each committed step below `root`, oldest first, and go on as the run commits more.
+
+    The step at `root/100` comes to `out/100`. If that has the record of an export of the same
+    commit, it is left alone. A step whose export failed is not tried again by this call.
+
+    Args:
+        root: the root of a run, on disk or in S3.
+        out: the directory above those to write, on disk or in S3.
+        export: called with a pinned checkpoint and the directory to write. It replaces what is
+            there.
+        every: export the steps that this number divides.
+        until: end once this step or a later one is committed, and nothing is left to export.
+        once: end when nothing is left to export.
+        interval: seconds between two looks for new steps.
+        s3_region, s3client_config: as in `smckpt.load`.
+
+    Yields:
+        each step that was exported, or whose export failed. A step that the run deletes before it
+        is pinned is left out.
+
+    Raises:
+        UsageError: an argument is wrong.
+        StorageError: with `once`: the root cannot be read. Otherwise a warning says so.
+    """
+    base, there = normal_url(os.fspath(root)), normal_url(os.fspath(out))
+    if base == there:
+        raise UsageError(
+            "the exports would lie in the checkpoints' directories",
+            remedy="choose another directory for them",
+            path=there,
+        )
+    if every < 1 or interval <= 0:
+        raise UsageError(f"every={every!r}, interval={interval!r}", remedy="give positive numbers")
+    options = {"s3_region": s3_region, "s3client_config": s3client_config}
+    access = access_to(out, root, **options)
+    tried: set[str] = set()
+    while True:
+        newest = -1
+        for found in _look(root, once, options):
+            step = found.step or 0
+            newest = max(newest, step)
+            if step % every or found.identity in tried:
+                continue
+            tried.add(found.identity)
+            directory = join_url(there, relative_url(found.path, base))
+            done = _follow_one(found, directory, export, access, options)
+            if done is not None:
+                yield done
+        if once or (until is not None and newest >= until):
+            return
+        time.sleep(interval)
+
+
+def _look(
+    root: str | os.PathLike[str], once: bool, options: dict[str, Any]
+) -> list[FoundCheckpoint]:
+    try:
+        return find_checkpoints(root, **options)
+    except StorageError as error:
+        if once:
+            raise
+        log.warning("no look for new steps: %s", error)
+        return []
+
+
+def _follow_one(
+    found: FoundCheckpoint,
+    directory: str,
+    export: Callable[[FoundCheckpoint, str], object],
+    access: Access,
+    options: dict[str, Any],
+) -> FollowedStep | None:
+    began = time.monotonic()
+    target = access.open(directory)
+    try:
+        if _recorded(target) == found.identity:
+            return None
+        with pinned(found, seconds=_PIN, **options):
+            target.delete(RECORD)  # of an older commit; from here on nothing whole is here
+            export(found, directory)
+        body = {
+            "format": list(FORMAT_VERSION), "checkpoint": found.path, "step": found.step,
+            "identity": found.identity,
+        }  # fmt: skip
+        target.put(RECORD, seal_json(body))
+    except CheckpointNotFoundError as error:
+        log.warning("%s is not exported, since the run deletes it: %s", found, error)
+        return None
+    except CheckpointError as error:
+        return FollowedStep(found, directory, time.monotonic() - began, error)
+    finally:
+        target.close()
+    return FollowedStep(found, directory, time.monotonic() - began)
+
+
+def _recorded(target: Storage) -> str | None:
+    """The commit whose export in `target` is whole."""
+    try:
+        data = target.read(RECORD, most=_MAX_RECORD)
+        return str(open_json(data, file_url(target.url, RECORD)).get("identity"))
+    except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return None  # the export that comes replaces it

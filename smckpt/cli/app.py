@@ -33,6 +33,7 @@ from smckpt.cli.output import (
     time_text,
 )
 from smckpt.cli.prove import prove
+from smckpt.cli.publish import apply, publish
 from smckpt.cli.repair import repair
 from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, prune, status
@@ -405,7 +406,7 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
 
 
 for command in (
-    *(browse, chaos, convert, diff, doctor, prove),
-    *(prune, repair, reshard, run, status, verify),
+    *(apply, browse, chaos, convert, diff, doctor, prove),
+    *(prune, publish, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

@@ -78,6 +78,7 @@ def proved(folder: Path, mode: str, *options: str) -> Any:
 # -- a training under torchrun --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_training_that_resumes_exactly(tmp_path: Path) -> None:
     done = command(tmp_path, *TORCHRUN, TRAINING, "{root}", "nothing")
     assert done.returncode == 0, done.stderr

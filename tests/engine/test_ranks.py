@@ -412,6 +412,7 @@ def a_worker_hangs(folder: str) -> tuple[str, float]:
     return said, took
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_fails_the_save_on_both_ranks_within_the_limit(tmp_path: Path) -> None:
     for said, took in run_ranks(a_worker_hangs, 2, str(tmp_path)):
         assert "rank 1" in said

@@ -180,6 +180,7 @@ def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(
         (once("dies", "first and os._exit(1)"), "its process died, and others of it never ran"),
     ],
 )
+@pytest.mark.long
 def test_a_run_fails_where_a_second_try_shows_nothing(
     dev: ModuleType, suite: Path, code: str, why: str
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_run_fails_where_a_second_try_shows_nothing(
     assert dev.test([]) != 0, why
 
 
+@pytest.mark.long
 def test_nothing_runs_again_where_nobody_asked(
     dev: ModuleType, suite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

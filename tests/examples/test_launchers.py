@@ -187,6 +187,7 @@ def run(command: list[str], environment: dict[str, str]) -> subprocess.Completed
     )
 
 
+@pytest.mark.long
 def test_the_pods_command_trains_with_the_operators_variables(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def train_and_signal(started: Start, moment: tuple[str, float], number: int, *wh
     return job.ends_by(signal.Signals(number))
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_job_and_its_s3_server_in_a_line(started: Start) -> None:
     said = train_and_signal(started, ("checkpoint committed", 0.0), signal.SIGINT, *ON_S3)
     assert "Ended by SIGINT. To go on from its last commit, add --out runs/" in said

@@ -237,6 +237,7 @@ def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no S3 server here: pip install smckpt[s3-test]")
 
 
+@pytest.mark.long
 def test_without_aws_a_server_is_started_for_the_run_and_what_is_printed_can_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, no_aws: None
 ) -> None:

@@ -102,6 +102,7 @@ def test_no_cache_saves_old_weights_or_drops_a_name(tmp_path: Path) -> None:
         assert rank["reused"] == [False, True, True, False]
 
 
+@pytest.mark.long
 def test_a_failed_save_is_told_on_every_rank_and_once(tmp_path: Path) -> None:
     first, second = run_ranks(nvrx_ranks.a_failure_is_told_on_both_ranks, 2, str(tmp_path))
     for told in (first, second):
@@ -115,6 +116,7 @@ def test_a_failed_save_is_told_on_every_rank_and_once(tmp_path: Path) -> None:
     assert not (tmp_path / "dcp" / ".metadata").exists()
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_told_on_every_rank_and_replaced(tmp_path: Path) -> None:
     first, second = run_ranks(nvrx_ranks.a_worker_dies, 2, str(tmp_path))
     for told in (first, second):
@@ -283,6 +285,7 @@ def test_a_worker_ends_with_its_trainer_in_the_middle_of_its_work(tmp_path: Path
     assert ends(int(started.read_text()))
 
 
+@pytest.mark.long
 def test_an_abort_ends_the_worker_in_the_middle_of_its_work(tmp_path: Path) -> None:
     started, ended = tmp_path / "started", tmp_path / "ended"
     queue = AsyncCallsQueue(sigterm_timeout=seconds(20))

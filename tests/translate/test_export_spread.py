@@ -151,6 +151,7 @@ def one_is_killed(saved: Path, folder: Path) -> str:
     )
 
 
+@pytest.mark.long
 def test_where_one_process_is_killed_the_others_say_so_and_nothing_loads(tmp_path, saved):
     ranks = run_ranks(one_is_killed, 3, saved, tmp_path, timeout=60, killed=(1,))
     for told in (ranks[0], ranks[2]):

@@ -134,6 +134,7 @@ def hangs(**settings):
 """
 
 
+@pytest.mark.long
 def test_a_function_that_hangs_holds_up_its_own_requests_alone_and_not_for_ever(
     proxy: FaultyProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.support.guard_list.of_manager import (
     RESUMING,
     SPACE,
 )
+from tests.support.guard_list.of_published import PUBLISHED
 from tests.support.guard_list.of_repair import (
     MENDING,
     REPAIR,
@@ -30,6 +31,6 @@ __all__ = ["GUARDS", "Guard"]
 
 GUARDS = [
     *(*KEEPING, *RESUMING, *DECIDING, *SPACE, *ENDING),
-    *(*REPAIR, *MENDING),
+    *(*REPAIR, *MENDING, *PUBLISHED),
     *(*SILENT, *HANGING, *DISKS, *LATE, *TWO_JOBS, *WRONG_CLOCKS, *SMALL, *FORKED, *UPGRADED),
 ]

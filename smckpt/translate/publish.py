@@ -1,0 +1,376 @@
+"""Publish a model for servers: what changed since the last time, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.checkpoint.crc import BLOCK, combine, crc64
+from smckpt.checkpoint.headers import Header, read_header
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Storage, access_to
+from smckpt.storage.urls import file_url, normal_url
+from smckpt.translate.arguments import check_counts, check_paths
+from smckpt.translate.files import UNFINISHED, aligned
+from smckpt.translate.published import (
+    MANIFEST,
+    Publish,
+    PublishedFile,
+    PublishedTensor,
+    chain_to,
+    numbers_in,
+    read_publish,
+    spans,
+    state_after,
+)
+
+__all__ = ["PublishReport", "publish"]
+
+log = logging.getLogger("smckpt")
+
+_PIECE = 16 << 20  # bytes in memory at once, if the store does not say
+_WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What was published.
+
+    number: of the publish at `directory`. full: whether it needs no other one.
+    tensors: how many changed, of how many. nbytes: of all files written. changed_bytes: of the
+        changed tensors or blocks, and of whole files.
+    """
+
+    directory: str
+    number: int
+    full: bool
+    tensors: int
+    tensors_in_all: int
+    nbytes: int
+    changed_bytes: int
+    seconds: float
+
+
+@alone()
+def publish(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    delta: str | None = "tensor",
+    full_every: int = 20,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> PublishReport:
+    """Write to `out` what changed in a model's directory since the last publish there.
+
+    `apply_published` makes the directory again, byte for byte, wherever servers are. The publish
+    counts once its manifest is written. A process that was killed leaves nothing that counts, and
+    the next one goes on. One process publishes at a time. It holds 16 MiB in memory, or one part of
+    an upload.
+
+    Args:
+        source: a directory of safetensors files and those beside them, such as an export; on disk
+            or in S3. Nobody may change it meanwhile.
+        out: a directory of its own, on disk or in S3.
+        delta: "tensor": write the tensors that changed; the file is safetensors with their names,
+            dtypes and shapes. "block": write the blocks of 1 MiB that changed. None: write all.
+        full_every: write all after this many publishes. Then those before the last full publish but
+            one are deleted.
+        s3_region, s3client_config: as in `smckpt.load`.
+
+    Returns:
+        the report. If nothing changed, it is about the last publish, with 0 bytes.
+
+    Raises:
+        UsageError: an argument is wrong, or `source` is no model.
+        CorruptCheckpointError: the source changed meanwhile, or the last publish is damaged.
+        StorageError: a store refused, or another process published at this moment.
+    """
+    began = time.monotonic()
+    check_paths(source=source, out=out)
+    check_counts(full_every=full_every)
+    if delta not in ("tensor", "block", None):
+        raise UsageError(f"delta={delta!r}", remedy='pass "tensor", "block" or None')
+    if normal_url(os.fspath(source)) == normal_url(os.fspath(out)):
+        raise UsageError(
+            "out is the source", remedy="choose another directory", path=os.fspath(out)
+        )
+    access = access_to(source, out, s3_region=s3_region, s3client_config=s3client_config)
+    with ExitStack() as cleanup:
+        model, root = access.open(source), access.open(out)
+        cleanup.callback(model.close)
+        cleanup.callback(root.close)
+        scanned = _scanned(model)
+        chain = _chain(root)
+        numbers = numbers_in(root)
+        number = numbers[-1] + 1 if numbers else 0
+        full = delta is None or not chain or len(chain) >= full_every
+        old = {} if full else state_after(chain)
+        work = _Publishing(model, root.join(f"{number:08d}"), delta or "tensor", scanned, old)
+        cleanup.callback(work.storage.close)
+        if not full and not work.files and not work.removed:
+            return work.report(chain[-1], full=False, nbytes=0, began=began)
+        on_failure = cleanup.enter_context(ExitStack())
+        on_failure.callback(work.abandon)
+        made = work.write(number, None if full else chain[-1].identity)
+        on_failure.pop_all()
+        if full:
+            _delete_old(root, number)
+        return work.report(made, full, work.nbytes, began)
+
+
+def _chain(root: Storage) -> list[Publish]:
+    try:
+        return chain_to(root)
+    except CheckpointNotFoundError:
+        return []
+
+
+def _scanned(model: Storage) -> dict[str, PublishedFile]:
+    """All files of a model's directory, with the checksums of their blocks."""
+    infos = {info.name: info.size for info in model.list()}
+    unfinished = [name for name in infos if name.endswith(UNFINISHED)]
+    folders = list(model.list_dirs())
+    if unfinished or folders or not any(name.endswith(_WEIGHTS) for name in infos):
+        raise UsageError(
+            "this is not the directory of one whole model: it has "
+            f"{', '.join(sorted(unfinished or folders or infos)[:8]) or 'no files'}",
+            remedy="pass a directory with *.safetensors, such as an export, without folders",
+            path=model.url,
+        )
+    return {name: _scan(model, name, size) for name, size in infos.items()}
+
+
+def _scan(model: Storage, name: str, size: int) -> PublishedFile:
+    header = _header(model, name, size) if name.endswith(_WEIGHTS) else None
+    places = {"": (0, size)}
+    if header is not None:
+        places = {
+            key: (slot.offset, slot.offset + slot.nbytes) for key, slot in header.slots.items()
+        }
+    start = 0 if header is None else header.data_start
+    head = whole = crc64(model.read(name, 0, start)) if start else 0
+    tensors: dict[str, PublishedTensor] = {}
+    memory = aligned(min(_PIECE, max(size, 1)))
+    for key, (begin, end) in sorted(places.items(), key=lambda place: place[1]):
+        blocks: dict[int, int] = {}
+        for low in range(begin, end, len(memory)):
+            view = memory[: min(len(memory), end - low)]
+            model.read_into(name, low, [view])
+            for at in range(0, len(view), BLOCK):
+                block = view[at : at + BLOCK]
+                value = blocks[(low - begin + at) // BLOCK] = crc64(block)
+                whole = combine(whole, value, len(block))
+        tensors[key] = PublishedTensor(begin, end, blocks)
+    return PublishedFile(size, whole, head, True, tensors)
+
+
+def _header(model: Storage, name: str, size: int) -> Header:
+    return read_header(
+        lambda low, high: model.read(name, low, high - low), size, file_url(model.url, name)
+    )
+
+
+class _Publishing:
+    """What one publish writes.
+
+    files: as its manifest has them. scanned: the model's files. old: those of the last publish.
+    """
+
+    def __init__(
+        self,
+        model: Storage,
+        storage: Storage,
+        unit: str,
+        scanned: Mapping[str, PublishedFile],
+        old: Mapping[str, PublishedFile],
+    ) -> None:
+        self.model, self.storage, self.unit, self.scanned = model, storage, unit, scanned
+        self.files: dict[str, PublishedFile] = {}
+        for name, file in scanned.items():
+            if name not in old:
+                self.files[name] = file
+            elif (was := old[name]).crc64 != file.crc64 or was.size != file.size:
+                self.files[name] = self._changes(name, was, file)
+        self.removed = tuple(sorted(old.keys() - scanned.keys()))
+        self.nbytes = 0
+        self._made: list[str] = []
+
+    def _changes(self, name: str, was: PublishedFile, file: PublishedFile) -> PublishedFile:
+        """The changed tensors of a file whose header is the old one; otherwise the whole file."""
+        if "" in file.tensors or (file.size, file.header) != (was.size, was.header):
+            return file
+        changed = {}
+        for key, tensor in file.tensors.items():
+            blocks = {
+                n: crc for n, crc in tensor.blocks.items() if crc != was.tensors[key].blocks[n]
+            }
+            if blocks:
+                kept = tensor.blocks if self.unit == "tensor" else blocks
+                changed[key] = replace(tensor, blocks=kept)
+        return replace(file, whole=False, tensors=changed)
+
+    @property
+    def changed(self) -> dict[str, tuple[str, PublishedTensor]]:
+        """The tensors of the delta: name → file and blocks."""
+        return {
+            key: (name, tensor)
+            for name, file in self.files.items() if not file.whole
+            for key, tensor in file.tensors.items()
+        }  # fmt: skip
+
+    def write(self, number: int, base: str | None) -> Publish:
+        """Write everything, the manifest last."""
+        for name, file in self.files.items():
+            if file.whole:
+                self._write(name, file.size, self._copied(name, file))
+        delta = self._delta()
+        made = Publish(
+            number, "", base, self.unit, delta, self.files, self.removed,
+            {"source": self.model.url, "published_at": time.time_ns()},
+        )  # fmt: skip
+        sealed = made.sealed()
+        if not self.storage.put_exclusive(MANIFEST, sealed):
+            raise StorageError(
+                "another process has published at this moment",
+                remedy="let one process publish at a time",
+                path=self.storage.url,
+            )
+        self.nbytes += len(sealed)
+        return made
+
+    def abandon(self) -> None:
+        with ExitStack() as each:
+            for name in self._made:
+                each.callback(self.storage.delete, name)
+
+    def report(self, made: Publish, full: bool, nbytes: int, began: float) -> PublishReport:
+        counts = [len(f.tensors) for f in self.scanned.values() if "" not in f.tensors]
+        moved = [f for f in self.files.values() if "" not in f.tensors]
+        whole = sum(f.size for f in self.files.values() if f.whole)
+        return PublishReport(
+            self.storage.url if nbytes else f"{os.path.dirname(self.storage.url)}/{made.folder}",
+            made.number, full, sum(len(f.tensors) for f in moved), sum(counts), nbytes,
+            whole + sum(_nbytes(tensor) for _, tensor in self.changed.values()),
+            time.monotonic() - began,
+        )  # fmt: skip
+
+    def _delta(self) -> tuple[str, int] | None:
+        """Write the changed tensors, or their blocks, as one safetensors file."""
+        changed = self.changed
+        if not changed:
+            return None
+        table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
+        at, headers = 0, {name: self._slots(name) for name, _ in changed.values()}
+        for key, (name, tensor) in changed.items():
+            nbytes = _nbytes(tensor)
+            slot = headers[name][key]
+            table[key] = {
+                "dtype": slot.code if self.unit == "tensor" else "U8",
+                "shape": list(slot.shape) if self.unit == "tensor" else [nbytes],
+                "data_offsets": [at, at + nbytes],
+            }
+            at += nbytes
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        head = len(text).to_bytes(8, "little") + text
+        name, size = f"delta-{secrets.token_hex(4)}{_WEIGHTS}", len(head) + at
+        self._write(name, size, self._patches(head, changed))
+        return name, size
+
+    def _slots(self, name: str) -> Mapping[str, Any]:
+        return _header(self.model, name, self.scanned[name].size).slots
+
+    def _patches(
+        self, head: bytes, changed: Mapping[str, tuple[str, PublishedTensor]]
+    ) -> Iterator[_Fill]:
+        yield len(head), lambda view: _put(view, head)
+        for name, tensor in changed.values():
+            yield from self._blocks(name, tensor)
+
+    def _copied(self, name: str, file: PublishedFile) -> Iterator[_Fill]:
+        tensors = sorted(file.tensors.values(), key=lambda tensor: tensor.begin)
+        start = tensors[0].begin if tensors else file.size
+        if start:
+            head = self.model.read(name, 0, start)
+            yield start, lambda view: _put(view, head)
+        for tensor in tensors:
+            yield from self._blocks(name, tensor)
+
+    def _blocks(self, name: str, tensor: PublishedTensor) -> Iterator[_Fill]:
+        for number, low, length in spans(tensor.begin, tensor.end):
+            if number in tensor.blocks:
+                yield length, self._reading(name, low, tensor.blocks[number])
+
+    def _reading(self, name: str, low: int, crc: int) -> Callable[[memoryview], None]:
+        def read(view: memoryview) -> None:
+            self.model.read_into(name, low, [view])
+            if crc64(view) != crc:
+                raise CorruptCheckpointError(
+                    f"bytes {low} to {low + len(view)} changed while they were published",
+                    remedy="publish a directory that nobody writes",
+                    path=file_url(self.model.url, name),
+                )
+
+        return read
+
+    def _write(self, name: str, size: int, fills: Iterator[_Fill]) -> None:
+        """Write a file from consecutive pieces: blocks, and perhaps a header before them."""
+        writer = self.storage.create_file(name, size)
+        with ExitStack() as on_failure:
+            on_failure.callback(writer.abort)
+            memory, used, at = aligned(writer.piece or _PIECE), 0, 0
+            for length, fill in fills:
+                if used + length > len(memory):
+                    writer.write_at(at, memory[:used])
+                    at, used = at + used, 0
+                if length > len(memory):
+                    memory = aligned(length)
+                fill(memory[used : used + length])
+                used += length
+            if used or size == 0:
+                writer.write_at(at, memory[:used])
+            writer.finish()
+            on_failure.pop_all()
+        self._made.append(name)  # now it is ours: in S3 another process may have been first
+        self.nbytes += size
+
+
+_Fill = tuple[int, Callable[[memoryview], None]]
+
+
+def _put(view: memoryview, data: bytes) -> None:
+    view[:] = data
+
+
+def _nbytes(tensor: PublishedTensor) -> int:
+    return sum(n for number, _, n in spans(tensor.begin, tensor.end) if number in tensor.blocks)
+
+
+def _delete_old(root: Storage, number: int) -> None:
+    """Keep the full publish before this one, for those who are reading its chain."""
+    kept = False
+    for each in reversed([each for each in numbers_in(root) if each < number]):
+        if not kept:
+            found = read_publish(root, each)
+            kept = found is not None and found.base is None
+            continue
+        storage = root.join(f"{each:08d}")
+        names = storage.names()
+        storage.delete(MANIFEST)
+        storage.delete_many([name for name in names if name != MANIFEST])
+        storage.remove_directory()
+        storage.close()

@@ -1,0 +1,251 @@
+"""The format of published weights: a directory for each publish, with a manifest written last.
+
+The first publish, and each full one, holds a model's files as they are. Any other one holds what
+changed since the one before it, its base: whole files, and in one safetensors file the changed
+tensors, or their changed blocks of 1 MiB one after the other. A chain is a full publish and those
+after it. Whoever applies it gets the bytes of the published directory again, and knows by its
+checksums that they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.format import SENSELESS
+from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url
+
+__all__ = [
+    "MANIFEST",
+    "Publish",
+    "PublishedFile",
+    "PublishedTensor",
+    "chain_to",
+    "numbers_in",
+    "read_publish",
+    "spans",
+    "state_after",
+]
+
+MANIFEST = "publish.json"
+_MAX_MANIFEST = 1 << 28  # bytes
+_NUMBER = re.compile(r"\d{8,12}", re.ASCII)
+_NAME = re.compile(r"[^/\\\0]+")
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """Bytes [begin, end) of a file, and the CRC-64 of its blocks by number. In a delta only the
+    changed blocks are listed."""
+
+    begin: int
+    end: int
+    blocks: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file of the model.
+
+    header: the CRC-64 of the bytes before its tensors, which a delta does not change.
+    whole: the publish has all of it. Otherwise it has changed blocks of its tensors.
+    tensors: by name. A file that is not safetensors is one tensor with the name "".
+    """
+
+    size: int
+    crc64: int
+    header: int
+    whole: bool
+    tensors: Mapping[str, PublishedTensor]
+
+
+@dataclass(frozen=True)
+class Publish:
+    """What one manifest says. base: the identity of the publish before it; None: it is full.
+    delta: name and size of the file with what changed, if any did."""
+
+    number: int
+    identity: str
+    base: str | None
+    unit: str
+    delta: tuple[str, int] | None
+    files: Mapping[str, PublishedFile]
+    removed: tuple[str, ...]
+    facts: Mapping[str, Any]
+
+    @property
+    def folder(self) -> str:
+        return f"{self.number:08d}"
+
+    def sealed(self) -> bytes:
+        return seal_json(
+            {
+                "format": list(FORMAT_VERSION), "number": self.number, "base": self.base,
+                "unit": self.unit, "delta": self.delta and list(self.delta),
+                "files": {name: _file_body(file) for name, file in self.files.items()},
+                "removed": list(self.removed), "facts": dict(self.facts),
+            }
+        )  # fmt: skip
+
+
+def _file_body(file: PublishedFile) -> dict[str, Any]:
+    tensors = {
+        name: [t.begin, t.end, list(t.blocks), "".join(hex64(crc) for crc in t.blocks.values())]
+        for name, t in file.tensors.items()
+    }
+    return {
+        "size": file.size, "crc64": hex64(file.crc64), "header": hex64(file.header),
+        "whole": file.whole, "tensors": tensors,
+    }  # fmt: skip
+
+
+def spans(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks of bytes [begin, end): number, first byte, length."""
+    for number, low in enumerate(range(begin, end, BLOCK)):
+        yield number, low, min(BLOCK, end - low)
+
+
+def numbers_in(root: Storage) -> list[int]:
+    """The numbers of all directories of publishes, also of unfinished ones."""
+    return sorted(int(name) for name in root.list_dirs() if _NUMBER.fullmatch(name))
+
+
+def chain_to(root: Storage, number: int | None = None) -> list[Publish]:
+    """The publishes from a full one to `number`, or to the newest.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or one of the chain is gone.
+        CorruptCheckpointError: a manifest is damaged, or does not follow its base.
+    """
+    chain: list[Publish] = []
+    for each in reversed(numbers_in(root)):
+        if number is not None and each > number:
+            continue
+        found = read_publish(root, each)
+        if found is None:
+            if number == each:
+                break
+            continue  # unfinished
+        if chain and chain[0].base != found.identity:
+            raise CorruptCheckpointError(
+                f"publish {chain[0].number} follows {chain[0].base}, but publish {each} is "
+                f"{found.identity}",
+                remedy="publish in full, with delta=None",
+                path=root.url,
+            )
+        chain.insert(0, found)
+        if found.base is None:
+            return chain
+        if number is not None and chain[-1].number != number:
+            break
+    what = "publish" if number is None else f"publish {number}"
+    raise CheckpointNotFoundError(
+        f"there is no {what} with the full one that it needs",
+        remedy="wait for the first one, or publish in full with delta=None",
+        path=root.url,
+    )
+
+
+def read_publish(root: Storage, number: int) -> Publish | None:
+    """One publish; None: it is unfinished.
+
+    Raises:
+        CorruptCheckpointError: its manifest is damaged.
+    """
+    storage = root.join(f"{number:08d}")
+    path = file_url(storage.url, MANIFEST)
+    try:
+        data = storage.read(MANIFEST, most=_MAX_MANIFEST)
+    except CheckpointNotFoundError:
+        return None
+    finally:
+        storage.close()
+    body = open_json(data, path)
+    try:
+        return _parsed(body, number, hex64(crc64(data)))
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the manifest of a publish makes no sense: {type(error).__name__} {error}",
+            remedy="publish in full, with delta=None",
+            path=path,
+        ) from error
+
+
+def _parsed(body: dict[str, Any], number: int, identity: str) -> Publish:
+    files = {_plain(name): _parsed_file(data) for name, data in body["files"].items()}
+    delta = body["delta"]
+    if delta is not None:
+        delta = (_plain(delta[0]), _count(delta[1]))
+    if body["number"] != number or body["unit"] not in ("tensor", "block"):
+        raise ValueError(f"number {body['number']!r}, unit {body['unit']!r}")
+    if not isinstance(body["base"], (str, type(None))):
+        raise ValueError(f"base {body['base']!r}")
+    return Publish(
+        number, identity, body["base"], body["unit"], delta, files,
+        tuple(_plain(name) for name in body["removed"]), dict(body["facts"]),
+    )  # fmt: skip
+
+
+def _parsed_file(data: Any) -> PublishedFile:
+    size, tensors = _count(data["size"]), {}
+    for name, (begin, end, numbers, crcs) in data["tensors"].items():
+        count = -(-(_count(end) - _count(begin)) // BLOCK)
+        if not begin <= end <= size or len(crcs) != 16 * len(numbers):
+            raise ValueError(f"{name!r} has bytes {begin} to {end} of {size}")
+        blocks = {
+            _count(block): int(crcs[16 * at : 16 * at + 16], 16) for at, block in enumerate(numbers)
+        }
+        if any(block >= count for block in blocks) or len(blocks) != len(numbers):
+            raise ValueError(f"{name!r} has {count} blocks, not {numbers}")
+        tensors[name] = PublishedTensor(begin, end, blocks)
+    if type(data["whole"]) is not bool:
+        raise ValueError(f"whole is {data['whole']!r}")
+    return PublishedFile(
+        size, int(data["crc64"], 16), int(data["header"], 16), data["whole"], tensors
+    )
+
+
+def _plain(name: Any) -> str:
+    """A name that stays in its directory."""
+    if not isinstance(name, str) or name in (".", "..") or not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def state_after(chain: Sequence[Publish]) -> dict[str, PublishedFile]:
+    """The files after all publishes of a chain, each with all blocks of its tensors."""
+    state: dict[str, PublishedFile] = {}
+    for publish in chain:
+        for name in publish.removed:
+            state.pop(name, None)
+        for name, file in publish.files.items():
+            state[name] = file if file.whole else _patched(state, name, file, publish)
+    return state
+
+
+def _patched(
+    state: Mapping[str, PublishedFile], name: str, file: PublishedFile, publish: Publish
+) -> PublishedFile:
+    old = state.get(name)
+    tensors = {} if old is None else dict(old.tensors)
+    for key, new in file.tensors.items():
+        was = tensors.get(key)
+        if was is None or (was.begin, was.end) != (new.begin, new.end):
+            raise CorruptCheckpointError(
+                f"publish {publish.number} changes {key!r} of {name}, which its base does not have",
+                remedy="publish in full, with delta=None",
+            )
+        tensors[key] = replace(was, blocks={**was.blocks, **new.blocks})
+    return replace(file, tensors=tensors)

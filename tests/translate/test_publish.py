@@ -1,0 +1,542 @@
+"""What a model's directory changed is published alone, and applied byte for byte."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from smckpt import errors
+from smckpt.checkpoint.sealed import open_json, seal_json
+from smckpt.storage import open_storage
+from smckpt.translate import apply_published, publish
+from smckpt.translate.published import MANIFEST
+from tests.support.limits import seconds
+from tests.support.main_job import ROOT
+
+MiB = 1 << 20
+Tensors = dict[str, Any]
+
+
+def weights(seed: int = 0, rows: int = 700) -> Tensors:
+    """About 6 MB: one tensor of several blocks, some small ones, an empty one."""
+    random = np.random.default_rng(seed)
+    tensors: Tensors = {
+        f"layers.{n}.weight": random.standard_normal((64, 64), np.float32) for n in range(6)
+    }
+    tensors["embed.weight"] = random.standard_normal((rows, 1999), np.float32)
+    tensors["none"] = np.zeros((0, 4), np.float32)
+    return tensors
+
+
+def write(directory: Path, tensors: Tensors, **more: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    names = sorted(tensors)
+    for number, part in enumerate((names[:3], names[3:])):
+        save_file({n: tensors[n] for n in part}, directory / f"model-{number}.safetensors")
+    for name, data in {"config.json": b"{}", **more}.items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+def contents(directory: Path | str) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    files.pop(".smckpt_publish.json", None)
+    return files
+
+
+class Served:
+    """A model that changes, its publishes, and a host that applies them."""
+
+    def __init__(self, folder: Path, root: str | None = None) -> None:
+        self.model, self.host = folder / "model", folder / "host"
+        self.root = root or str(folder / "published")
+        self.tensors = weights()
+        write(self.model, self.tensors)
+
+    def publish(self, **options: Any) -> Any:
+        return publish(self.model, self.root, **options)
+
+    def apply(self, **options: Any) -> Any:
+        done = apply_published(self.root, self.host, **options)
+        assert Path(os.path.realpath(self.host / "latest")) == Path(done.directory)
+        return done
+
+    def assert_same(self) -> None:
+        assert contents(self.host / "latest") == contents(self.model)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    return Served(tmp_path)
+
+
+def test_the_first_publish_is_the_directory_itself(served: Served) -> None:
+    done = served.publish()
+    assert (done.number, done.full) == (0, True)
+    published = contents(done.directory)
+    published.pop(MANIFEST)
+    assert published == contents(served.model)
+    served.apply()
+    served.assert_same()
+
+
+@pytest.mark.parametrize("unit", ["tensor", "block"])
+def test_only_what_changed_is_written_and_read(served: Served, unit: str) -> None:
+    served.publish()
+    served.apply()
+    served.tensors["embed.weight"][600, 5] += 1  # one block of six
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    done = served.publish(delta=unit)
+    assert (done.number, done.full, done.tensors, done.tensors_in_all) == (1, False, 2, 8)
+    embed, layer = served.tensors["embed.weight"].nbytes, 64 * 64 * 4
+    changed = layer + (embed if unit == "tensor" else MiB)
+    assert done.changed_bytes == changed
+    stored = sum(path.stat().st_size for path in Path(done.directory).iterdir())
+    assert stored == done.nbytes and stored / changed <= 1.05
+    assert served.apply().nbytes == changed
+    served.assert_same()
+
+
+def test_a_delta_of_tensors_is_plain_safetensors(served: Served) -> None:
+    served.publish()
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    (delta,) = Path(served.publish().directory).glob("*.safetensors")
+    loaded = load_file(delta)
+    assert list(loaded) == ["layers.1.weight"]
+    assert np.array_equal(loaded["layers.1.weight"], served.tensors["layers.1.weight"])
+
+
+def test_what_does_not_change_is_published_once(served: Served) -> None:
+    served.publish()
+    again = served.publish()
+    assert (again.number, again.nbytes, again.tensors) == (0, 0, 0)
+    assert sorted(os.listdir(served.root)) == ["00000000"]
+
+
+def test_a_host_that_missed_some_catches_up_and_unchanged_files_are_links(served: Served) -> None:
+    served.publish()
+    served.apply()
+    for n in range(3):
+        served.tensors[f"layers.{n}.weight"] += 1
+        write(served.model, served.tensors)
+        served.publish(delta="block" if n == 1 else "tensor")
+    done = served.apply()
+    assert (done.number, done.nbytes) == (3, 3 * 64 * 64 * 4)
+    served.assert_same()
+    same = [
+        (served.host / folder / "config.json").stat().st_ino for folder in ("00000000", "00000003")
+    ]
+    assert same[0] == same[1]
+    other = served.host.parent / "fresh"
+    apply_published(served.root, other)  # from the full one
+    assert contents(other / "latest") == contents(served.model)
+    apply_published(served.root, other, number=1)
+    assert contents(other / "latest") != contents(served.model)
+
+
+def test_files_and_shapes_may_come_go_and_change(served: Served) -> None:
+    write(served.model, served.tensors, **{"old.txt": b"old"})
+    served.publish()
+    served.apply()
+    served.tensors = weights(3, rows=500)  # the header changes: the whole file goes
+    write(served.model, served.tensors, **{"new.txt": b"new", "config.json": b'{"a": 1}'})
+    done = served.publish()
+    assert not done.full
+    served.apply()
+    served.assert_same()
+    assert done.nbytes / done.changed_bytes <= 1.05
+
+
+def test_names_that_change_places_of_one_size_are_not_mixed_up(served: Served) -> None:
+    served.publish()
+    served.apply()
+    first, second = (served.tensors.pop(f"layers.{n}.weight") for n in (4, 5))
+    served.tensors |= {"layers.6.weight": first, "layers.7.weight": second}
+    write(served.model, served.tensors)  # the same sizes at the same places, under other names
+    served.publish()
+    served.apply()
+    served.assert_same()
+
+
+def test_after_so_many_a_publish_is_full_and_old_chains_go(served: Served) -> None:
+    fulls = []
+    for _ in range(7):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        fulls.append(served.publish(full_every=2).full)
+    assert fulls == [True, False, True, False, True, False, True]
+    assert sorted(map(int, os.listdir(served.root))) == [4, 5, 6]
+    served.apply()
+    served.assert_same()
+
+
+def test_old_directories_go_and_the_served_one_stays(served: Served) -> None:
+    for _ in range(4):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        served.publish()
+        served.apply(keep=2)
+    kept = sorted(name for name in os.listdir(served.host) if name.isdigit())
+    assert kept == ["00000002", "00000003"]
+    served.apply(number=2, keep=1)
+    assert [name for name in os.listdir(served.host) if name.isdigit()] == ["00000002"]
+
+
+def test_it_works_through_s3(tmp_path: Path, s3_root: str) -> None:
+    served = Served(tmp_path, f"{s3_root}/published")
+    served.publish()
+    served.apply()
+    served.tensors["embed.weight"][0, 0] += 1
+    write(served.model, served.tensors)
+    done = served.publish(delta="block")
+    assert done.nbytes < 1.05 * MiB
+    assert served.apply().nbytes == MiB
+    served.assert_same()
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_changes_in_any_order_give_the_directory_again(
+    tmp_path_factory: Any, data: Any
+) -> None:
+    served = Served(tmp_path_factory.mktemp("chain"))
+    for _ in range(data.draw(st.integers(1, 5))):
+        for name in data.draw(st.lists(st.sampled_from(sorted(served.tensors)), unique=True)):
+            if served.tensors[name].size:
+                where = data.draw(st.integers(0, served.tensors[name].size - 1))
+                served.tensors[name].reshape(-1)[where] += 1
+        if data.draw(st.booleans()):
+            served.tensors.pop(data.draw(st.sampled_from(sorted(served.tensors)[:-2])), None)
+        write(served.model, served.tensors, **data.draw(
+            st.dictionaries(st.sampled_from(["a", "b", "c"]), st.binary(max_size=40))
+        ))  # fmt: skip
+        served.publish(
+            delta=data.draw(st.sampled_from(["tensor", "block", None])),
+            full_every=data.draw(st.integers(2, 5)),
+        )
+        if data.draw(st.booleans()):
+            served.apply()
+            served.assert_same()
+    served.apply()
+    served.assert_same()
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_changed_byte_of_a_delta_is_refused_and_the_old_model_stays(served: Served) -> None:
+    served.publish()
+    served.apply()
+    before = contents(served.model)
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    (delta,) = Path(served.publish().directory).glob("*.safetensors")
+    data = bytearray(delta.read_bytes())
+    data[-3] ^= 1
+    delta.write_bytes(data)
+    with pytest.raises(errors.CorruptCheckpointError, match=r"layers\.1\.weight.*bytes \d+ to"):
+        served.apply()
+    assert contents(served.host / "latest") == before
+    assert not [name for name in os.listdir(served.host) if name.startswith(".applying")]
+    served.publish(delta=None)
+    served.apply()
+    served.assert_same()
+
+
+def test_a_directory_that_somebody_changed_is_no_base(served: Served, caplog: Any) -> None:
+    served.publish()
+    base = Path(served.apply().directory)
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    served.publish()
+    (changed,) = (name for name in contents(base) if "layers.1" in _names(base / name))
+    data = bytearray((base / changed).read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1  # of a tensor that no delta replaces
+    (base / changed).write_bytes(data)
+    done = served.apply()
+    assert done.nbytes > sum(map(len, contents(served.model).values())) - MiB  # all anew
+    assert "is no base for publish 1" in caplog.text
+    served.assert_same()
+
+
+def _names(path: Path) -> str:
+    return path.read_bytes()[:4096].decode("latin-1")
+
+
+def test_bytes_that_change_while_they_are_published_publish_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("smckpt.translate.publish")
+    scanned = module._scanned
+
+    def scan_and_change(model: Any) -> Any:
+        found = scanned(model)
+        path = served.model / "model-1.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return found
+
+    monkeypatch.setattr(module, "_scanned", scan_and_change)
+    with pytest.raises(errors.CorruptCheckpointError, match="changed while they were published"):
+        served.publish()
+    with pytest.raises(errors.CheckpointNotFoundError):
+        served.apply()
+
+
+KILLED = """
+import os, signal, sys
+from smckpt.storage import posix, posix_write
+from smckpt.translate import apply_published, publish
+count = int(sys.argv[4])
+def counted(owner, name):
+    call = getattr(owner, name)
+    def seen(*args, **options):
+        global count
+        count -= 1
+        if count < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+    setattr(owner, name, seen)
+for name in ("pwrite", "rename", "link", "fsync", "unlink", "open", "mkdir", "replace", "symlink"):
+    counted(os, name)
+{"publish": publish, "apply": apply_published}[sys.argv[1]](sys.argv[2], sys.argv[3])
+"""
+
+
+def _killed(what: str, source: Any, target: Any, at: int) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, what, str(source), str(target), str(at)],
+        cwd=ROOT, capture_output=True, text=True, timeout=seconds(60), check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode != 0
+
+
+def _kills_of(what: str, served: Served, moments: range) -> int:
+    """Kill `what` at these of its calls; what is served stays whole, and the next try completes."""
+    old = contents(served.host / "latest")
+    before = {place: served.host.parent / f"{place.name}-before" for place in
+              (served.host, Path(served.root))}  # fmt: skip
+    for place, kept in before.items():
+        shutil.copytree(place, kept, symlinks=True)
+    kills = 0
+    for at in moments:
+        for place, kept in before.items():
+            shutil.rmtree(place)
+            shutil.copytree(kept, place, symlinks=True)
+        source, target = (
+            (served.model, served.root) if what == "publish" else (served.root, served.host)
+        )
+        if not _killed(what, source, target, at):
+            break
+        kills += 1
+        assert contents(served.host / "latest") in (old, contents(served.model))
+        if what == "publish":
+            served.publish()
+        served.apply()
+        served.assert_same()
+        assert not [name for name in os.listdir(served.host) if name.startswith(".applying")]
+    return kills
+
+
+@pytest.mark.parametrize("what", ["publish", "apply"])
+@pytest.mark.parametrize(
+    "moments", [range(8, 11), pytest.param(range(1000), marks=pytest.mark.long)]
+)
+def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(
+    served: Served, what: str, moments: range
+) -> None:
+    served.publish()
+    served.apply()
+    served.tensors["layers.1.weight"] *= 2
+    served.tensors["embed.weight"] *= 2
+    write(served.model, served.tensors)
+    if what == "apply":
+        served.publish()
+    kills = _kills_of(what, served, moments)
+    print(f"{what}: {kills} kills")
+    assert kills == len(moments) or (len(moments) > 100 and kills > 10)
+
+
+def test_two_may_not_apply_to_one_directory(served: Served) -> None:
+    import fcntl
+
+    served.publish()
+    served.apply()
+    with open(served.host / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(errors.StorageError, match="another process applies"):
+            served.apply()
+
+
+def test_two_publishes_at_one_moment_do_not_both_count(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("smckpt.translate.publish")
+    served.publish()
+    write(served.model, weights(1))
+    numbers = module.numbers_in
+
+    def late(root: Any) -> list[int]:
+        found = numbers(root)
+        monkeypatch.setattr(module, "numbers_in", numbers)
+        write(served.model, weights(2))
+        other = threading.Thread(target=served.publish)
+        other.start()
+        other.join(seconds(60))
+        write(served.model, weights(1))
+        return found
+
+    monkeypatch.setattr(module, "numbers_in", late)
+    with pytest.raises(errors.StorageError, match="another process has published"):
+        served.publish()
+    write(served.model, weights(2))
+    served.apply()
+    served.assert_same()
+
+
+def _forged(body: dict[str, Any], name: str) -> None:
+    (file,) = (file for file in body["files"].values() if not file["whole"])
+    (tensor,) = file["tensors"].values()
+    match name:
+        case "outside":
+            body["files"]["../escape"] = {**file, "whole": True}
+        case "range":
+            tensor[1] = file["size"] + 1
+        case "block":
+            tensor[2] = [99]
+        case "negative":
+            tensor[0] = -8
+        case "digits":
+            tensor[3] = "zz" * 8
+        case "base":
+            body["base"] = "0" * 16
+        case "stranger":
+            file["tensors"]["other"] = file["tensors"].pop("layers.1.weight")
+        case "type":
+            body["files"] = [1]
+
+
+@pytest.mark.parametrize(
+    "what", ["outside", "range", "block", "negative", "digits", "base", "stranger", "type"]
+)
+def test_a_forged_manifest_is_refused(served: Served, what: str) -> None:
+    served.publish()
+    served.apply()
+    before = sorted(served.host.rglob("*")), contents(served.host / "latest")
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    path = Path(served.publish().directory) / MANIFEST
+    body = open_json(path.read_bytes(), str(path))
+    _forged(body, what)
+    path.write_bytes(seal_json(body))
+    with pytest.raises(errors.CorruptCheckpointError):
+        served.apply()
+    assert (sorted(served.host.rglob("*")), contents(served.host / "latest")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"delta": "bit"}, "delta='bit'"), ({"full_every": 0}, "full_every=0")],
+)
+def test_an_argument_that_makes_no_sense_is_refused(
+    served: Served, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(errors.UsageError, match=said):
+        served.publish(**options)
+
+
+def test_what_is_no_whole_model_is_refused(served: Served) -> None:
+    (served.model / "model.safetensors.unfinished").write_bytes(b"")
+    with pytest.raises(errors.UsageError, match="unfinished"):
+        served.publish()
+    with pytest.raises(errors.UsageError, match="no files"):
+        publish(served.host, served.root)
+    with pytest.raises(errors.UsageError, match="local directory"):
+        apply_published(served.root, "s3://bucket/host")
+    assert not open_storage(served.root).list_dirs()
+
+
+def test_the_commands_print_what_they_did(served: Served) -> None:
+    def run(*arguments: Any) -> str:
+        code = "import sys; sys.modules['torch'] = None; from smckpt.cli import main; main()"
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            cwd=ROOT, capture_output=True, text=True, timeout=seconds(60), check=True,
+        ).stdout  # fmt: skip
+
+    assert run("publish", served.model, served.root).startswith("all: ")
+    assert run("publish", served.model, served.root).startswith("nothing changed: ")
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    assert "1 of 8 tensors changed" in run("publish", served.model, served.root, "--delta", "block")
+    assert run("apply", served.root, served.host).startswith("publish 1, ")
+    served.assert_same()
+
+
+@pytest.mark.parametrize("what", ["range", "block"])
+def test_a_forged_table_of_a_full_publish_is_refused(served: Served, what: str) -> None:
+    path = Path(served.publish().directory) / MANIFEST
+    body = open_json(path.read_bytes(), str(path))
+    tensor = body["files"]["model-0.safetensors"]["tensors"]["layers.1.weight"]
+    if what == "range":
+        tensor[1] = 1 << 60  # a walk over its blocks would not end
+    else:
+        tensor[2] = [1]
+    path.write_bytes(seal_json(body))
+    with pytest.raises(errors.CorruptCheckpointError, match=r"bytes|blocks"):
+        served.apply()
+
+
+def test_a_host_of_another_root_takes_nothing_from_its_base(served: Served) -> None:
+    served.publish()
+    served.apply()
+    shutil.rmtree(served.root)
+    served.tensors = weights(5)
+    write(served.model, served.tensors)
+    served.publish()  # number 0 again, of other weights
+    write(served.model, served.tensors, **{"new.txt": b"new"})
+    served.publish()
+    served.apply()
+    served.assert_same()
+
+
+def test_a_half_removed_directory_is_made_anew(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.publish()
+    first = contents(served.model)
+    served.apply()
+    write(served.model, served.tensors, **{"new.txt": b"new"})
+    served.publish()
+    remove = shutil.rmtree
+
+    def cut_short(path: Any, **options: Any) -> None:
+        if os.path.basename(path).isdigit():
+            os.unlink(os.path.join(path, "config.json"))
+        else:
+            remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    served.apply(keep=1)
+    monkeypatch.undo()
+    served.apply(number=0)
+    assert contents(served.host / "latest") == first

@@ -6,8 +6,9 @@ Two ranks save one bf16 model (FSDP2), with smckpt and with torch.distributed.ch
 ways run in turn (A B C A B C …). Each makes a loadable directory in a process of its own. The page
 cache is emptied before, and the time includes making the output durable. The limit, from the same
 run, is a copy of the same bytes on the same disk: the faster of `cp` and of two threads with direct
-reads and writes. The time excludes imports; the process's peak resident memory includes them, and
-mapped pages of files. It prints medians, with minimum and maximum.
+reads and writes. The time excludes imports; processor time (children's too) and the process's peak
+resident memory include them, and the memory mapped pages of files. It prints medians, with minimum
+and maximum.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -138,6 +140,17 @@ def by_translation(root: Path, out: Path) -> Callable[[], None]:
     return lambda: print_none(export_hf(root / "megatron", out, config=config, against_model=False))
 
 
+def by_source(name: str) -> Callable[[Path, Path], Callable[[], None]]:
+    """From the same model as another system saved it."""
+    from smckpt import export_hf
+
+    def way(root: Path, out: Path) -> Callable[[], None]:
+        config = root / "config" / "config.json"
+        return lambda: print_none(export_hf(root / name, out, config=config))
+
+    return way
+
+
 def by_accelerate(root: Path, out: Path) -> Callable[[], None]:
     import torch.distributed.checkpoint.format_utils  # noqa: F401  # else within the time
     from accelerate.utils import merge_fsdp_weights
@@ -172,6 +185,8 @@ WAYS: dict[str, tuple[str, Callable[[Path, Path], Callable[[], None]]]] = {
     "checked": ("smckpt export, compared with transformers' model", by_smckpt_compared),
     "fresh": ("the same, transformers not yet imported", by_smckpt),
     "translated": ("smckpt export from Megatron's names, tp 2", by_translation),
+    "dcp": ("smckpt export from torch DCP", by_source("dcp")),
+    "file": ("smckpt export from one file of torch.save", by_source("state.pt")),
     "accelerate": ("accelerate merge_fsdp_weights", by_accelerate),
     "torch": ("dcp_to_torch_save, load, save_pretrained", by_torch_save),
 }
@@ -208,10 +223,13 @@ def once(name: str, root: Path) -> None:
     act()
     sync(out)
     seconds = time.perf_counter() - began
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy = sum(each.ru_utime + each.ru_stime for each in used)
     nbytes = sum(path.stat().st_size for path in out.iterdir())
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
     memory = int(status.split()[0]) * 1024
-    print(json.dumps({"seconds": seconds, "bytes": nbytes, "memory": memory}))
+    told = {"seconds": seconds, "bytes": nbytes, "memory": memory, "busy": busy}
+    print(json.dumps(told))
 
 
 def run_once(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -226,6 +244,8 @@ def run_once(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def prepare(options: argparse.Namespace) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     from smckpt import export_hf
     from smckpt.translate import import_hf
 
@@ -236,6 +256,7 @@ def prepare(options: argparse.Namespace) -> None:
     )  # fmt: skip
     export_hf(root / "smckpt", root / "hf", config=root / "config" / "config.json")
     import_hf(root / "hf", root / "megatron", "mcore_te", tp=2)
+    dcp_to_torch_save(root / "dcp", root / "state.pt")
     shutil.rmtree(root / "hf")
 
 
@@ -244,8 +265,8 @@ def report(found: dict[str, list[dict[str, float]]]) -> None:
         name: [one["bytes"] / one["seconds"] / 1e6 for one in runs] for name, runs in found.items()
     }
     limit = max(statistics.median(rate[name]) for name in ("cp", "direct"))
-    print("| way | s | MB/s (min, max) | of the faster copy | peak memory |")
-    print("|---|---|---|---|---|")
+    print("| way | s | MB/s (min, max) | of the faster copy | processor s | peak memory |")
+    print("|---|---|---|---|---|---|")
     for name, runs in found.items():
         seconds = statistics.median(one["seconds"] for one in runs)
         middle = statistics.median(rate[name])
@@ -253,7 +274,7 @@ def report(found: dict[str, list[dict[str, float]]]) -> None:
         print(
             f"| {WAYS[name][0]} | {seconds:.1f} | {middle:.0f} "
             f"({min(rate[name]):.0f}, {max(rate[name]):.0f}) | {middle / limit:.0%} "
-            f"| {memory / 1e6:.0f} MB |"
+            f"| {statistics.median(one['busy'] for one in runs):.1f} | {memory / 1e6:.0f} MB |"
         )
 
 

@@ -59,7 +59,15 @@ if TYPE_CHECKING:
     from smckpt.storage.s3.config import S3Config
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
-    from smckpt.translate import convert, export_hf, import_hf, register_layout, verify_hf
+    from smckpt.translate import (
+        apply_published,
+        convert,
+        export_hf,
+        import_hf,
+        publish,
+        register_layout,
+        verify_hf,
+    )
 
 __all__ = [
     "FULL",
@@ -99,6 +107,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "add_sink",
+    "apply_published",
     "async_save",
     "build_s3_url",
     "convert",
@@ -114,6 +123,7 @@ __all__ = [
     "maybe_finalize_async_calls",
     "parse_s3_url",
     "pinned",
+    "publish",
     "register_layout",
     "register_store",
     "remove",
@@ -156,7 +166,10 @@ _HOMES = {
     "smckpt.storage.s3.config": ("S3Config",),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
-    "smckpt.translate": ("convert", "export_hf", "import_hf", "register_layout", "verify_hf"),
+    "smckpt.translate": (
+        *("apply_published", "convert", "export_hf", "import_hf", "publish"),
+        *("register_layout", "verify_hf"),
+    ),
 }
 
 

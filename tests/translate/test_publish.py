@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from smckpt import errors
+from smckpt import apply_published, errors, publish
 from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.storage import open_storage
-from smckpt.translate import apply_published, publish
 from smckpt.translate.published import MANIFEST
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
@@ -303,8 +302,7 @@ def test_bytes_that_change_while_they_are_published_publish_nothing(
 
 KILLED = """
 import os, signal, sys
-from smckpt.storage import posix, posix_write
-from smckpt.translate import apply_published, publish
+from smckpt import apply_published, publish
 count = int(sys.argv[4])
 def counted(owner, name):
     call = getattr(owner, name)

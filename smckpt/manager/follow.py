@@ -94,15 +94,15 @@ def follow(
         raise UsageError(f"every={every!r}, interval={interval!r}", remedy="give positive numbers")
     options = {"s3_region": s3_region, "s3client_config": s3client_config}
     access = access_to(out, root, **options)
-    tried: set[str] = set()
+    tried: set[tuple[str, str]] = set()
     while True:
         newest = -1
         for found in _look(root, once, options):
             step = found.step or 0
             newest = max(newest, step)
-            if step % every or found.identity in tried:
+            if step % every or (found.path, found.identity) in tried:
                 continue
-            tried.add(found.identity)
+            tried.add((found.path, found.identity))  # a copy has the identity too
             directory = join_url(there, relative_url(found.path, base))
             done = _follow_one(found, directory, export, access, options)
             if done is not None:

@@ -204,20 +204,21 @@ class _Publishing:
             if name not in old:
                 self.files[name] = file
             elif (was := old[name]).crc64 != file.crc64 or was.size != file.size:
-                self.files[name] = self._changes(name, was, file)
+                found = self._changes(was, file)
+                # a delta has one tensor of a name: of two files with it, the second goes whole
+                self.files[name] = file if self.changed.keys() & found.tensors.keys() else found
         self.removed = tuple(sorted(old.keys() - scanned.keys()))
         self.nbytes = 0
         self._made: list[str] = []
 
-    def _changes(self, name: str, was: PublishedFile, file: PublishedFile) -> PublishedFile:
+    def _changes(self, was: PublishedFile, file: PublishedFile) -> PublishedFile:
         """The changed tensors of a file whose header is the old one; otherwise the whole file."""
         if "" in file.tensors or (file.size, file.header) != (was.size, was.header):
             return file
         changed = {}
         for key, tensor in file.tensors.items():
-            blocks = {
-                n: crc for n, crc in tensor.blocks.items() if crc != was.tensors[key].blocks[n]
-            }
+            before = was.tensors[key].blocks
+            blocks = {n: crc for n, crc in tensor.blocks.items() if crc != before[n]}
             if blocks:
                 kept = tensor.blocks if self.unit == "tensor" else blocks
                 changed[key] = replace(tensor, blocks=kept)
@@ -305,8 +306,7 @@ class _Publishing:
         tensors = sorted(file.tensors.values(), key=lambda tensor: tensor.begin)
         start = tensors[0].begin if tensors else file.size
         if start:
-            head = self.model.read(name, 0, start)
-            yield start, lambda view: _put(view, head)
+            yield start, self._reading(name, 0, file.header)
         for tensor in tensors:
             yield from self._blocks(name, tensor)
 

@@ -138,6 +138,14 @@ def test_a_step_that_is_saved_anew_replaces_its_export(tmp_path: Path) -> None:
     assert_loads_as(saved(tmp_path / "other", 5), out / "5")
 
 
+def test_a_copy_of_a_step_is_exported_too(tmp_path: Path) -> None:
+    root, out = tmp_path / "run", tmp_path / "hf"
+    saved(root, 5)
+    copy_checkpoint(root / "5", root / "best")
+    assert [each.error for each in follow(root, out, exporting, once=True)] == [None, None]
+    assert (out / "best" / RECORD).exists() and (out / "5" / RECORD).exists()
+
+
 def test_a_run_does_not_delete_the_step_that_is_read(tmp_path: Path) -> None:
     root, out = tmp_path / "run", tmp_path / "hf"
     saved(root, 1)

@@ -174,6 +174,20 @@ def test_names_that_change_places_of_one_size_are_not_mixed_up(served: Served) -
     served.assert_same()
 
 
+def test_two_files_with_a_tensor_of_one_name_are_both_published(served: Served) -> None:
+    twice = served.model / "twin.safetensors"
+    write(served.model, served.tensors)
+    save_file({"layers.1.weight": served.tensors["layers.2.weight"]}, twice)
+    served.publish()
+    served.apply()
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    save_file({"layers.1.weight": served.tensors["layers.1.weight"] + 1}, twice)
+    served.publish()
+    served.apply()
+    served.assert_same()
+
+
 def test_after_so_many_a_publish_is_full_and_old_chains_go(served: Served) -> None:
     fulls = []
     for _ in range(7):

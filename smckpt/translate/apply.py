@@ -107,6 +107,14 @@ def apply_published(
         target = os.path.join(place, chain[-1].folder)
         nbytes = 0
         if _record_of(target) != chain[-1].identity:
+            if os.path.exists(target) and os.path.realpath(os.path.join(place, LATEST)) == (
+                os.path.realpath(target)
+            ):
+                raise UsageError(
+                    f"the served directory is not publish {chain[-1].number} of this root",
+                    remedy="give each root a directory of its own",
+                    path=target,
+                )
             nbytes = _made(source, chain, place, target)
         _point(place, chain[-1].folder)
         _forget_old(place, chain[-1].folder, keep)

@@ -552,3 +552,15 @@ def test_a_half_removed_directory_is_made_anew(
     monkeypatch.undo()
     served.apply(number=0)
     assert contents(served.host / "latest") == first
+
+
+def test_a_served_directory_of_another_root_is_not_taken_away(served: Served) -> None:
+    served.publish()
+    served.apply()
+    before = contents(served.host / "latest")
+    shutil.rmtree(served.root)
+    write(served.model, weights(5))
+    served.publish()  # number 0 again
+    with pytest.raises(errors.UsageError, match="publish 0 of this root"):
+        served.apply()
+    assert contents(served.host / "latest") == before

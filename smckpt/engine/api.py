@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from smckpt.calls import alone
 from smckpt.checkpoint.choose import refuse_committed
@@ -242,7 +242,7 @@ def load(
     planner: Any = None,
     only: Sequence[str] | None = None,
     renamed: Mapping[str, str] | None = None,
-    check_keys_matched: bool = True,
+    check_keys_matched: bool | Literal["target"] = True,
     preverify: bool = False,
     threads: int = LOAD_THREADS,
     timeout: float = LOAD_TIMEOUT,
@@ -277,6 +277,7 @@ def load(
             {"backbone": "encoder"}; all that is below a module follows it. The first that fits
             counts. For models: an optimizer's state is refused.
         check_keys_matched: False loads the names that both sides have, and logs the others.
+            "target": all names of the target must be saved; what else is saved is left, as in DCP.
         preverify: read everything twice, the first time only to check, so that a bad block leaves
             the targets untouched.
         threads: reading threads per rank. A rank with one processor first reads in the calling
@@ -305,7 +306,7 @@ def load(
         _coordinator(group, coordinator_rank)
         _refuse_with_foreign(
             "DCP reader or planner",
-            check_keys_matched=None if check_keys_matched else False,
+            check_keys_matched=None if check_keys_matched is True else check_keys_matched,
             only=only,
             renamed=renamed,
             preverify=preverify or None,
@@ -333,7 +334,7 @@ def load(
         request = LoadRequest(
             directory=directory,
             access=access.holding(Share.of_rank(group.rank, group.world_size)),
-            strict=check_keys_matched,
+            keys=check_keys_matched,
             preverify=preverify,
             threads=threads,
             timeout=timeout,
@@ -464,7 +465,7 @@ def _dcp() -> Any:
 
 
 def _is_foreign(other: Any, ours: str) -> bool:
-    return other is not None and type(other).__name__ != ours
+    return other is not None and all(kind.__name__ != ours for kind in type(other).__mro__)
 
 
 def _coordinator(group: Group, coordinator_rank: int | None) -> int:

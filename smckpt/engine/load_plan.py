@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
@@ -34,13 +34,13 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The checked arguments of a call of `load`. only: the top keys to load if there is no target.
-    renamed: name in the target → name in the checkpoint. refusal: why the call fails, for the
-    peers."""
+    """The checked arguments of a call of `load`. keys: its `check_keys_matched`. only: the top keys
+    to load if there is no target. renamed: name in the target → name in the checkpoint. refusal:
+    why the call fails, for the peers."""
 
     directory: str
     access: Access
-    strict: bool
+    keys: bool | Literal["target"]
     preverify: bool
     threads: int
     timeout: float
@@ -59,6 +59,10 @@ class LoadRequest:
                 raise UsageError(
                     f"{name} is {value!r}", remedy="pass a positive number, or leave it out"
                 )
+        if self.keys not in (True, False, "target"):
+            raise UsageError(
+                f"check_keys_matched is {self.keys!r}", remedy='pass True, False or "target"'
+            )
         pairs = dict(self.renamed or {}).items()
         if not all(isinstance(name, str) and name for pair in pairs for name in pair):
             raise UsageError(
@@ -88,6 +92,15 @@ class LoadRequest:
                 "renamed is given, and the target has an optimizer's state",
                 remedy="load the model alone with renamed=; its optimizer starts anew",
             )
+
+    @property
+    def strict(self) -> bool:
+        """Whether every name of the target must be saved."""
+        return bool(self.keys)
+
+    def asked(self, path: Path, tops: Sequence[str]) -> bool:
+        """Whether a target with these top keys must take the value that was saved at `path`."""
+        return self.keys != "target" and (not self.keys or _under(path, tops))
 
     @property
     def storage(self) -> Storage:
@@ -158,7 +171,7 @@ def plan_of(
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
-    asked = functools.partial(_asked, tops=tops) if request.strict else _everything
+    asked = functools.partial(request.asked, tops=tops)
     plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group)
     if objects is not None:
         if request.strict:
@@ -191,7 +204,7 @@ def _read_plan(
             catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
             coordinates=coordinates, asked=asked,
         )  # fmt: skip
-        _say_left(plan.missing, plan.unexpected, request.directory, group)
+        _say_left(plan.missing, plan.unexpected, request, group)
         return replace(plan, unexpected=())
     plan = plan_logical(
         catalogue,
@@ -207,7 +220,7 @@ def _read_plan(
         spare = plan.unexpected if len(ranks) == 1 else ()
         spare = tuple(name for name in spare if asked(catalogue.logical[name].path))
         refuse_names(plan.missing, spare, catalogue.url, rank)
-    _say_left(plan.missing, (), request.directory, group)
+    _say_left(plan.missing, (), request, group)
     return plan
 
 
@@ -235,19 +248,15 @@ def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: G
     logical = catalogue.logical
     spare = _unmarked(told.spare, catalogue)
     if request.strict:
-        spare = tuple(name for name in spare if _asked(logical[name].path, tops=told.tops))
+        spare = tuple(name for name in spare if request.asked(logical[name].path, told.tops))
         refuse_names((), spare, catalogue.url, group.rank)
-    _say_left((), spare, request.directory, group)
+    _say_left((), spare, request, group)
 
 
-def _asked(path: Path, *, tops: Sequence[str]) -> bool:
-    """Whether a target with these top keys asks for the value that was saved at `path`. Tensors at
-    the top are one part: a model's own state dict must be loaded whole."""
+def _under(path: Path, tops: Sequence[str]) -> bool:
+    """Whether one of the top keys holds the value that was saved at `path`. Tensors at the top are
+    one part: a model's own state dict must be loaded whole."""
     return str(path[0]) in tops or (len(path) == 1 and "" in tops)
-
-
-def _everything(_: Path) -> bool:
-    return True
 
 
 # -- values that are not tensors ----------------------------------------------------------------
@@ -262,9 +271,9 @@ def _asked_for(
 ) -> dict[str, tuple[Path, Any]]:
     """The values under the target's top keys. One rank logs the other keys, also of tensors."""
     tensors = (tensor.path for tensor in catalogue.logical.values())
-    left = {str(path[0]) for path in tensors if not _asked(path, tops=tops)}
+    left = {str(path[0]) for path in tensors if not _under(path, tops)}
     left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
-    if left and group.index == 0:
+    if left and group.index == 0 and request.keys != "target":
         names = ", ".join(sorted(left)[:12])
         log.warning(
             "not loaded from %s, because the target has no such keys: %s", request.directory, names
@@ -291,7 +300,7 @@ def _values(
 def _check_objects(
     state_dict: MutableMapping[str, Any],
     selection: Selection,
-    objects: Mapping[str, tuple[Path, Any]],
+    objects: dict[str, tuple[Path, Any]],
     request: LoadRequest,
     group: Group,
 ) -> None:
@@ -299,6 +308,10 @@ def _check_objects(
     here = {leaf.key for leaf in selection.objects}
     missing = sorted(here - objects.keys() - empty)
     extra = sorted(objects.keys() - here - empty)
+    if request.keys == "target":
+        for key in extra:
+            del objects[key]
+        extra = []
     if request.strict and (missing or extra):
         raise KeysMismatchError(
             f"values that are not tensors differ: missing in the checkpoint {missing[:8]}, "
@@ -307,16 +320,19 @@ def _check_objects(
             path=request.directory,
             rank=group.rank,
         )
-    _say_left(missing, extra, request.directory, group)
+    _say_left(missing, extra, request, group)
 
 
-def _say_left(missing: Sequence[str], unexpected: Sequence[str], url: str, group: Group) -> None:
+def _say_left(
+    missing: Sequence[str], unexpected: Sequence[str], request: LoadRequest, group: Group
+) -> None:
     """Log the names that a load with check_keys_matched=False skipped. Only one rank of a group
     logs them, since they are nearly the same on all."""
-    if missing or unexpected:
+    if (missing or unexpected) and not request.keys:
         level = logging.WARNING if group.index == 0 else logging.INFO
         left = differing_names(missing, unexpected)
-        log.log(level, "not loaded from %s, as check_keys_matched=False allows: %s", url, left)
+        told = "not loaded from %s, as check_keys_matched=False allows: %s"
+        log.log(level, told, request.directory, left)
 
 
 # -- names that this rank has no use for: one bit for each name of the checkpoint --------------

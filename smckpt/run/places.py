@@ -23,6 +23,7 @@ _NAMES = (
     "torchtune",
     "torchtitan",
     "nvrx",
+    "dcp",
 )
 DOORS = {name: f"smckpt.run.{name}:put" for name in _NAMES}
 # torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are

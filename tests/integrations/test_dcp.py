@@ -255,10 +255,12 @@ def test_ranks_that_found_different_commits_are_refused(tmp_path: Path) -> None:
 
 def each_rank_gets_its_own(folder: str) -> list[Any]:
     rank = dist.get_rank()
-    smckpt.save({"w": torch.ones(2), "mine": rank}, checkpoint_id=folder)
-    target = {"mine": None}
+    ours = {} if rank else {"rates": {"lr": 0.5}}
+    smckpt.save({"w": torch.ones(2), "mine": rank, "first": ours}, checkpoint_id=folder)
+    target: dict[str, Any] = {"mine": None, "first": {"rates": {"lr": 0}}}
     dcp.load(target, storage_reader=Reader(folder))
     mine = target["mine"]
+    assert target["first"]["rates"]["lr"] == 0.5, "one rank saved it for all"
     lone = [dist.new_group([0]), dist.new_group([1])]
     dcp.load(target, storage_reader=Reader(folder, process_group=lone[rank]), no_dist=True)
     assert target["mine"] == mine

@@ -238,15 +238,17 @@ class DistributedFileSystemReader(StorageReader):
         )
 
     def _flat_objects(self, catalogue: Catalogue) -> Iterator[tuple[Path, Any]]:
-        """This rank's values, cut as DCP cuts a nested state dict."""
+        """This rank's values, cut as DCP cuts a nested state dict. After them those of the lowest
+        rank, because one rank may save a value for all."""
         saved = sorted(catalogue.object_ranks)
         if not saved:
             return
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         mine = rank if rank in saved else saved[rank % len(saved)]
-        optimizers = catalogue.part(mine)["optimizers"]
-        for path, value in catalogue.objects(mine).values():
-            yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
+        for each in dict.fromkeys((mine, saved[0])):
+            optimizers = catalogue.part(each)["optimizers"]
+            for path, value in catalogue.objects(each).values():
+                yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
         name = item.storage_index.fqn

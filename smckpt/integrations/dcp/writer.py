@@ -7,6 +7,9 @@ committed files are not touched.
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
 import io
 import logging
 import os
@@ -14,6 +17,8 @@ import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 import torch
@@ -49,6 +54,12 @@ from smckpt.storage.urls import bucket_url, normal_url
 __all__ = ["DistributedFileSystemWriter"]
 
 log = logging.getLogger("smckpt")
+
+# Beside what torch takes: types of values that smckpt stores, and that run nothing of the user's.
+_PLAIN: list[Any] = [
+    *(argparse.Namespace, collections.defaultdict, datetime.timedelta, io.BytesIO),
+    *(type(FilePath()), PurePosixPath, list, dict, int, float, str),
+]
 
 
 @dataclass(frozen=True)
@@ -431,7 +442,8 @@ def _decoded(fqn: str, data: Any) -> Any:
     """A value from the bytes of DCP's planner; nothing in them is executed."""
     raw = data.getvalue() if isinstance(data, io.BytesIO) else data
     try:
-        return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
+        with torch.serialization.safe_globals(_PLAIN):
+            return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
     except Exception as error:  # pickle, zip and torch each have their own
         raise StateError(
             f"the value {fqn} is not plain data: {str(error).splitlines()[0]}",

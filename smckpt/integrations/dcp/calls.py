@@ -1,0 +1,362 @@
+"""`save`, `async_save`, `load`, `FileSystemWriter` and `FileSystemReader` as
+torch.distributed.checkpoint has them: its arguments, its errors, and our engine.
+
+What DCP would plan in its own way (a planner, a reader or writer of others) goes to DCP itself,
+with our reader and writer where none is passed.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from smckpt.engine import api
+from smckpt.engine.job import SaveHandle, Timings
+from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.integrations.dcp.reader import DistributedFileSystemReader
+from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
+from smckpt.meeting.group import group_of
+from smckpt.storage import open_storage
+
+__all__ = ["FileSystemReader", "FileSystemWriter", "async_save", "load", "save"]
+
+Place = str | os.PathLike[str] | None
+T = TypeVar("T")
+
+# DCP's own, which stay when `smckpt run --for dcp` has replaced the names
+_save, _async_save = state_dict_saver.save, state_dict_saver.async_save
+_load, _Reader = state_dict_loader.load, filesystem.FileSystemReader
+
+
+class FileSystemWriter(DistributedFileSystemWriter):
+    """Our writer with the arguments of DCP's `FileSystemWriter`.
+
+    Args:
+        path, overwrite: as in DCP.
+        thread_count: of writing threads where DCP plans the save.
+        single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict: any value. A rank
+            writes as many files as its bytes need, from one copy in host memory that it keeps.
+        sync_files: False is refused.
+        more: arguments of `DistributedFileSystemWriter`.
+
+    Raises:
+        UsageError: an argument that smckpt cannot honour.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 4,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Any = None,
+        serialization_format: Any = filesystem.SerializationFormat.TORCH_SAVE,
+        **more: Any,
+    ) -> None:
+        del single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict
+        for name, wrong, remedy in (
+            ("sync_files=False", not sync_files, "leave it out: a commit is durable"),
+            ("_extensions", bool(_extensions), "leave it out, or use DCP's own writer"),
+            (
+                f"serialization_format={serialization_format}",
+                serialization_format != filesystem.SerializationFormat.TORCH_SAVE,
+                "leave it out; smckpt export writes Hugging Face's files",
+            ),
+        ):
+            if wrong:
+                raise UsageError(f"{name} is not honoured", remedy=remedy, path=os.fspath(path))
+        super().__init__(path, threads=thread_count, overwrite=overwrite, **more)
+
+
+class FileSystemReader(DistributedFileSystemReader):
+    """Our reader in the place of DCP's `FileSystemReader`: it is DCP's own where the directory
+    holds what DCP wrote.
+
+    Args:
+        path: as in DCP.
+        more: arguments of `DistributedFileSystemReader`.
+
+    Raises:
+        UsageError: extensions are given, which only DCP's own reader knows.
+    """
+
+    def __new__(
+        cls, path: str | os.PathLike[str], _extension_registry: Any = None, **more: Any
+    ) -> Any:
+        if os.path.isfile(os.path.join(path, ".metadata")):
+            return _Reader(path, _extension_registry)
+        return super().__new__(cls)
+
+    def __init__(
+        self, path: str | os.PathLike[str], _extension_registry: Any = None, **more: Any
+    ) -> None:
+        if _extension_registry is not None:
+            raise UsageError(
+                "_extension_registry is not honoured",
+                remedy="leave it out: smckpt wrote this checkpoint without extensions",
+                path=os.fspath(path),
+            )
+        super().__init__(path, **more)
+
+
+def save(
+    state_dict: dict[str, Any],
+    by_place: Any = None,
+    *,
+    checkpoint_id: Place = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """`torch.distributed.checkpoint.save` through our engine, which runs no collective.
+
+    Args:
+        by_place: the writer as the second argument, as DCP still takes it.
+        use_collectives: any value, where our engine saves.
+
+    Returns:
+        The save's `Timings`, where DCP returns its `Metadata`; what DCP returns if it plans.
+
+    Raises:
+        CheckpointException: a rank failed; on every rank, with that rank's error.
+        RuntimeError: no store is known for `checkpoint_id`.
+    """
+    storage_writer = storage_writer if by_place is None else by_place
+    if not _ours(storage_writer, DistributedFileSystemWriter) or not _plain_save(planner):
+        return _save(
+            state_dict,
+            checkpoint_id=None if storage_writer is None else checkpoint_id,
+            storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    handle = _as_dcp(
+        lambda: api.save(
+            state_dict,
+            checkpoint_id=_detected(checkpoint_id, storage_writer),
+            storage_writer=storage_writer,
+            process_group=process_group,
+            no_dist=no_dist,
+        ),
+        process_group,
+    )
+    return None if handle is None else handle.result()
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Place = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """`torch.distributed.checkpoint.async_save` through our engine.
+
+    Args:
+        async_checkpointer_type: any value: a process of ours writes.
+        async_stager: None or a `DefaultStager`: our engine copies the state, whatever the options.
+            Another stager is called, by DCP.
+        use_collectives: any value, where our engine saves.
+
+    Returns:
+        A future, or an `AsyncSaveResponse` for a stager that copies in the background. The copy is
+        there already. What the future returns and raises is as in `save`.
+
+    Raises:
+        CheckpointException: this call, or an earlier save that nobody asked about, failed.
+        RuntimeError: no store is known for `checkpoint_id`.
+    """
+    stager_ours = async_stager is None or type(async_stager) is DefaultStager
+    ours = _ours(storage_writer, DistributedFileSystemWriter) and _plain_save(planner)
+    if not ours or not stager_ours:
+        return _async_save(
+            state_dict,
+            checkpoint_id=None if storage_writer is None else checkpoint_id,
+            storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
+            planner=planner,
+            process_group=process_group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    handle = _as_dcp(
+        lambda: api.async_save(
+            state_dict,
+            checkpoint_id=_detected(checkpoint_id, storage_writer),
+            storage_writer=storage_writer,
+            process_group=process_group,
+            no_dist=no_dist,
+        ),
+        process_group,
+    )
+    if handle is None:
+        return None
+    upload = _Upload(handle, process_group)
+    if getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
+        staged: Future[None] = Future()
+        staged.set_result(None)
+        return AsyncSaveResponse(staging_completion=staged, upload_completion=upload)
+    return upload
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    by_place: Any = None,
+    *,
+    checkpoint_id: Place = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """`torch.distributed.checkpoint.load` through our engine. All names of `state_dict` must be
+    saved; what else is saved is left. A target that our engine refuses, DCP loads through our
+    reader: it converts dtypes, and its errors have the texts that its callers know.
+
+    Args:
+        by_place: the reader as the second argument, as DCP still takes it.
+
+    Raises:
+        CheckpointException: a rank failed; on every rank, with that rank's error.
+        RuntimeError: no store is known for `checkpoint_id`.
+    """
+    storage_reader = storage_reader if by_place is None else by_place
+
+    def by_dcp() -> None:
+        reader = storage_reader
+        if reader is None:
+            reader = FileSystemReader(_detected(checkpoint_id))
+        _load(
+            state_dict,
+            checkpoint_id=None if storage_reader is None else checkpoint_id,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+
+    if not _ours(storage_reader, DistributedFileSystemReader) or not _plain_load(planner):
+        by_dcp()
+        return
+    before = dict(state_dict)
+    partly = planner is not None and planner.allow_partial_load
+    place = _detected(checkpoint_id, storage_reader)
+    try:
+        api.load(
+            state_dict,
+            checkpoint_id=place,
+            storage_reader=storage_reader,
+            process_group=process_group,
+            check_keys_matched=False if partly else "target",
+            no_dist=no_dist,
+        )
+    except (KeysMismatchError, TensorMismatchError):  # on all ranks, and nothing is changed yet
+        by_dcp()
+    except CheckpointError as error:
+        raise _dcp_error(error, process_group) from error
+    for key, value in before.items():  # DCP sets what has no load_state_dict
+        if not isinstance(value, Stateful):
+            state_dict[key] = state_dict[key]
+
+
+class _Upload(Future[Any]):
+    """A save as the future that DCP's callers know: it fails with `CheckpointException`."""
+
+    def __init__(self, handle: SaveHandle, process_group: Any) -> None:
+        super().__init__()
+        self._handle, self._process_group = handle, process_group
+        self.set_running_or_notify_cancel()
+        handle.add_done_callback(self._end)
+
+    def _end(self, handle: Future[Timings]) -> None:
+        if (failure := self._handle.error) is not None:
+            self.set_exception(_dcp_error(failure, self._process_group))
+        else:
+            self.set_result(handle.result())
+
+    def result(self, timeout: float | None = None) -> Any:
+        if (failed := self.exception(timeout)) is not None:
+            raise failed
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._handle.exception(timeout)  # a failure that is told here is not told again
+        return super().exception(timeout)
+
+
+def _ours(given: Any, kind: type[Any]) -> bool:
+    return given is None or isinstance(given, kind)
+
+
+def _plain_save(planner: Any) -> bool:
+    """Whether our engine saves what this planner would. It has caches and a balance of its own."""
+    return planner is None or (
+        type(planner) is DefaultSavePlanner
+        and planner.flatten_state_dict
+        and planner.flatten_sharded_tensors
+        and not planner.dedup_save_to_lowest_rank
+    )
+
+
+def _plain_load(planner: Any) -> bool:
+    return planner is None or (
+        type(planner) is DefaultLoadPlanner
+        and planner.flatten_state_dict
+        and planner.flatten_sharded_tensors
+    )
+
+
+def _detected(checkpoint_id: Place, storage: Any = None) -> Any:
+    """
+    Raises:
+        RuntimeError: there is no store for the id, as DCP says it.
+    """
+    if checkpoint_id is None and storage is not None:
+        return None
+    try:
+        if not checkpoint_id:
+            raise UsageError("checkpoint_id was left out", remedy="pass a directory or a URL")
+        open_storage(checkpoint_id)
+    except UsageError as error:
+        raise RuntimeError(f"Cannot detect a reader or writer: {error}") from error
+    return checkpoint_id
+
+
+def _as_dcp(call: Callable[[], T], process_group: Any) -> T:
+    """The call, with DCP's error for ours."""
+    try:
+        return call()
+    except CheckpointError as error:
+        raise _dcp_error(error, process_group) from error
+
+
+def _dcp_error(error: CheckpointError, process_group: Any) -> CheckpointException:
+    """DCP's error: ours, under the number of its rank in the group."""
+    group = group_of(process_group)
+    ranks = (0,) if group is None else group.ranks
+    rank = ranks.index(error.rank) if error.rank in ranks else 0
+    stack = traceback.extract_tb(error.__traceback__)
+    return CheckpointException(str(error), {rank: (error, stack)})

@@ -1,0 +1,269 @@
+"""DCP's save, async_save and load by their own names, and `smckpt run --for dcp`."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+import smckpt
+from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
+from smckpt.integrations.dcp import calls
+from smckpt.run import provide
+from tests.support.launch import ROOT
+from tests.support.limits import seconds
+
+
+def saved_by_dcp(folder: Path) -> bool:
+    return (folder / ".metadata").exists()
+
+
+def test_a_state_saved_and_loaded_by_dcps_names_is_ours(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+    calls.save(state, checkpoint_id=tmp_path)
+    assert not saved_by_dcp(tmp_path)
+    target = {"model": nn.Linear(3, 2).state_dict(), "step": 0}
+    calls.load(target, checkpoint_id=tmp_path)  # the optimizer is left, as by DCP
+    assert target["step"] == 7
+    assert all(torch.equal(target["model"][k], v) for k, v in model.state_dict().items())
+
+
+class Counting(dict[str, Any]):
+    """A dict that tells what was set in it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.were_set: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.were_set.append(key)
+        super().__setitem__(key, value)
+
+
+class Loaded(Stateful):
+    def __init__(self) -> None:
+        self.seen: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["n"]
+
+
+def test_what_has_load_state_dict_stays_in_the_dict_and_the_rest_is_set(tmp_path: Path) -> None:
+    state = Counting({"object": Loaded(), "plain": {"w": torch.ones(2)}})
+    calls.save(state, checkpoint_id=tmp_path)
+    calls.load(state, checkpoint_id=tmp_path)
+    assert (state["object"].seen, state.were_set) == (3, ["plain"])
+
+
+def test_a_name_that_is_not_saved_fails_as_in_dcp(tmp_path: Path) -> None:
+    calls.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path)
+    target = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint.*c") as caught:
+        calls.load(target, checkpoint_id=tmp_path)
+    assert isinstance(caught.value.__context__, KeysMismatchError), "our own words stay"
+    assert target["a"].tolist() == [0.0, 0.0], "refused before anything is changed"
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    calls.load(target, checkpoint_id=tmp_path, planner=planner)
+    assert (target["a"].tolist(), target["c"].tolist()) == ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_the_storage_may_be_the_second_argument_as_in_dcp(tmp_path: Path) -> None:
+    calls.save({"w": torch.ones(2)}, calls.FileSystemWriter(tmp_path))
+    calls.load(target := {"w": torch.zeros(2)}, calls.FileSystemReader(tmp_path))
+    assert target["w"].tolist() == [1.0, 1.0] and not saved_by_dcp(tmp_path)
+
+
+def test_a_value_that_only_the_checkpoint_has_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls.save(
+        {"a": {"n": 1, "m": 2, "w": torch.ones(2), "v": torch.ones(2)}}, checkpoint_id=tmp_path
+    )
+    target = {"a": {"n": 0, "w": torch.zeros(2)}}
+    with monkeypatch.context() as patched:
+        patched.delattr(calls, "_load")  # our engine does it, without DCP's collectives
+        calls.load(target, checkpoint_id=tmp_path)
+    assert target["a"]["n"] == 1 and "m" not in target["a"]
+    with pytest.raises(CheckpointException, match="Missing key"):
+        calls.load({"a": {"k": 0}}, checkpoint_id=tmp_path)
+
+
+def test_another_dtype_is_converted_and_another_size_refused_as_in_dcp(tmp_path: Path) -> None:
+    calls.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path)
+    calls.load(target := {"w": torch.zeros(4, dtype=torch.float16)}, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        calls.load({"w": torch.zeros(5)}, checkpoint_id=tmp_path)
+
+
+def test_a_future_ends_with_the_commit_and_fails_as_in_dcp(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4.0)}
+    future = calls.async_save(
+        state, checkpoint_id=tmp_path, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    state["w"].zero_()
+    seen: Future[Any] = Future()
+    future.add_done_callback(seen.set_result)
+    assert isinstance(future, Future) and seen.result(seconds(60)) is future
+    assert future.result() is not None and future.done()
+    target = {"w": torch.zeros(4)}
+    calls.load(target, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    writer = calls.FileSystemWriter(tmp_path, overwrite=False)
+    with pytest.raises(CheckpointException, match="already exists|is committed"):
+        calls.async_save({"w": torch.ones(4)}, storage_writer=writer)
+    (tmp_path / "file").touch()
+    failing = calls.async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "file" / "below")
+    assert isinstance(failing.exception(seconds(60)), CheckpointException)
+    with pytest.raises(CheckpointException):
+        failing.result()
+    smckpt.maybe_finalize_async_calls()  # what the future told is not raised again
+
+
+def test_a_stager_that_copies_in_the_background_gets_dcps_answer(tmp_path: Path) -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    answer = calls.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager=stager)
+    assert isinstance(answer, AsyncSaveResponse)
+    answer.staging_completion.result(seconds(60))
+    answer.upload_completion.result(seconds(60))
+    stager.close()
+    calls.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_planner_that_caches_plans_saves_what_the_state_holds_now(tmp_path: Path) -> None:
+    for number in (1.0, 2.0):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        calls.save({"w": torch.full((2,), number)}, checkpoint_id=tmp_path, planner=planner)
+        calls.load(target := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+        assert target["w"].tolist() == [number, number]
+
+
+class Doubled(DefaultLoadPlanner):
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+class Named(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, *rest: Any, **more: Any) -> None:
+        super().set_up_planner({"below": state_dict}, *rest, **more)
+
+
+def test_planners_and_storage_of_the_users_own_are_dcps_with_our_storage(tmp_path: Path) -> None:
+    calls.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "ours", planner=Named())
+    assert not saved_by_dcp(tmp_path / "ours")
+    target = {"below": {"w": torch.zeros(2)}}
+    calls.load(target, checkpoint_id=tmp_path / "ours", planner=Doubled())
+    assert target["below"]["w"].tolist() == [2.0, 2.0]
+    theirs = tmp_path / "theirs"
+    calls.async_save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(theirs)).result()
+    assert saved_by_dcp(theirs)
+    calls.load(again := {"w": torch.zeros(2)}, checkpoint_id=theirs)
+    calls.load(more := {"w": torch.zeros(2)}, checkpoint_id=theirs, planner=Doubled())
+    assert (again["w"].tolist(), more["w"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
+    assert isinstance(calls.FileSystemReader(theirs), dcp.FileSystemReader)
+
+
+def test_no_store_and_arguments_that_cannot_be_honoured_are_refused(tmp_path: Path) -> None:
+    for call in (calls.save, calls.async_save, calls.load):
+        for wrong in ("abc://abc.abc", None):
+            with pytest.raises(RuntimeError, match="Cannot detect"):
+                call({"w": torch.ones(2)}, checkpoint_id=wrong)  # type: ignore[operator]
+    for given in (
+        {"sync_files": False},
+        {"_extensions": [object()]},
+        {"serialization_format": dcp.filesystem.SerializationFormat.SAFETENSORS},
+    ):
+        with pytest.raises(UsageError, match=f"{next(iter(given))}.*not honoured"):
+            calls.FileSystemWriter(tmp_path, **given)  # type: ignore[arg-type]
+    calls.FileSystemWriter(tmp_path, False, True, 8, 1, True, True)
+    with pytest.raises(UsageError, match="_extension_registry"):
+        calls.FileSystemReader(tmp_path, object())
+    with pytest.raises(CheckpointException) as caught:
+        calls.load({"w": torch.ones(2)}, checkpoint_id=tmp_path / "nothing")
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CheckpointNotFoundError)
+    with pytest.raises(UsageError, match="check_keys_matched"):
+        smckpt.load({"w": 1}, checkpoint_id=tmp_path, check_keys_matched="some")  # type: ignore[arg-type]
+
+
+def test_dcp_saves_streams_spans_and_paths_through_our_writer(tmp_path: Path) -> None:
+    values = {
+        "stream": io.BytesIO(b"abc"),
+        "span": timedelta(hours=2),
+        "lists": defaultdict(list, {"a": [1]}),
+        "path": Path("/data/x"),
+    }
+    dcp.save({"v": values}, storage_writer=calls.FileSystemWriter(tmp_path))
+    found = smckpt.load(checkpoint_id=tmp_path)
+    assert found is not None
+    assert found["v"].pop("stream").getvalue() == values.pop("stream").getvalue()  # type: ignore[attr-defined]
+    assert found["v"] == values
+
+
+@pytest.fixture
+def provided() -> Iterator[list[str]]:
+    with provide(["dcp"]) as places:
+        yield places.lines
+
+
+def test_the_door_replaces_dcps_names_and_gives_them_back(
+    tmp_path: Path, provided: list[str]
+) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    assert len(provided) == 12 and dcp.save is calls.save
+    dcp.save({"m": {"w": torch.ones(2)}, "n": 3}, checkpoint_id=tmp_path)
+    dcp.async_save({"m": {"w": torch.ones(2)}, "n": 4}, checkpoint_id=tmp_path).result()
+    assert not saved_by_dcp(tmp_path)
+    dcp.load(target := {"n": 0}, checkpoint_id=tmp_path)
+    assert target == {"n": 4}
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    assert not issubclass(FsspecWriter, calls.FileSystemWriter), "it was made before"
+    # a function of DCP's that finds its reader by the path
+    part = _load_state_dict_from_keys("m", checkpoint_id=tmp_path)
+    assert part["m"]["w"].tolist() == [1.0, 1.0]
+
+
+def test_dcps_names_are_its_own_again() -> None:
+    assert dcp.save.__module__ == "torch.distributed.checkpoint.state_dict_saver"
+    assert dcp.FileSystemReader.__module__ == "torch.distributed.checkpoint.filesystem"
+
+
+CHECKOUT = os.environ.get("SMCKPT_PYTORCH", "")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CHECKOUT, reason="SMCKPT_PYTORCH names no checkout of pytorch's tests")
+def test_torchs_own_tests_pass_with_ours_in_dcps_place() -> None:
+    files = ["checkpoint/e2e/test_fine_tuning.py", "checkpoint/test_file_system_checkpoint.py"]
+    command = [sys.executable, "-m", "tests.support.torch_suite", CHECKOUT, "--files", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=True
+    )
+    assert "stock: 6 of 6\ncalls: 6 of 6\nstorage: 6 of 6" in done.stdout, done.stdout

@@ -193,6 +193,8 @@ def test_no_store_and_arguments_that_cannot_be_honoured_are_refused(tmp_path: Pa
         for wrong in ("abc://abc.abc", None):
             with pytest.raises(RuntimeError, match="Cannot detect"):
                 call({"w": torch.ones(2)}, checkpoint_id=wrong)  # type: ignore[operator]
+    assert not calls.FileSystemWriter.validate_checkpoint_id("abc://abc.abc")
+    assert calls.FileSystemWriter.validate_checkpoint_id(tmp_path)
     for given in (
         {"sync_files": False},
         {"_extensions": [object()]},

@@ -23,6 +23,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.limits import seconds
+
 WAYS = ("stock", "calls", "storage")
 BELOW = "test/distributed"
 # DCP's own tests, and those of FSDP and of composability that save or load by DCP.
@@ -152,7 +154,7 @@ def run_file(checkout: Path, name: str, way: str, only: str | None) -> dict[str,
         command += ["-k", only] if only else []
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=900
+                command, env=environment, capture_output=True, text=True, timeout=seconds(900)
             )
         except subprocess.TimeoutExpired:
             return {"(file)": "timed out"}

@@ -46,7 +46,7 @@ from smckpt.layout.strided import Box
 from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
 from smckpt.staging.copies import stage
-from smckpt.storage import own_access
+from smckpt.storage import open_storage, own_access
 from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
 from smckpt.storage.urls import bucket_url, normal_url
@@ -133,9 +133,9 @@ class DistributedFileSystemWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a directory that smckpt can write to."""
+        """Whether a store of smckpt is known for it."""
         try:
-            normal_url(os.fspath(checkpoint_id))
+            open_storage(checkpoint_id)
         except UsageError:
             return False
         return True

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,11 +14,64 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 from smckpt.errors import UsageError
 
-__all__ = ["either_order", "with_process_group"]
+__all__ = ["either_order", "over_shard_groups", "with_process_group"]
+
+
+def over_shard_groups(stock: Callable[..., None], groups: Callable[[], Any]) -> Callable[..., None]:
+    """`FSDP.__init__`, which shards as SMP's degrees say where the script names no process group.
+
+    SMP's page of hybrid sharding: "PyTorch FSDP calls can stay as is". With a `hybrid_shard_degree`
+    of 2 and more any strategy but `_HYBRID_SHARD_ZERO2` becomes `HYBRID_SHARD`; with 1 there is
+    no sharding; with 0 and no other degree, nothing changes.
+
+    Args:
+        groups: gives `torch.sagemaker.state`.
+    """
+
+    @functools.wraps(stock)
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("post_param_init_fn", None) is not None:
+            raise UsageError(
+                "FSDP(post_param_init_fn=…) is not honoured: it belongs to SMP's delayed "
+                "parameters, which smckpt lacks",
+                remedy="initialise the parameters in param_init_fn",
+            )
+        state = groups()
+        named = bool(args) or any(
+            kwargs.get(name) is not None for name in ("process_group", "device_mesh")
+        )
+        if not named and state.parallel is not None:
+            kwargs |= _sharded_by(state, kwargs.get("sharding_strategy"))
+        stock(self, module, *args, **kwargs)
+
+    return init
+
+
+def _sharded_by(state: Any, strategy: ShardingStrategy | None) -> dict[str, Any]:
+    """The arguments of FSDP for the degrees of `torch.sagemaker.init`."""
+    parallel = state.parallel
+    native = parallel.tp_size == parallel.ep_size == 1
+    if parallel.hybrid_shard_degree == 0 and native:
+        return {}
+    zero2 = strategy in (ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.SHARD_GRAD_OP)
+    if parallel.fsdp_size == 1:
+        kept = ShardingStrategy.NO_SHARD
+        return {"process_group": state.rep_process_group, "sharding_strategy": kept}
+    if parallel.rep_size == 1:
+        kept = ShardingStrategy.SHARD_GRAD_OP if zero2 else ShardingStrategy.FULL_SHARD
+        return {"process_group": state.fsdp_process_group, "sharding_strategy": kept}
+    kept = (
+        ShardingStrategy._HYBRID_SHARD_ZERO2
+        if strategy == ShardingStrategy._HYBRID_SHARD_ZERO2
+        else ShardingStrategy.HYBRID_SHARD
+    )
+    both = (state.fsdp_process_group, state.rep_process_group)
+    return {"process_group": both, "sharding_strategy": kept}
 
 
 def either_order(stock: Callable[..., Any]) -> Callable[..., Any]:

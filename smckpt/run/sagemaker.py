@@ -1,4 +1,4 @@
-"""Provides smckpt as the absent `torch.sagemaker`, and replaces three calls of torch."""
+"""Provides smckpt as the absent `torch.sagemaker`, and replaces four calls of torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _torch_calls(provided: Provided) -> None:
 
     import smckpt
     from smckpt.integrations.sagemaker import state
-    from smckpt.integrations.torch_calls import either_order, with_process_group
+    from smckpt.integrations.torch_calls import either_order, over_shard_groups, with_process_group
 
     name = "load_sharded_optimizer_state_dict"
     loads = with_process_group(optimizer.load_sharded_optimizer_state_dict)
@@ -45,6 +45,8 @@ def _torch_calls(provided: Provided) -> None:
     name = "optim_state_dict_to_load"
     orders = staticmethod(either_order(FSDP.optim_state_dict_to_load))
     provided.attribute(FSDP, name, orders, "also takes the state dict as its first argument")
+    shards = over_shard_groups(FSDP.__init__, lambda: state)
+    provided.attribute(FSDP, "__init__", shards, "shards as torch.sagemaker.init() says")
     extension = smckpt.extend_torch_config(parallel_state=lambda: state.parallel)
     provided.by(
         extension.undo,

@@ -106,6 +106,7 @@ def names() -> dict[str, Any]:
         "checkpoint": checkpoint.load_sharded_optimizer_state_dict,
         "to_load": FSDP.optim_state_dict_to_load,
         "type": FSDP.state_dict_type,
+        "init": FSDP.__init__,
         "fields": sorted(FullStateDictConfig.__dataclass_fields__),
     }
 

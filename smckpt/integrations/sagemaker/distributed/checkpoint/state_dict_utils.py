@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
 
 import smckpt
 from smckpt.state_dict import SMStateDictType, init_optim_state
@@ -35,10 +39,21 @@ def sm_state_dict_type(
     with ExitStack() as stack:
         of_torch = isinstance(state_dict_type, StateDictType)
         enter = FullyShardedDataParallel.state_dict_type if of_torch else smckpt.sm_state_dict_type
+        if of_torch:
+            state_dict_config = _without_needless_offload(model, state_dict_config)
         stack.enter_context(
             enter(model, state_dict_type, state_dict_config, optim_state_dict_config)
         )
         yield
+
+
+def _without_needless_offload(model: nn.Module, config: Any) -> Any:
+    """With shards already on the CPU, torch's offloading reads memory that it has freed."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    on_cpu = bool(units) and all(unit.compute_device == torch.device("cpu") for unit in units)
+    if on_cpu and isinstance(config, FullStateDictConfig) and config.offload_to_cpu:
+        return replace(config, offload_to_cpu=False)
+    return config
 
 
 @dataclass(frozen=True)

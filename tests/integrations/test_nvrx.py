@@ -183,10 +183,12 @@ def test_a_program_that_forgets_a_save_waits_for_it_and_tells(tmp_path: Path, ki
     assert done.returncode == 1 and "No such file" in done.stderr
 
 
-def test_a_lost_local_checkpoint_comes_back_from_another_rank(tmp_path: Path) -> None:
-    ranks = run_ranks(
-        nvrx_ranks.a_rank_that_lost_its_disk_gets_its_state_from_a_copy, 2, str(tmp_path), True
-    )
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_lost_local_checkpoint_comes_back_from_another_rank(
+    tmp_path: Path, persistent: bool
+) -> None:
+    lost = nvrx_ranks.a_rank_that_lost_its_disk_gets_its_state_from_a_copy
+    ranks = run_ranks(lost, 2, str(tmp_path), persistent)
     for rank, (names, alone, found, id_, values, refused) in enumerate(ranks):
         assert names == ["iter_0000004_0_local.pt", "iter_0000004_1_local.pt"]
         assert alone == -1 and found == 4 and id_ == (4, rank, "session")

@@ -33,7 +33,10 @@ from smckpt.integrations.nvrx.async_ckpt.state_dict_saver import (
 )
 from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
-from smckpt.integrations.nvrx.local.replication.strategies import CliqueReplicationStrategy
+from smckpt.integrations.nvrx.local.replication.strategies import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+)
 
 
 def schedule(
@@ -210,10 +213,13 @@ def ranks_at_different_calls() -> str:
 
 
 def a_rank_that_lost_its_disk_gets_its_state_from_a_copy(folder: str, persistent: bool) -> Any:
-    """Saves two iterations; rank 1 loses its directory; both load the newest."""
+    """Saves two iterations; rank 1 loses its directory; both load the newest. Without a persistent
+    worker the lazy strategy makes the copies."""
     rank = dist.get_rank()
     place = f"{folder}/node{rank}"
-    copies = CliqueReplicationStrategy.from_replication_params(replication_jump=1)
+    copies: Any = LazyCliqueReplicationStrategy(replication_jump=1)
+    if persistent:
+        copies = CliqueReplicationStrategy.from_replication_params(replication_jump=1)
     manager = LocalCheckpointManager(place, "session", copies)
     queue = AsyncCallsQueue(persistent=persistent)
     live = torch.zeros(5)
@@ -261,3 +267,14 @@ def a_rank_that_lost_its_disk_gets_its_state_from_a_copy(folder: str, persistent
     except OSError as error:
         refused += f"os {error}"
     return names, alone, found, id_, values, refused
+
+
+def saves_with_a_hint(folder: str) -> None:
+    queue = AsyncCallsQueue()
+    state = {"model": {"w": torch.ones(4)}, "optimizer": {"w": torch.full((4,), 2.0)}}
+    schedule(queue, folder, state, separation_hint="model", thread_count=2)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    found = {"model": {"w": torch.zeros(4)}, "optimizer": {"w": torch.zeros(4)}}
+    load(found, storage_reader=FileSystemReader(folder))
+    assert found["model"]["w"].eq(1).all() and found["optimizer"]["w"].eq(2).all()

@@ -103,6 +103,7 @@ def prepare() -> None:
     """Fork ranks, ask for no CUDA, and put smckpt in DCP's place in the way that SMCKPT_TORCH_WAY
     says. Each test file calls this before it imports torch's names."""
     import torch
+    import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.testing._internal import common_distributed, common_fsdp
     from torch.testing._internal.distributed._tensor import common_dtensor
@@ -129,6 +130,13 @@ def prepare() -> None:
         its_init(self, *args, **kwargs)
 
     FullyShardedDataParallel.__init__ = on_the_cpu
+    begins = dist.init_process_group
+
+    @functools.wraps(begins)
+    def without_device(*args, **kwargs):  # type: ignore[no-untyped-def]
+        begins(*args, **{k: v for k, v in kwargs.items() if k != "device_id"})
+
+    dist.init_process_group = without_device
     way = os.environ["SMCKPT_TORCH_WAY"]
     if way == "calls":
         provide(["dcp"])

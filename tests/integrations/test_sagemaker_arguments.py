@@ -281,10 +281,34 @@ def kinds() -> list[str]:
     return [*out, "post_param_init_fn= was not refused"]
 
 
+def by_one_rank() -> list[str]:
+    """What differs where rank 0 alone takes the state of a module inside FSDP, as a script that
+    saves adapters does."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    model = FSDP(net, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+    found: dict[str, Any] = {}
+    with (
+        state_dict_utils.sm_state_dict_type(model, smckpt.LOCAL),
+        FSDP.summon_full_params(model.module[0], writeback=False, rank0_only=True),
+    ):
+        if dist.get_rank() == 0:
+            found = {name: t.clone() for name, t in model.module.state_dict().items()}
+        dist.barrier()
+    out = [
+        name for name in ("0.weight", "0.bias") if found and not found[name].equal(expected[name])
+    ]
+    out += [] if found or dist.get_rank() else ["nothing"]
+    after = model.module.state_dict()  # gathers again
+    return out + [name for name in expected if not after[name].equal(expected[name])]
+
+
 def in_the_door(degrees: list[dict[str, int]]) -> tuple[list[tuple[Any, ...]], list[str]]:
     warnings.simplefilter("ignore")
     with provide(["sagemaker"]):
-        return sharded_as_told(degrees), kinds() if dist.get_world_size() == 2 else []
+        two = dist.get_world_size() == 2
+        return sharded_as_told(degrees), [*kinds(), *by_one_rank()] if two else []
 
 
 def test_fsdp_shards_as_the_degrees_say_and_its_kinds_of_state_are_torchs() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 
 import smckpt
 from smckpt.state_dict import SMStateDictType, init_optim_state
+from smckpt.state_dict.context import instead
 
 __all__ = [
     "SMStateDictType",
@@ -35,12 +36,20 @@ def sm_state_dict_type(
     optim_state_dict_config: Any = None,
 ) -> Iterator[None]:
     """`smckpt.sm_state_dict_type`; for torch's own types, as `StateDictType.FULL_STATE_DICT`,
-    `FSDP.state_dict_type`, so that `FSDP.optim_state_dict` gives the same kind in the block."""
+    `FSDP.state_dict_type`, so that `FSDP.optim_state_dict` gives the same kind in the block.
+
+    Under LOCAL also the modules inside FSDP give what they hold, without a collective: gathered
+    parameters inside `FSDP.summon_full_params`, else this rank's flat ones.
+    """
     with ExitStack() as stack:
         of_torch = isinstance(state_dict_type, StateDictType)
         enter = FullyShardedDataParallel.state_dict_type if of_torch else smckpt.sm_state_dict_type
         if of_torch:
             state_dict_config = _without_needless_offload(model, state_dict_config)
+        elif state_dict_type is SMStateDictType.LOCAL:
+            for unit in FullyShardedDataParallel.fsdp_modules(model):
+                # FSDP's own hooks would gather, and hang where one rank calls alone.
+                stack.enter_context(instead(unit, "state_dict", unit.module.state_dict))
         stack.enter_context(
             enter(model, state_dict_type, state_dict_config, optim_state_dict_config)
         )

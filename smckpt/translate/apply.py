@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -229,13 +229,12 @@ def _make_file(
 
 
 def _copy_whole(source: Storage, publish: Publish, name: str, size: int, fd: int) -> int:
-    storage = source.join(publish.folder)
     memory = memoryview(bytearray(min(_PIECE, max(size, 1))))
-    for low in range(0, size, len(memory)):
-        view = memory[: min(len(memory), size - low)]
-        storage.read_into(name, low, [view])
-        _write(fd, view, low)
-    storage.close()
+    with closing(source.join(publish.folder)) as storage:
+        for low in range(0, size, len(memory)):
+            view = memory[: min(len(memory), size - low)]
+            storage.read_into(name, low, [view])
+            _write(fd, view, low)
     return size
 
 
@@ -246,6 +245,8 @@ def _copy_file(old: BinaryIO, new: BinaryIO) -> None:
         while left and (copied := os.copy_file_range(old.fileno(), new.fileno(), left)):
             left -= copied
     except OSError:  # not on this file system
+        pass
+    if left:
         old.seek(0)
         new.seek(0)
         shutil.copyfileobj(old, new, _PIECE)
@@ -257,24 +258,23 @@ def _patch(
     """Write a publish's changed blocks into a file."""
     assert publish.delta is not None
     name, size = publish.delta
-    storage = source.join(publish.folder)
-    slots = _delta_slots(storage, name, size)
     nbytes = 0
-    for key, tensor in tensors.items():
-        at = slots[key].offset if key in slots else size
-        for number, low, length in spans(tensor.begin, tensor.end):
-            if number not in tensor.blocks:
-                continue
-            data = storage.read(name, at, length)
-            if crc64(data) != tensor.blocks[number]:
-                raise CorruptCheckpointError(
-                    f"{key!r}: bytes {at} to {at + length} differ from what was published",
-                    remedy="publish in full, with delta=None",
-                    path=file_url(storage.url, name),
-                )
-            _write(fd, memoryview(data), low)
-            at, nbytes = at + length, nbytes + length
-    storage.close()
+    with closing(source.join(publish.folder)) as storage:
+        slots = _delta_slots(storage, name, size)
+        for key, tensor in tensors.items():
+            at = slots[key].offset if key in slots else size
+            for number, low, length in spans(tensor.begin, tensor.end):
+                if number not in tensor.blocks:
+                    continue
+                data = storage.read(name, at, length)
+                if crc64(data) != tensor.blocks[number]:
+                    raise CorruptCheckpointError(
+                        f"{key!r}: bytes {at} to {at + length} differ from what was published",
+                        remedy="publish in full, with delta=None",
+                        path=file_url(storage.url, name),
+                    )
+                _write(fd, memoryview(data), low)
+                at, nbytes = at + length, nbytes + length
     return nbytes
 
 

@@ -42,7 +42,7 @@ def told(folder: Path, door: str, command: str, *options: str) -> Any:
     "door",
     [
         *("trainer", "lightning", "accelerate", "dcp"),
-        *("trainer-fsdp2", "lightning-fsdp2", "accelerate-fsdp2"),
+        *("trainer-fsdp2", "lightning-fsdp2", "accelerate-fsdp2", "dcp-fsdp2"),
     ],
 )
 def test_a_resume_through_a_door_is_proved(door: str, tmp_path: Path) -> None:
@@ -51,7 +51,9 @@ def test_a_resume_through_a_door_is_proved(door: str, tmp_path: Path) -> None:
     assert found["line"].startswith("exact: killed at step")
 
 
-@pytest.mark.parametrize("door", ["trainer", "lightning", "accelerate", "dcp", "trainer-fsdp2"])
+@pytest.mark.parametrize(
+    "door", ["trainer", "lightning", "accelerate", "dcp", "trainer-fsdp2", "dcp-fsdp2"]
+)
 def test_a_run_through_a_door_survives_kills_in_its_saves(door: str, tmp_path: Path) -> None:
     found = told(tmp_path, door, "chaos", "--moments", "6")
     assert found["status"] == 0, found

@@ -47,14 +47,17 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill_and_from_accelerates_own(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("how", "ranks"), [("plain", 1), ("fsdp2", 2)])
 def test_with_its_checkpoints_in_s3_it_goes_on_bit_for_bit(
-    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
 ) -> None:
     monkeypatch.setenv("ACCELERATE_ROOT", s3_root)
-    (told,) = child.killed_and_resumed(SCRIPT, tmp_path / "run", "plain", ("die",))
-    ours, losses = told["resumed"].pop("losses"), told["straight"]["losses"]
-    assert ours == losses[-len(ours) :] and len(ours) < len(losses)
-    assert {**told["resumed"], "losses": losses} == told["straight"]
+    all_told = child.killed_and_resumed(SCRIPT, tmp_path / "run", how, ("die",), ranks=ranks)
+    assert len(all_told) == ranks
+    for told in all_told:
+        ours, losses = told["resumed"].pop("losses"), told["straight"]["losses"]
+        assert ours == losses[-len(ours) :] and len(ours) < len(losses)
+        assert {**told["resumed"], "losses": losses} == told["straight"]
     assert names(f"{s3_root}/run") == ["checkpoint_1", "checkpoint_2"]
     assert not [*tmp_path.rglob("*.safetensors")]
 

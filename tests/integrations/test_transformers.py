@@ -34,15 +34,16 @@ def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("how", "ranks"), [("plain", 1), ("fsdp", 2)])
 def test_with_its_checkpoints_in_s3_another_machine_goes_on_bit_for_bit(
-    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
 ) -> None:
     monkeypatch.setenv("TRAINER_ROOT", s3_root)
-    died = child.script(SCRIPT, str(tmp_path / "run"), "plain", "die", "5")
+    died = child.script(SCRIPT, str(tmp_path / "run"), how, "die", "5", ranks=ranks)
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
     assert not [*tmp_path.rglob("*.safetensors")]
     (tmp_path / "other").mkdir()
-    done = child.script(SCRIPT, str(tmp_path / "other" / "run"), "plain", "resume")
+    done = child.script(SCRIPT, str(tmp_path / "other" / "run"), how, "resume", ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     held(tmp_path, child.told(done))
     assert not [*tmp_path.rglob("*.safetensors")]

@@ -1,7 +1,6 @@
 """A script that trains through the door of a framework, and goes on after what it finds.
 
-Its arguments: OUT DOOR. DOOR: trainer, lightning, accelerate, dcp; "-fsdp2" after the first three
-shards.
+Its arguments: OUT DOOR. DOOR: trainer, lightning, accelerate, dcp; "-fsdp2" after it shards.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ def accelerate(out: str, how: str) -> None:
 
 
 def dcp(out: str, how: str) -> None:
-    """torch's own calls, with our writer and reader."""
+    """torch's own calls, with our writer and reader; sharded, DCP's names over our engine."""
+    if how:
+        dcp_fsdp2(out)
+        return
     import torch.distributed.checkpoint as stock
 
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
@@ -62,6 +64,55 @@ def dcp(out: str, how: str) -> None:
         state = {"model": model.state_dict(), "step": step}
         place = os.path.join(out, str(step))
         stock.save(state, storage_writer=DistributedFileSystemWriter(place, step=step))
+
+
+def dcp_fsdp2(out: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from smckpt.integrations.dcp.calls import async_save, load
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 6))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(dist.get_rank())
+
+    def taken(step: int) -> dict[str, object]:
+        weights, moments = get_state_dict(model, optimizer)
+        rng = torch.get_rng_state().tolist()  # each rank's own
+        return {
+            "model": weights,
+            "optim": moments,
+            "scheduler": scheduler,
+            "rng": rng,
+            "step": step,
+        }
+
+    step, saving = 0, None
+    if found := find_checkpoints(out):
+        held = taken(0)
+        load(held, checkpoint_id=found[-1].path)
+        set_state_dict(
+            model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"]
+        )
+        torch.set_rng_state(torch.tensor(held["rng"], dtype=torch.uint8))
+        step = held["step"]
+    while step < 6:
+        batch = torch.randn(4, 6)
+        (model(batch) - batch).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+        if saving is not None:
+            saving.result()
+        saving = async_save(taken(step), checkpoint_id=os.path.join(out, str(step)))
+    if saving is not None:
+        saving.result()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -112,6 +112,31 @@ def test_only_what_changed_is_written_and_read(served: Served, unit: str) -> Non
     served.assert_same()
 
 
+@pytest.mark.parametrize("how", ["refuses", "stops"])
+def test_a_base_is_copied_where_the_kernel_does_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    served.publish()
+    served.apply()
+    served.tensors["layers.0.weight"][0, 0] += 1
+    write(served.model, served.tensors)
+    served.publish(delta="block")
+    real, calls = os.copy_file_range, []
+
+    def part(source: int, target: int, count: int) -> int:
+        calls.append(count)
+        if len(calls) == 1:
+            return real(source, target, 1000)  # a part is copied already
+        if how == "refuses":
+            raise OSError(95, "not supported")
+        return 0
+
+    monkeypatch.setattr(os, "copy_file_range", part)
+    assert served.apply().nbytes == 64 * 64 * 4, "the rest came from the base"
+    assert len(calls) >= 2
+    served.assert_same()
+
+
 def test_a_delta_of_tensors_is_plain_safetensors(served: Served) -> None:
     served.publish()
     served.tensors["layers.1.weight"] *= 2

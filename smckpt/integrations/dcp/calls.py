@@ -214,7 +214,7 @@ def async_save(
     )
     if handle is None:
         return None
-    upload = _Upload(handle, process_group)
+    upload = _Upload(handle, _ranks(process_group))
     if getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
         staged: Future[None] = Future()
         staged.set_result(None)
@@ -276,7 +276,7 @@ def load(
     except (KeysMismatchError, TensorMismatchError):  # on all ranks, and nothing is changed yet
         by_dcp()
     except CheckpointError as error:
-        raise _dcp_error(error, process_group) from error
+        raise _dcp_error(error, _ranks(process_group)) from error
     for key, value in before.items():  # DCP sets what has no load_state_dict
         if not isinstance(value, Stateful):
             state_dict[key] = state_dict[key]
@@ -285,15 +285,15 @@ def load(
 class _Upload(Future[Any]):
     """A save as the future that DCP's callers know: it fails with `CheckpointException`."""
 
-    def __init__(self, handle: SaveHandle, process_group: Any) -> None:
+    def __init__(self, handle: SaveHandle, ranks: tuple[int, ...]) -> None:
         super().__init__()
-        self._handle, self._process_group = handle, process_group
+        self._handle, self._ranks = handle, ranks
         self.set_running_or_notify_cancel()
         handle.add_done_callback(self._end)
 
     def _end(self, handle: Future[Timings]) -> None:
         if (failure := self._handle.error) is not None:
-            self.set_exception(_dcp_error(failure, self._process_group))
+            self.set_exception(_dcp_error(failure, self._ranks))
         else:
             self.set_result(handle.result())
 
@@ -350,13 +350,17 @@ def _as_dcp(call: Callable[[], T], process_group: Any) -> T:
     try:
         return call()
     except CheckpointError as error:
-        raise _dcp_error(error, process_group) from error
+        raise _dcp_error(error, _ranks(process_group)) from error
 
 
-def _dcp_error(error: CheckpointError, process_group: Any) -> CheckpointException:
-    """DCP's error: ours, under the number of its rank in the group."""
+def _ranks(process_group: Any) -> tuple[int, ...]:
+    """The global ranks of the group. When a save ends, the job may have destroyed the group."""
     group = group_of(process_group)
-    ranks = (0,) if group is None else group.ranks
+    return (0,) if group is None else group.ranks
+
+
+def _dcp_error(error: CheckpointError, ranks: tuple[int, ...]) -> CheckpointException:
+    """DCP's error: ours, under the number of its rank in the group."""
     rank = ranks.index(error.rank) if error.rank in ranks else 0
     stack = traceback.extract_tb(error.__traceback__)
     return CheckpointException(str(error), {rank: (error, stack)})

@@ -287,12 +287,12 @@ class _Upload(Future[Any]):
 
     def __init__(self, handle: SaveHandle, ranks: tuple[int, ...]) -> None:
         super().__init__()
-        self._handle, self._ranks = handle, ranks
+        self._begun, self._ranks = handle, ranks
         self.set_running_or_notify_cancel()
         handle.add_done_callback(self._end)
 
     def _end(self, handle: Future[Timings]) -> None:
-        if (failure := self._handle.error) is not None:
+        if (failure := self._begun.error) is not None:
             self.set_exception(_dcp_error(failure, self._ranks))
         else:
             self.set_result(handle.result())
@@ -303,7 +303,7 @@ class _Upload(Future[Any]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._handle.exception(timeout)  # a failure that is told here is not told again
+        self._begun.exception(timeout)  # a failure that is told here is not told again
         return super().exception(timeout)
 
 

@@ -26,6 +26,7 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
 
     refuse_version("torch", torch.__version__.partition("+")[0], TESTED, force)
     refuse_shadow(_THEIRS, shadow)
+    package = importlib.import_module(_OURS)
     above = _THEIRS.partition(".")[0]
     if above not in sys.modules:
         if importlib.util.find_spec(above) is not None:
@@ -33,8 +34,8 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
         else:
             top = ModuleType(above, "Stands for NVRx, of which smckpt has the checkpointing.")
             top.__path__ = []  # a package, without modules of its own
+            vars(top)["__version__"] = package.VERSION  # Megatron-core asks for it
             provided.module(above, top)
-    package = importlib.import_module(_OURS)
     below = pkgutil.walk_packages(package.__path__, f"{_OURS}.")
     for name in (_OURS, *(found.name for found in below if not found.name.startswith(_OWN))):
         provided.module(_THEIRS + name.removeprefix(_OURS), importlib.import_module(name))

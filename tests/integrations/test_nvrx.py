@@ -341,4 +341,4 @@ def test_what_is_not_honoured_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="open_file"):
         FileSystemWriterAsync("s3://bucket/key", open_file=os.fdopen)
     with pytest.raises(UsageError, match="mp_mode"):
-        get_write_results_queue("fork")
+        get_write_results_queue("forked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import platform
 from pathlib import Path
@@ -20,6 +21,7 @@ from smckpt.integrations.nvrx.utils import (
     preload_tensors,
     wrap_for_async,
 )
+from smckpt.run import provide
 from tests.support import nvrx_ranks
 from tests.support.launch import run_ranks
 
@@ -97,3 +99,11 @@ def test_the_file_may_be_a_url(tmp_path: Path) -> None:
     saver.async_save({"a": torch.arange(3)}, f"file://{tmp_path}/one.pt")
     saver.finalize_async_save(blocking=True, terminate=True)
     assert torch.load(tmp_path / "one.pt")["a"].tolist() == [0, 1, 2]
+
+
+def test_the_package_tells_the_version_whose_names_it_has() -> None:
+    with provide(["nvrx"]):
+        # Megatron-core asks for both before it takes NVRx
+        assert importlib.import_module("nvidia_resiliency_ext").__version__ == "0.7.0"
+        for mode in ("fork", "spawn"):
+            assert get_write_results_queue(mode).empty()

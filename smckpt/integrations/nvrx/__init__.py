@@ -3,3 +3,5 @@
 `smckpt run --for nvrx` provides them under NVRx's own name. `worker/` is ours: the process in which
 a request's function runs.
 """
+
+VERSION = "0.7.0"  # of NVRx, whose names these are

@@ -8,6 +8,7 @@ import queue
 import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_all_start_methods
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +31,14 @@ def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
     """A queue that a function of an AsyncRequest puts results into, for the trainer.
 
     Args:
-        mp_mode: "spawn"; the worker is never forked.
+        mp_mode: of a manager's process, which is not needed here: any of multiprocessing's.
+            Megatron-LM passes "fork". Nothing is forked.
+
+    Raises:
+        UsageError: no start method of multiprocessing.
     """
-    if mp_mode != "spawn":
-        raise UsageError(f"mp_mode={mp_mode!r} is not honoured", remedy='pass "spawn"')
+    if mp_mode not in (known := get_all_start_methods()):
+        raise UsageError(f"mp_mode={mp_mode!r} is not known", remedy=f"pass one of {known}")
     return ResultsQueue()
 
 

@@ -6,6 +6,8 @@ import ctypes
 import importlib
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from smckpt.integrations.nvrx.utils import (
 )
 from smckpt.run import provide
 from tests.support import nvrx_ranks
-from tests.support.launch import run_ranks
+from tests.support.launch import ROOT, run_ranks
+from tests.support.limits import seconds
 
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 
@@ -107,3 +110,25 @@ def test_the_package_tells_the_version_whose_names_it_has() -> None:
         assert importlib.import_module("nvidia_resiliency_ext").__version__ == "0.7.0"
         for mode in ("fork", "spawn"):
             assert get_write_results_queue(mode).empty()
+
+
+CHECKOUT = os.environ.get("SMCKPT_NVRX", "")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not CHECKOUT, reason="SMCKPT_NVRX names no checkout of NVRx's tests")
+def test_nvrxs_own_tests_pass_on_the_door() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.nvrx_suite", CHECKOUT],
+        cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=False,
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if not line.startswith("    ")]
+    assert told == [
+        "test_async_save.py on 1 ranks: 3 of 3",
+        "test_async_writer.py on 2 ranks: 13 of 15",
+        "test_async_writer_msc.py on 2 ranks: 1 of 1",
+        "test_basic_local.py on 2 ranks: 7 of 7",
+        "test_cleanup.py on 2 ranks: 2 of 2",
+    ], done.stdout + done.stderr[-2000:]
+    assert "    test_wrap_exception_for_gather_" in done.stdout, done.stdout
+    assert "::test_invalid_async_setup[True-True]: " in done.stdout, done.stdout

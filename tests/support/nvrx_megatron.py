@@ -1,6 +1,7 @@
 """A GPTModel of Megatron-core, tensor parallel over two ranks on CPUs, saved in the background as
-Megatron-LM does with `--async-strategy nvrx`: `dist_checkpointing.save` over a
-`TorchDistSaveShardedStrategy`. Nothing here names smckpt.
+Megatron-LM does with `--async-strategy nvrx --use-persistent-ckpt-worker --async-ckpt-use-cpu-shm`:
+`dist_checkpointing.save` over a `TorchDistSaveShardedStrategy`, and the queue of its own
+`megatron.training.async_utils`. Nothing here names smckpt.
 
 Arguments: OUT; and "die" (rank 0 kills itself while the save of step 5 is under way), "resume", or
 "stay" (the weights change in place, and Megatron is told that the structure never does).
@@ -16,6 +17,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,15 +28,14 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistSaveShardedStrategy,
-    get_async_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.training import async_utils
+from megatron.training.global_vars import set_args
 
 STEPS, RANKS = 6, 2
 ON_CPU = {
@@ -109,15 +110,15 @@ class Training:
 
 
 class Saves:
-    """Megatron-LM's `async_utils`: one queue, and one strategy for the whole run."""
+    """As Megatron-LM's training saves: its own queue, and one strategy for the whole run."""
 
     def __init__(self, **options: Any) -> None:
-        _, modules = get_async_strategy("nvrx")
-        modules["AsyncCallsQueue"].warmup_persistent_caller(
-            dist.get_rank(), cpu_priority=10, io_priority=None, cpu_shm_mode=True
-        )
-        modules["get_write_results_queue"](mp_mode="fork")  # so does Megatron-LM
-        self.queue = modules["AsyncCallsQueue"](persistent=True, cpu_shm_mode=True)
+        wanted = SimpleNamespace(
+            async_save=True, async_strategy="nvrx", use_persistent_ckpt_worker=True,
+            async_ckpt_use_cpu_shm=True, async_ckpt_cpu_priority=10, async_ckpt_io_priority=None,
+        )  # fmt: skip
+        set_args(wanted)
+        async_utils.init_persistent_async_worker(dist.get_rank())
         self.strategy = TorchDistSaveShardedStrategy(cpu_shm_mode=True, **options)
 
     def schedule(self, training: Training, folder: Path) -> None:
@@ -128,7 +129,7 @@ class Saves:
             training.state(), str(folder), self.strategy,
             async_sharded_save=True, async_strategy="nvrx",
         )  # fmt: skip
-        self.queue.schedule_async_request(request)
+        async_utils.schedule_async_save(request)
 
 
 def newest(out: Path) -> Path:
@@ -142,19 +143,18 @@ def train(out: Path, *, resume: bool, dies: bool = False) -> Training:
         training.warm()
         training.take(dist_checkpointing.load(training.state(), str(newest(out))))
     while training.iteration < STEPS:
-        saves.queue.maybe_finalize_async_calls(blocking=False, no_dist=False)
+        async_utils.maybe_finalize_async_save(blocking=False)
         training.step()
         if training.iteration in (2, 4):
             saves.schedule(training, out / f"iter_{training.iteration:07d}")
         if dies and training.iteration == 5:
-            saves.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+            async_utils.maybe_finalize_async_save(blocking=True)
             saves.schedule(training, out / "iter_0000005")
             dist.barrier()
             if dist.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.barrier()
-    saves.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
-    saves.queue.close()
+    async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
     return training
 
 
@@ -168,9 +168,9 @@ def saved_anew(out: Path) -> dict[str, Any]:
         saves.schedule(training, out / str(number))
         before = training.iteration
         training.step()  # while it is written
-        saves.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        async_utils.maybe_finalize_async_save(blocking=True)
         assert training.iteration == before + 1
-    saves.queue.close()
+    async_utils.reset_persistent_async_worker("nvrx")
     for number in range(3):
         loaded = Training()
         loaded.warm()

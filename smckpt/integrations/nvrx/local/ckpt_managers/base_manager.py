@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -154,12 +155,14 @@ class BaseCheckpointManager(ABC):
         return None
 
     def _finalize(self, iteration: int, in_background: bool) -> None:
+        began = time.monotonic()
         found, self.latest_iteration = self.find_latest(), -1
         remove = self._cleanup if found >= iteration else self._cleanup_failed_save
         if in_background:
             threading.Thread(target=remove, args=(iteration,), name="smckpt-local").start()
         else:
             remove(iteration)
+        log.debug("finalize_fn took %.4fs", time.monotonic() - began)  # NVRx's own words
         if found < iteration:
             raise CheckpointingException(
                 f"the local checkpoint of iteration {iteration} is not whole: the newest that is, "

@@ -125,14 +125,21 @@ def test_an_open_manager_ends_the_process_when_the_time_is_over(
 def test_a_thread_that_fails_leaves_no_loop_waiting(
     tmp_path: Path, ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handled = threading.Event()
+
     def broken(_: object, mine: object) -> None:
-        if mine is not None:  # before the signal the thread may ask, and must not fail then
-            raise RuntimeError("not one of ours")
+        if mine is None:  # before the signal the thread may ask, and must not fail then
+            return
+        # The thread may read of the signal before this process's handler has run. Without `_exit`
+        # that handler would find a thread that is gone, and let the signal end the tests.
+        handled.wait(seconds(30))
+        raise RuntimeError("not one of ours")
 
     with CheckpointManager(tmp_path, exit_status=7, signals=("SIGUSR1",)) as manager:
         assert not manager.should_save(1)
         monkeypatch.setattr(notice, "_told", broken)
         signal.raise_signal(signal.SIGUSR1)
+        handled.set()
         waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)
         waits.start()
         waits.join(seconds(30))

@@ -63,7 +63,7 @@ def test_with_its_checkpoints_in_s3_it_goes_on_bit_for_bit(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["fsdp2", "plain"])
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "plain"])
 def test_ranks_go_on_bit_for_bit_after_a_kill(tmp_path: Path, how: str) -> None:
     told = killed_and_resumed(tmp_path, how, ranks=2)
     kind = "DTensor" if how == "fsdp2" else "Parameter"

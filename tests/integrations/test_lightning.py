@@ -66,6 +66,27 @@ def test_two_ranks_go_on_bit_for_bit_after_a_kill(
     held(told, 2)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "ranks", "placements"),
+    [
+        ("tp", 2, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"),
+        ("tp", 4, "(_StridedShard(dim=0, sf=2), Shard(dim=0))"),
+        ("hybrid1", 4, "None"),
+        ("hybrid2", 4, "(Replicate(), Shard(dim=0))"),
+        ("two", 2, "(Shard(dim=0),)"),
+    ],
+)
+def test_other_meshes_and_two_optimizers_go_on_bit_for_bit_after_a_kill(
+    tmp_path: Path, how: str, ranks: int, placements: str
+) -> None:
+    told = child.killed_and_resumed(SCRIPT, tmp_path / "run", how, ("die",), ranks=ranks)
+    assert {rank["resumed"]["placements"] for rank in told} == {placements}
+    assert len(told[0]["resumed"]["lr"]) == (2 if how == "two" else 1)
+    kept(tmp_path / "run", told)
+    held(told, ranks)
+
+
 STOCK = """
 import sys
 import torch

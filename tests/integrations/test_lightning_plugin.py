@@ -153,7 +153,7 @@ def test_what_a_sharded_strategy_cannot_honour_is_refused() -> None:
     with pytest.raises(UsageError, match="save_distributed_checkpoint=False"):
         SmckptModelParallelStrategy(save_distributed_checkpoint=False)
     strategy = SmckptFSDPStrategy()
-    with pytest.raises(UsageError, match="TorchCheckpointIO is not honoured"):
+    with pytest.raises(UsageError, match="TorchCheckpointIO is not .*; SmckptFSDPStrategy saves"):
         strategy.checkpoint_io = TorchCheckpointIO()
     with pytest.raises(UsageError, match="storage_options"):
         strategy.save_checkpoint({}, "a", storage_options={"a": 1})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import smckpt
 from smckpt import verify_checkpoint
@@ -74,21 +73,19 @@ def test_ddp_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("how", "ranks"),
+    ("how", "ranks", "sharded"),
     [
-        ("plain", 1),
-        ("plain", 2),
-        pytest.param(
-            "fsdp",
-            2,
-            marks=pytest.mark.skipif(
-                not torch.accelerator.is_available(),
-                reason="accelerate shards for this release on accelerators only",
-            ),
-        ),
+        ("plain", 1, "Parameter"),
+        ("plain", 2, "Parameter"),
+        ("fsdp1", 2, "Parameter"),
+        ("fsdp", 2, "DTensor"),
     ],
 )
 def test_transformers_4_goes_on_bit_for_bit_after_a_kill(
-    tmp_path: Path, how: str, ranks: int
+    tmp_path: Path, how: str, ranks: int, sharded: str
 ) -> None:
-    held(*killed_and_resumed(tmp_path, how, ranks=ranks, python=transformers4()))
+    out, told = killed_and_resumed(tmp_path, how, ranks=ranks, python=transformers4())
+    held(out, told)
+    assert {rank["resumed"]["sharded"] for rank in told} == {sharded}
+    # FSDP1 gives each rank a part of its own
+    assert len({rank["resumed"]["digest"] for rank in told}) == (1 if how == "plain" else 2)

@@ -48,12 +48,15 @@ def made(out: str, how: str, kind: type[Accelerator]) -> Any:
         PartialState(cpu=not device)
         if not device:  # accelerate shards on accelerators only, unless it takes the CPUs for such
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=int(how[-1]),
             auto_wrap_policy="size_based_wrap",
             min_num_params=100,
             state_dict_type="SHARDED_STATE_DICT",
             use_orig_params=True,
+            sync_module_states=False,  # accelerate asks for an accelerator's memory then
+            cpu_ram_efficient_loading=False,
         )
     configuration = ProjectConfiguration(
         project_dir=out, automatic_checkpoint_naming=True, total_limit=2

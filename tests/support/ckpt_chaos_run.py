@@ -4,16 +4,19 @@
         -- python tests/support/ckpt_chaos_run.py {out} save
 
 With `save` it saves to one directory by `smckpt.save`; with `manager`, by a manager that keeps one
-step. ckpt-chaos counts the calls of the script's own process, but smckpt's worker writes the files
-of a save. With a third argument, `worker`, and `env CKPT_CHAOS_ARMED=1` before the command, it
-counts those of the worker instead, and a kill ends the script too.
+step; with `trainer` and `lightning`, through the doors of these frameworks. ckpt-chaos counts the
+calls of the script's own process, but smckpt's worker writes the files of a save. With a third
+argument, `worker`, and `env CKPT_CHAOS_ARMED=1` before the command, it counts those of the worker
+instead, and a kill ends the script too.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +42,11 @@ def main(out: str, door: str, armed: str = "") -> None:
         )
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
+    if door in ("trainer", "lightning"):
+        os.makedirs(out, exist_ok=True)
+        ended = {"trainer": by_trainer, "lightning": by_lightning}[door](out)
+        torch.save(ended, Path(out, "final.pt"))
+        return
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 8)
     )
@@ -79,6 +87,45 @@ def by_manager(root, model, optimizer, train) -> None:  # type: ignore[no-untype
         for now in range(step + 1, STEPS + 1):
             train()
             manager.save(now, live)
+
+
+def by_trainer(out: str) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    from tests.support import trainer_run
+
+    class Begins(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            print(f"resumed from step {state.global_step}", flush=True)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            # the Trainer saves its last step, and resumed from there it trains one more
+            control.should_training_stop = state.global_step == trainer_run.STEPS - 1
+
+    trainer_run.STEPS = 6
+    made = trainer_run.trainer(out, "plain", [Begins()])
+    made.train(resume_from_checkpoint=any(one.startswith("checkpoint-") for one in os.listdir(out)))
+    return trainer_run.ended(made)
+
+
+def by_lightning(out: str) -> dict[str, Any]:
+    from lightning.pytorch import Callback, seed_everything
+
+    from tests.support import lightning_run
+
+    class Begins(Callback):
+        def on_train_start(self, trainer: Any, model: Any) -> None:
+            print(f"resumed from step {trainer.global_step}", flush=True)
+
+    seed_everything(0, verbose=False)
+    lightning_run.STEPS = 5  # the last one is not saved
+    made, model = lightning_run.trainer(out, "disk", dies=-1), lightning_run.Model()
+    made.callbacks.append(Begins())
+    made.fit(model, lightning_run.Batches(), ckpt_path="last")
+    ended = lightning_run.ended(made, model)
+    # a resumed run has seen only its own losses; files of the last step get another name where the
+    # killed run left half of one
+    return {key: ended[key] for key in ("digest", "lr", "random", "seen", "epoch", "hparams")}
 
 
 main(*sys.argv[1:])

@@ -1,7 +1,9 @@
 """A script that trains a tiny model with Lightning through smckpt.
 
 Its arguments: OUT HOW WHAT. OUT: a directory or an s3:// URL. HOW: s3 (NeMo's plugin), disk (the
-plugin for any place), fsdp1, fsdp2, epochs (saves at the ends of epochs, a shuffled DataLoader);
+plugin for any place), fsdp1, fsdp2, tp (FSDP2 with tensor parallel pairs), hybrid1, hybrid2 (pairs
+that shard, and hold replicas of each other), two (FSDP2, two optimizers that the module steps),
+epochs (saves at the ends of epochs, a shuffled DataLoader);
 "-sync" after it waits for each commit, "-wrapped" puts AsyncCheckpointIO around the plugin. WHAT:
 "die" (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a
 stop; print both as JSON).
@@ -22,6 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.device_mesh import init_device_mesh
 
 from smckpt.integrations import lightning as ours
 
@@ -34,6 +37,13 @@ class Model(LightningModule):
         self.save_hyperparameters()
         self.layers: Any = None
         self.losses: list[tuple[int, float]] = []
+        self.pairs = False  # of ranks that shard, and hold replicas of each other
+
+    @property
+    def replicas(self) -> Any:
+        if not self.pairs:
+            return None
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     def configure_model(self) -> None:
         if self.layers is not None:
@@ -42,37 +52,67 @@ class Model(LightningModule):
         layers = [torch.nn.Linear(width, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 16)]
         self.layers = torch.nn.Sequential(*layers)
         if type(self.trainer.strategy).__name__ == "SmckptFSDPStrategy":  # else refused on CPUs
-            from torch.distributed.fsdp import FullyShardedDataParallel
+            from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
             from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+            kind = "HYBRID_SHARD" if self.replicas else "FULL_SHARD"
             self.layers = FullyShardedDataParallel(
                 self.layers, device_id=torch.device("cpu"), use_orig_params=True,
                 auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+                device_mesh=self.replicas, sharding_strategy=ShardingStrategy[kind],
             )  # fmt: skip
         mesh = getattr(self, "_device_mesh", None)
         if mesh is not None:
             from torch.distributed.fsdp import fully_shard
 
+            if mesh["tensor_parallel"].size() > 1:
+                tensor_parallel(self.layers, mesh["tensor_parallel"])
             for each in (layers[0], layers[2], self.layers):
-                fully_shard(each, mesh=mesh["data_parallel"])
+                fully_shard(each, mesh=self.replicas or mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         # of the random numbers that come back
         loss = (self.layers(batch + torch.randn_like(batch)) - batch).square().mean()
         self.log("loss", loss, sync_dist=True)  # so that all ranks keep the same ones
         self.losses.append((self.global_step + 1, loss.item()))
+        if not self.automatic_optimization:  # the optimizers take turns
+            self.manual_backward(loss)
+            self.optimizers()[index % 2].step()
+            self.lr_schedulers()[index % 2].step()
+            self.layers.zero_grad()
         return loss
 
     def configure_optimizers(self) -> Any:
+        if not self.automatic_optimization:
+            optimizers: list[Any] = [
+                torch.optim.AdamW(self.layers[0].parameters(), lr=self.hparams["rate"]),
+                torch.optim.SGD(self.layers[2].parameters(), lr=1e-3, momentum=0.9),
+            ]
+            return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2) for each in optimizers]
         optimizer = torch.optim.AdamW(self.layers.parameters(), lr=self.hparams["rate"])
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-class Batches:
-    """A loader that Lightning can resume in the middle of an epoch."""
+def tensor_parallel(layers: Any, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
-    def __init__(self) -> None:
+    parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+class Batches:
+    """A loader that Lightning can resume in the middle of an epoch.
+
+    Args:
+        alike: how many neighbouring ranks get the same batches.
+    """
+
+    def __init__(self, alike: int = 1) -> None:
         self.at = 0
+        self.reader = int(os.environ.get("RANK", "0")) // alike
 
     def __len__(self) -> int:
         return PER_EPOCH
@@ -80,7 +120,7 @@ class Batches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         while self.at < PER_EPOCH:
             self.at += 1
-            made = torch.Generator().manual_seed(self.at + 100 * int(os.environ.get("RANK", "0")))
+            made = torch.Generator().manual_seed(self.at + 100 * self.reader)
             yield torch.randn(4, 16, generator=made)
         self.at = 0
 
@@ -144,9 +184,11 @@ def trainer(out: str, how: str, dies: int) -> Any:
 
 def strategy(how: str) -> Any:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if how == "fsdp2":
+    if how == "tp":
+        return ours.SmckptModelParallelStrategy(ranks // 2, 2)
+    if how in ("fsdp2", "two", "hybrid2"):
         return ours.SmckptModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if how == "fsdp1":
+    if how in ("fsdp1", "hybrid1"):
         return ours.SmckptFSDPStrategy()
     return "ddp"
 
@@ -154,7 +196,9 @@ def strategy(how: str) -> Any:
 def train(out: str, how: str, *, resume: bool, dies: int = 0) -> dict[str, Any]:
     seed_everything(7 if resume else 0, verbose=False)
     runs, model = trainer(out, how, dies), Model()
-    data: Any = Batches()
+    model.pairs = how.startswith("hybrid")
+    model.automatic_optimization = how != "two"
+    data: Any = Batches(2 if how == "tp" else 1)
     if how.startswith("epochs"):
         made = torch.Generator().manual_seed(3)
         rows = torch.randn(4 * PER_EPOCH, 16, generator=made)
@@ -166,9 +210,9 @@ def train(out: str, how: str, *, resume: bool, dies: int = 0) -> dict[str, Any]:
 def ended(runs: Any, model: Model) -> dict[str, Any]:
     """What a run came to: this rank's weights and moments in a digest, the losses, the rate."""
     digest = hashlib.sha256()
-    (optimizer,) = runs.strategy.optimizers
+    held = [each.state for each in runs.strategy.optimizers]
     for parameter in model.layers.parameters():
-        slots = optimizer.state.get(parameter, {})
+        slots = next((each[parameter] for each in held if parameter in each), {})
         for tensor in (parameter, *(slots[name] for name in sorted(slots))):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             digest.update(local.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
@@ -176,9 +220,10 @@ def ended(runs: Any, model: Model) -> dict[str, Any]:
     return {
         "digest": digest.hexdigest(),
         "losses": model.losses,
-        "lr": runs.lr_scheduler_configs[0].scheduler.get_last_lr(),
+        "lr": [each.scheduler.get_last_lr() for each in runs.lr_scheduler_configs],
         "random": torch.rand(2).tolist(),
-        "sharded": type(next(model.layers.parameters())).__name__,
+        "sharded": type(first := next(model.layers.parameters())).__name__,
+        "placements": str(getattr(first, "placements", None)),
         "seen": seen.steps,
         "best": sorted((os.path.basename(k), v.item()) for k, v in saved.best_k_models.items()),
         "last": os.path.basename(saved.last_model_path),

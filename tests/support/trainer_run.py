@@ -1,10 +1,10 @@
 """A script that trains a tiny model with transformers' Trainer through smckpt.
 
-Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp; on the CPU, or with "-cuda". WHAT: "die"
-(SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in OUT-straight without a
-stop; print both as JSON), "best" (train with an evaluation every other step, and end with the
-best; print its digest and that of what its checkpoint holds). With TRAINER_ROOT in the environment
-checkpoints are below it.
+Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp (FSDP2), fsdp1; on the CPU, or with "-cuda".
+WHAT: "die" (SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in
+OUT-straight without a stop; print both as JSON), "best" (train with an evaluation every other step,
+and end with the best; print its digest and that of what its checkpoint holds). With TRAINER_ROOT in
+the environment checkpoints are below it.
 """
 
 from __future__ import annotations
@@ -59,12 +59,26 @@ def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrain
     )  # fmt: skip
     sharding: dict[str, Any] = {}
     how, _, device = how.partition("-")
+    if how == "fsdp1":
+        sharding = {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "use_orig_params": True,
+                "sync_module_states": False,  # accelerate asks for an accelerator's memory then
+                "cpu_ram_efficient_loading": False,
+                "state_dict_type": "SHARDED_STATE_DICT",
+            },
+        }
     if how == "fsdp":
+        os.environ["FSDP_VERSION"] = "2"  # how transformers 4.57 tells accelerate
         sharding = {
             "fsdp": "full_shard auto_wrap",
             "fsdp_config": {
                 "version": 2,
                 "fsdp_version": 2,
+                "sync_module_states": False,
+                "cpu_ram_efficient_loading": False,
                 "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
                 "state_dict_type": "SHARDED_STATE_DICT",
             },
@@ -76,10 +90,11 @@ def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrain
         **sharding, **more,
     )  # fmt: skip
     if (
-        how == "fsdp" and not device
+        sharding and not device
     ):  # accelerate shards on accelerators only, unless it takes the CPUs for such
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
     made = SavedTrainer(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks,
         eval_dataset=Tokens() if more else None,

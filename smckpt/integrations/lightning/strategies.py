@@ -58,7 +58,7 @@ class _ThroughSmckpt:
         if not isinstance(io, SmckptCheckpointIO):
             raise UsageError(
                 f"{type(io).__name__} is not honoured: a sharded strategy does not save through it",
-                remedy="leave it out; {type(self).__name__} saves to disk and S3 itself",
+                remedy=f"leave it out; {type(self).__name__} saves to disk and S3 itself",
             )
         self.saves, self.async_checkpointing = io.saves, io.async_checkpointing
 

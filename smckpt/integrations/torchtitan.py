@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         async_mode: str = "async"
         smckpt_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    _arguments: Mapping[str, Any] = MappingProxyType({})  # for `smckpt.async_save` and `load`
+
     def __init__(self, config: Any, **kwargs: Any) -> None:
         # torchtitan's class would make a process group for DCP, and a thread that removes
         # directories whether or not anything newer is committed.
@@ -63,7 +66,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if "://" in config.folder:  # torchtitan would join it to the dump folder
             self.folder = normal_url(config.folder).rstrip("/")
         self.save_future: smckpt.SaveHandle | None = None
-        self._arguments = dict(getattr(config, "smckpt_arguments", {}))
+        self._arguments = MappingProxyType(dict(getattr(config, "smckpt_arguments", {})))
 
     # -- saving ------------------------------------------------------------------------------
 

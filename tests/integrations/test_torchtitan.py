@@ -12,7 +12,7 @@ import pytest
 
 import smckpt
 from tests.support import child
-from tests.support.interpreters import torchtitan
+from tests.support.interpreters import run, torchtitan
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_train.py"
 
@@ -67,6 +67,23 @@ def test_killed_and_resumed_it_ends_with_the_bits_of_one_that_was_not(
     resumed, _ = train(top / "killed", keep_latest_k=2)
     assert_resumed(resumed, straight)
     assert steps(top / "killed") == ["step-4", "step-6"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [(2, {"tensor": 2}), (4, {"tensor": 2}), (2, {"pipeline": 2})],
+    ids=["tensor", "tensor and FSDP2", "pipeline"],
+)
+def test_tensor_and_pipeline_parallel_runs_end_with_the_bits_of_those_not_killed(
+    top: Path, ranks: int, degrees: dict[str, int], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+    whole, _ = train(top / f"{name}, straight", ranks, **degrees)
+    train(top / f"{name}, killed", ranks, fails=True, die=5, **degrees)
+    resumed, _ = train(top / f"{name}, killed", ranks, **degrees)
+    assert_resumed(resumed, whole)
+    assert len({its["digest"] for its in whole}) == ranks  # each rank has a part of its own
 
 
 def assert_resumed(resumed: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
@@ -142,3 +159,41 @@ def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top
     assert set(begun[0]["losses"]) == {"5"}
     _, said = train(folder, fails=True, load_step=3)
     assert "--checkpoint.load_step=3 is not there" in said
+
+
+@pytest.mark.long
+def test_torchtitans_own_fields_decide_when_it_saves_and_when_it_waits(top: Path) -> None:
+    folder = top / "first and disabled"
+    fields = {"enable_first_step_checkpoint": True, "async_mode": "disabled"}
+    train(folder, ranks=1, fails=True, die=2, steps=3, **fields)
+    assert steps(folder) == ["step-1", "step-2"]  # killed right after `save` had returned
+    begun, _ = train(folder, ranks=1, steps=3, load_only=True)
+    assert begun[0]["began"] == 2 and list(begun[0]["losses"]) == ["3"]
+    assert steps(folder) == ["step-1", "step-2"]
+    _, said = train(folder, ranks=1, fails=True, initial_load_in_hf_quantized=True)
+    assert "initial_load_in_hf_quantized requires initial_load_in_hf" in said
+
+
+@pytest.mark.long
+def test_more_arguments_reach_saves_loads_and_removals(top: Path, s3_root: str) -> None:
+    where = f"{s3_root}/run/checkpoint"
+    options = {"smckpt_arguments": {"s3client_config": {"chunk_size_MB": 8}}}
+    kept = {"ranks": 1, "folder": where, "interval": 1, "keep_latest_k": 2}
+    train(top / "more", steps=3, **kept, **options)
+    names = [one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(where)]
+    assert names == ["step-2", "step-3"]
+    again, _ = train(top / "more", steps=4, **kept, **options)
+    assert again[0]["began"] == 3
+    options["smckpt_arguments"]["s3client_config"] = {"nobody_knows": 1}
+    _, said = train(top / "more", fails=True, **kept, **options)
+    assert "nobody_knows" in said
+
+
+@pytest.mark.long
+def test_torchtitans_own_tests_pass_on_the_door_where_they_concern_behaviour() -> None:
+    checkout = os.environ.get("SMCKPT_TORCHTITAN")
+    if not checkout:
+        pytest.skip("set SMCKPT_TORCHTITAN to a checkout of pytorch/torchtitan of August 2026")
+    said = run(torchtitan(), "-m", "tests.support.torchtitan_suite", checkout, timeout=600)
+    missing = {line.strip().partition(":")[0] for line in said.splitlines() if line[:1] == " "}
+    assert said.splitlines()[-1] == "one way or the other: 30 of 35", (said, missing)

@@ -4,8 +4,8 @@ Its arguments: the folder of all that it writes, and fields of the checkpoint's 
 `name=value`, where each value is JSON. Further ones: `steps=N`; `die=N` (SIGKILL to rank 0 after
 step N); `stock=true` (the config of torchtitan's own manager); `door=true`
 (`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
-process loads and tells its state); `replicate=N`. It tells each rank's steps and losses, and the
-step that it began with.
+process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`. It tells each rank's
+steps and losses, and the step that it began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no
@@ -14,6 +14,7 @@ compiler.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -91,6 +92,9 @@ def config(folder: Path, given: dict[str, Any]) -> Any:
     made.debug.seed = 7
     made.parallelism.spmd_backend = "partial_dtensor"
     made.parallelism.data_parallel_replicate_degree = given.pop("replicate", 1)
+    made.parallelism.tensor_parallel_degree = given.pop("tensor", 1)
+    made.parallelism.pipeline_parallel_degree = stages = given.pop("pipeline", 1)
+    made.training.disable_cuda_graphs = stages > 1  # torchtitan asks for it
     if given.pop("stock", False):
         kind = CheckpointManager
     else:
@@ -106,7 +110,27 @@ def build(made: Any) -> Any:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+    schedule = getattr(trainer, "pp_schedule", None)
+    if schedule is not None:
+        schedule.step = functools.partial(step_by_microbatches, schedule)
     return trainer
+
+
+def step_by_microbatches(
+    schedule: Any,
+    arg_mbs: Any,
+    kwarg_mbs: Any,
+    target_mbs: Any,
+    losses: Any,
+    loss_kwargs: Any,
+    return_outputs: bool,
+) -> None:
+    """As the schedules of a later torch do, for which this release of torchtitan was made; those of
+    torch 2.13 take a whole batch."""
+    for stage in schedule._stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
 
 def watch(trainer: Any, die: int | None, seen: dict[str, Any]) -> None:

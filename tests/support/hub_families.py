@@ -89,7 +89,10 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "phi3": ("Phi3Config", {"original_max_position_embeddings": 64}),
-    "phimoe": ("PhimoeConfig", {"num_local_experts": 4}),
+    # with the biases of the release
+    "phimoe": (
+        "PhimoeConfig", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True},
+    ),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 48}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
@@ -101,7 +104,7 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
 _IMAGES: dict[str, Callable[[Any], Any]] = {
     "gemma3": lambda tf: tf.Gemma3Config(
         text_config=_text(tf, "gemma3_text"), mm_tokens_per_image=4,
-        vision_config=tf.SiglipVisionConfig(**_VISION),
+        vision_config=tf.SiglipVisionConfig(**_VISION, vision_use_head=False),  # as in the release
     ),
     "llava": lambda tf: tf.LlavaConfig(
         text_config=_text(tf, "llama"), vision_config=tf.CLIPVisionConfig(**_VISION),

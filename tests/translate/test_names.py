@@ -15,7 +15,7 @@ import smckpt
 from smckpt import LOCAL, SHARDED, errors, export_hf, sm_state_dict_type
 from smckpt.translate import import_hf
 from smckpt.translate.verify_hf import verify_hf
-from tests.support import hub_families, interpreters
+from tests.support import hub_families, interpreters, judges
 from tests.support.launch import run_ranks
 
 SAMPLE = ("gpt_neox", "deepseek_v3", "qwen2_moe", "phimoe", "jamba", "gemma3", "llava")
@@ -69,12 +69,16 @@ def saved(folder: Path, state: Any) -> str:
 
 
 def exported(family: str, folder: Path) -> None:
-    """Export a plain save, and leave beside it what the model computes."""
+    """Export a plain save, hold its names against other projects' lists (`support/judges.py`), and
+    leave beside it what the model computes."""
     model = hub_families.model(family)
     checkpoint = saved(folder / "checkpoint", model.state_dict())
     report = export_hf(checkpoint, folder / "hf", config=model.config)
     assert report.naming == "hub"
-    assert_same(folder / "hf", released(model, folder / "released"))
+    wanted = released(model, folder / "released")
+    assert_same(folder / "hf", wanted)
+    said = judges.problems(family, wanted)
+    assert {name: problems for name, problems in said.items() if problems} == {}, family
     logits = {"tokens": hub_families.TOKENS, "logits": hub_families.logits(model)}
     torch.save(logits, folder / "logits.pt")
     (folder / "class").write_text(type(model).__name__)

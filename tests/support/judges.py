@@ -7,9 +7,10 @@ refuses is not the name that the family has in releases.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,37 @@ def released_problems(family: str, names: Iterable[str]) -> list[str] | None:
     return [f"the release has no {name}" for name in sorted(found - wanted)] + [
         f"only the release has {name}" for name in sorted(wanted - found)
     ]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All tensors of a release, layer by layer and expert by expert."""
+
+    tensors: int
+    sha256: str  # of the sorted names
+    total_size: int | None  # bytes, 2 for each element
+    head: bool
+
+    @staticmethod
+    def of(family: str) -> Whole | None:
+        entry = read("released").get(family)
+        if entry is None:
+            return None
+        head = any(_HEAD.fullmatch(name) for name in entry["names"])
+        return Whole(entry["tensors"], entry["sha256"], entry.get("total_size"), head)
+
+    def problems(self, sizes: Mapping[str, int]) -> list[str]:
+        """How tensors, each with its number of elements, differ from the release."""
+        found = {n: size for n, size in sizes.items() if self.head or not _HEAD.fullmatch(n)}
+        said = []
+        if len(found) != self.tensors:
+            said.append(f"{len(found)} tensors, the release has {self.tensors}")
+        elif hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest() != self.sha256:
+            said.append("other names than the release")
+        size = 2 * sum(found.values())
+        if self.total_size is not None and size != self.total_size:
+            said.append(f"{size} bytes, the release has {self.total_size}")
+        return said
 
 
 def problems(family: str, names: Iterable[str]) -> dict[str, list[str]]:

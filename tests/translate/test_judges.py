@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from smckpt.translate import meta_model
 from tests.support import hub_families, judges
 
 LISTED = [(server, family) for server in judges.SERVERS for family in judges.read(server)]
@@ -88,3 +94,59 @@ def test_names_that_differ_from_a_release_are_named(family):
     assert judges.released_problems(family, names | {"model.extra"}) == [
         "the release has no model.extra"
     ]
+
+
+# -- whole releases --------------------------------------------------------------------------------
+
+
+def names_and_sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """The names that an export has for a config, each with its number of elements."""
+    import transformers
+
+    (folder / "config.json").write_text(json.dumps(config))
+    known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = getattr(transformers, config["architectures"][0])._from_config(known)
+    found = meta_model.hub_shapes(model)
+    assert found is not None
+    return {name: math.prod(tensor.shape) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("family", sorted(judges.read("released")))
+def test_a_release_s_own_config_gives_all_its_names_and_its_size(family, tmp_path):
+    entry = judges.read("released")[family]
+    whole = judges.Whole.of(family)
+    assert whole is not None
+    assert whole.problems(names_and_sizes(tmp_path, entry["config"])) == []
+
+
+LAYER_LESS = {"num_hidden_layers": 35, "layer_types": None, "no_rope_layers": None}
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "said"),
+    [
+        ("smollm3", LAYER_LESS, "tensors"),
+        ("smollm3", {"num_key_value_heads": 8}, "bytes"),
+        ("smollm3", {"intermediate_size": 11000}, "bytes"),
+        ("smollm3", {"attention_bias": True}, "tensors"),
+        ("mixtral", {"num_local_experts": 7}, "tensors"),
+        ("mixtral", {"num_key_value_heads": 4}, "bytes"),
+    ],
+)
+def test_a_lost_layer_or_expert_and_another_width_are_seen(family, changed, said, tmp_path):
+    whole = judges.Whole.of(family)
+    assert whole is not None
+    config = {**judges.read("released")[family]["config"], **changed}
+    config = {name: value for name, value in config.items() if value is not None}
+    problems = whole.problems(names_and_sizes(tmp_path, config))
+    assert any(said in problem for problem in problems)
+
+
+def test_the_right_number_of_wrong_names_is_seen(tmp_path):
+    whole = judges.Whole.of("smollm3")
+    assert whole is not None
+    sizes = names_and_sizes(tmp_path, judges.read("released")["smollm3"]["config"])
+    one = "model.layers.7.mlp.up_proj.weight"
+    sizes["model.layers.70.mlp.up_proj.weight"] = sizes.pop(one)
+    assert whole.problems(sizes) == ["other names than the release"]

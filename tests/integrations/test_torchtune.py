@@ -78,6 +78,25 @@ def test_rank_0_saves_whole_tensors_and_all_ranks_load_them(told: list[dict[str,
         assert its["False"] == sorted([*saved, "model"])
 
 
+def test_the_last_checkpoint_has_the_format_of_the_class_that_the_config_names(
+    told: list[dict[str, Any]],
+) -> None:
+    kinds = ["FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer"]
+    for rank in told:
+        assert sorted(rank["formats"]) == kinds
+        for its in rank["formats"].values():
+            assert its == {"base": True, "again": True, "written": True}
+
+
+def test_torchtunes_own_files_are_resumed_where_the_config_names_them(
+    told: list[dict[str, Any]],
+) -> None:
+    adapter = {"layers.0.attn.q_proj.lora_a.weight": [5.0]}
+    for its in (rank["own files"] for rank in told):
+        assert its["named"] == {"epochs_run": 3, "lr": 0.25, "adapter": adapter}
+        assert its["not named"] == {"epochs_run": 1, "lr": 1.0, "adapter": {}}
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -110,11 +129,17 @@ class Recipe:
         self.ours.write_text(text.replace(STOCK, OURS))
 
     def run(
-        self, *first: str, config: Path, out: Path, by: tuple[str, ...] = (), **more: Any
+        self,
+        *first: str,
+        config: Path,
+        out: Path,
+        by: tuple[str, ...] = (),
+        ranks: int = 2,
+        **more: Any,
     ) -> str:
         also = [f"{key}={value}" for key, value in {"output_dir": out, **more}.items()]
         arguments = (str(self.path), *first, "--config", str(config), *also)
-        done = child.script(SCRIPT, *arguments, python=torchtune(), ranks=2, by=by)
+        done = child.script(SCRIPT, *arguments, python=torchtune(), ranks=ranks, by=by)
         assert (done.returncode == 0) == (not first), done.stderr[-4000:]
         return done.stderr
 
@@ -221,6 +246,31 @@ def test_other_ways_to_train_go_on_bit_for_bit_after_a_kill(
     final = "epoch_3/model-00001-of-00001.safetensors"
     assert (out / final).read_bytes() == (straight / final).read_bytes()
     assert losses(out)[10:] == losses(straight)[-len(losses(out)[10:]) :]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "last"), [(2, 18), (4, 10)], ids=["tensor", "and FSDP2"])
+def test_a_tensor_parallel_recipe_goes_on_bit_for_bit_after_a_kill(
+    told: list[dict[str, Any]], folder: Path, ranks: int, last: int
+) -> None:
+    recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
+    straight, out = folder / f"tp-straight-{ranks}", folder / f"tp-{ranks}"
+    plan = "torchtune.models.llama3.base_llama_tp_plan"
+    more = {
+        "tensor_parallel_dim": 2,
+        "tensor_parallel_plan._component_": plan,
+        "clip_grad_norm": "null",  # torch has no norm over parameters of several meshes
+        "optimizer.foreach": False,  # nor an update
+    }
+    recipe.run(config=recipe.ours, out=straight, ranks=ranks, **more)
+    recipe.run(f"die={last}", config=recipe.ours, out=out, ranks=ranks, **more)
+    recipe.run(config=recipe.ours, out=out, ranks=ranks, resume_from_checkpoint=True, **more)
+    final = "epoch_3/model-00001-of-00001.safetensors"
+    assert (out / final).read_bytes() == (straight / final).read_bytes()
+    assert_same(*(smckpt.load(checkpoint_id=its / "dist_epoch_2") for its in (out, straight)))
+    resumed = losses(out)[last:]
+    assert resumed == losses(straight)[-len(resumed) :]
+    assert len(resumed) < len(losses(straight))
 
 
 @pytest.mark.long

@@ -267,7 +267,7 @@ def adapters(out: Path) -> dict[str, Any]:
 def component(folder: Path, out: Path, **more: Any) -> DistributedCheckpointer:
     section = config(folder)["checkpointer"]
     del section["_component_"]
-    return DistributedCheckpointer(**{**section, "output_dir": str(out)}, **more)
+    return DistributedCheckpointer(**{**section, "output_dir": str(out), **more})
 
 
 def by_rank_0(folder: Path, out: Path) -> dict[str, Any]:
@@ -299,6 +299,82 @@ def by_rank_0(folder: Path, out: Path) -> dict[str, Any]:
         assert loaded["optimizer"]["param_groups"] == [{"lr": 0.5}]
         assert loaded["max_steps_per_epoch"] is None
         told[str(adapter_only)] = sorted(smckpt.load(checkpoint_id=its / "dist_epoch_0") or {})
+    return told
+
+
+def formats(folder: Path, out: Path) -> dict[str, Any]:
+    """The last checkpoint in the formats of torchtune's other checkpointers, which are
+    loaded as base models again."""
+    base = component(folder, out / "hf").load_checkpoint()["model"]
+    whole = {name: tensor.clone() + 1 for name, tensor in base.items()}
+    told = {}
+    for name, write in (
+        ("FullModelMetaCheckpointer", convert_weights.tune_to_meta),
+        ("FullModelTorchTuneCheckpointer", lambda state: state),
+    ):
+        its = out / name
+        (its / "base").mkdir(parents=True)
+        (its / "base" / "config.json").write_text((folder / "base" / "config.json").read_text())
+        torch.save(write(base), its / "base" / "model.pt")
+        section = {
+            "checkpoint_files": ["model.pt"],
+            "model_type": "LLAMA2",
+            "output_dir": str(its / "out"),
+            "final_component": f"torchtune.training.{name}",
+        }
+        made = DistributedCheckpointer(checkpoint_dir=str(its / "base"), **section)
+        first = made.load_checkpoint()["model"]
+        state = {"model": {**whole}}
+        made.save_checkpoint(state, epoch=3, intermediate_checkpoint=False)
+        (written,) = (its / "out" / "epoch_3").glob("*.bin")
+        section["checkpoint_files"] = [written.name]
+        again = DistributedCheckpointer(checkpoint_dir=str(written.parent), **section)
+        loaded = again.load_checkpoint()["model"]
+        raw = torch.load(written, mmap=True, weights_only=True)
+        told[name] = {
+            "base": same(first, base),
+            "again": same(loaded, whole),
+            "written": sorted(raw) == sorted(write(whole)),
+        }
+    return told
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+def own_files(folder: Path, out: Path) -> dict[str, Any]:
+    """What torchtune's own checkpointer saved in between, for the full model and for adapters,
+    beside a newer checkpoint of ours."""
+    made = component(folder, out)
+    base = made.load_checkpoint()["model"]
+    adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.full((2, 32), 5.0)}
+    progress = {"optimizer": {"state": {}, "param_groups": [{"lr": 0.25}]}, "epochs_run": 3}
+    section = config(folder)["checkpointer"]
+    del section["_component_"]
+    stock = training.FullModelHFCheckpointer(**{**section, "output_dir": str(out)})
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    kept = {"adapter": adapter, "adapter_config": lora, **progress}
+    if dist.get_rank() == 0:
+        stock.save_checkpoint(
+            {"model": {**base}, **kept}, epoch=2, intermediate_checkpoint=True, adapter_only=True
+        )
+        ours = {"model": base, "optimizer": {"state": {}, "param_groups": [{"lr": 1.0}]}}
+        made.save_checkpoint({**ours, "epochs_run": 1}, 0, intermediate_checkpoint=True)
+        smckpt.maybe_finalize_async_calls()
+    dist.barrier()
+    told = {}
+    names = {"recipe_checkpoint": "recipe_state.pt", "adapter_checkpoint": "adapter_model.pt"}
+    found = {key: str(next(out.rglob(name))) for key, name in names.items()}
+    for name, given in (("named", found), ("not named", dict.fromkeys(names))):
+        loader = component(folder, out, should_load_recipe_state=True, **given)
+        loaded = loader.load_checkpoint()
+        held = loaded.get("adapter", {})
+        told[name] = {
+            "epochs_run": loaded["epochs_run"],
+            "lr": loaded["optimizer"]["param_groups"][0]["lr"],
+            "adapter": {key: value.unique().tolist() for key, value in held.items()},
+        }
     return told
 
 
@@ -348,6 +424,8 @@ def units(out: Path) -> dict[str, Any]:
         "theirs": theirs(out / "theirs"),
         "by_rank_0": by_rank_0(out / "made", out / "by_rank_0"),
         "refused": refused(out / "made", out / "refused"),
+        "own files": own_files(out / "made", out / "own files"),
+        "formats": formats(out / "made", out / f"formats-{dist.get_rank()}"),
         "recipes": str(importlib.metadata.distribution("torchtune").locate_file("recipes")),
     }
     dist.barrier()

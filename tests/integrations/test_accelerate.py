@@ -35,15 +35,17 @@ def killed_and_resumed(
         assert ours == losses[-len(ours) :]
         assert ours[0][0] in (3, 5)  # the save of step 4 was under way when it was killed
         assert {**rank["resumed"], "losses": losses} == rank["straight"]
+        assert ("stock" in rank) == (how != "fsdp1")
+        if "stock" in rank:  # gone on from what accelerate's own class saved
+            assert rank["stock"].pop("losses") == losses[4:]
+            assert {**rank["stock"], "losses": losses} == rank["straight"]
     return told
 
 
 def test_one_process_goes_on_bit_for_bit_after_a_kill_and_from_accelerates_own(
     tmp_path: Path,
 ) -> None:
-    (told,) = killed_and_resumed(tmp_path, "plain")
-    assert told["stock"].pop("losses") == told["straight"]["losses"][4:]
-    assert {**told["stock"], "losses": told["straight"]["losses"]} == told["straight"]
+    killed_and_resumed(tmp_path, "plain")
 
 
 @pytest.mark.long

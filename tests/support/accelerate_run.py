@@ -4,7 +4,8 @@ Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cud
 (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
 then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
 (accelerate's own class trains to step 4). With ACCELERATE_ROOT in the environment checkpoints are
-below it, and the last part of "resume" is left out.
+below it, and the last part of "resume" is left out; under FSDP1 too, where accelerate 1.15 does not
+bring the moments back that it saved.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def main() -> None:
     resumed = train(made(out, how, SmckptAccelerator), resume=True)
     straight = train(made(f"{out}-straight", how, SmckptAccelerator), resume=False)
     told = {"resumed": resumed, "straight": straight}
-    if how.startswith("plain") and "ACCELERATE_ROOT" not in os.environ:
+    if how in ("plain", "fsdp2") and "ACCELERATE_ROOT" not in os.environ:
         train(made(f"{out}-stock", how, Accelerator), resume=False, last=4)
         told["stock"] = train(made(f"{out}-stock", how, SmckptAccelerator), resume=True)
     made(out, how, SmckptAccelerator).end_training()

@@ -333,14 +333,14 @@ class Loader:
         return replace(made[0], told=told)
 
     def _put_through(self, gathered: list[tuple[str, Any]], common: tuple[str, ...]) -> None:
-        """Copy FULL state, which one rank holds, into the live objects. All ranks do it together
-        (collectives run). Loads of other kinds fill the live objects too."""
+        """Copy gathered state (FULL, which one rank holds; torch's own) into the live objects. All
+        ranks do it together (collectives run). Loads of other kinds fill the live objects too."""
         if common and len(self.group.ranks) == self.group.world_size:
             for _, tree in gathered:
                 tree.put_through(tree)
             return
         log.warning(
-            "only the gathered (FULL) state on rank 0 was filled, because %s: call "
+            "only the gathered copy was filled (of FULL: rank 0's), because %s: call "
             "load_state_dict on all ranks, in the context",
             "not all ranks loaded the same parts"
             if gathered

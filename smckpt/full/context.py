@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from smckpt.errors import UsageError
-from smckpt.full.gathered import (
-    check_load,
-    check_optimizer,
-    full_model,
-    full_optimizer,
-    load_full_model,
-    load_full_optimizer,
-    translated_or_none,
-    wishes_of,
-)
-from smckpt.full.live import FullWishes
-from smckpt.state_dict.context import FULL, SMStateDictType, Taker, taking
+from smckpt.full.gathered import FullStateDictConfig, wishes_of
+from smckpt.full.takers import FullTaker, StockFullTaker, StockShardedTaker, stock_kind
+from smckpt.state_dict.context import FULL, SHARDED, SMStateDictType, Taker, taking
+from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.model_views import view_of
-from smckpt.state_dict.tags import FullStateDict
-from smckpt.state_dict.views import ModelView
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
@@ -64,11 +52,15 @@ def sm_state_dict_type(
 
     Args:
         model: FSDP1, FSDP2, DDP or plain.
-        kind: FULL, SHARDED or LOCAL, or a member of torch's `StateDictType`.
+        kind: FULL, SHARDED or LOCAL; or a member of torch's `StateDictType`, as in
+            `FSDP.state_dict_type`: then an FSDP1 model's FULL and SHARDED state is what torch
+            gives (ShardedTensors or DTensors, copies that collectives made).
         state_dict_config, optim_state_dict_config: for FULL, a `FullStateDictConfig` (smckpt's or
             torch's) and torch's `FullOptimStateDictConfig`. Without one, FULL gathers to rank 0
-            only, on the device. With `translate_on_save` (the default) a tensor-parallel model
-            comes out in Hugging Face's names and shapes (docs/layouts.md).
+            only, on the device; torch's `FULL_STATE_DICT` to all ranks, as in torch. With
+            `translate_on_save` (the default) a tensor-parallel model comes out in Hugging Face's
+            names and shapes (docs/layouts.md). For SHARDED and LOCAL, torch's config of the model;
+            with `offload_to_cpu` the tensors are copies in host memory.
         only: the model's tensors to take: a function of the fully qualified name, or "trainable"
             for those with `requires_grad` (LoRA adapters). The others are left alone.
         parallel_state: for FULL, the ranks' coordinates where tensor-parallel ranks hold plain
@@ -91,29 +83,42 @@ def sm_state_dict_type(
         "padded_vocab_size": padded_vocab_size,
     }  # fmt: skip
     view = view_of(model)
-    if chosen is FULL:
-        configs = state_dict_config, optim_state_dict_config or state_dict_config
-        taker: Taker = FullTaker(view, only, *(wishes_of(c, translation) for c in configs))
-    else:
-        _refuse_config(state_dict_config, optim_state_dict_config)
-        _refuse_translation(translation)
-        taker = Taker(view, chosen, only)
-    with taking(model, taker):
+    of_torch = not isinstance(kind, SMStateDictType)
+    with ExitStack() as stack:
+        stock = of_torch and isinstance(view, Fsdp1View)
+        if stock:
+            stack.enter_context(stock_kind(view, kind, state_dict_config, optim_state_dict_config))
+        if chosen is FULL:
+            if of_torch and state_dict_config is None:
+                state_dict_config = FullStateDictConfig()
+            configs = state_dict_config, optim_state_dict_config or state_dict_config
+            wishes = [wishes_of(config, translation) for config in configs]
+            taker: Taker = (StockFullTaker if stock else FullTaker)(view, only, *wishes)
+        else:
+            _refuse_translation(translation)
+            if stock and chosen is SHARDED:
+                taker = StockShardedTaker(view, chosen, only)
+            else:
+                _refuse_configs(state_dict_config, optim_state_dict_config)
+                offload = getattr(state_dict_config, "offload_to_cpu", False)
+                taker = Taker(view, chosen, only, offload_to_cpu=offload)
+        stack.enter_context(taking(model, taker))
         yield
 
 
-def _refuse_config(*configs: Any) -> None:
-    for config in configs:
+def _refuse_configs(of_model: Any, of_optimizer: Any) -> None:
+    for config in (of_model, of_optimizer):
         if config is not None and not type(config).__name__.startswith(("Sharded", "Local")):
             raise UsageError(
                 f"{type(config).__name__} is not a config of this kind of state",
                 remedy="pass it with FULL, or leave it out",
             )
-        if getattr(config, "offload_to_cpu", False):
-            raise UsageError(
-                "offload_to_cpu is not honoured: staging copies to host memory anyway",
-                remedy="leave it out",
-            )
+    if getattr(of_optimizer, "offload_to_cpu", False):
+        raise UsageError(
+            "offload_to_cpu of an optimizer's config is not honoured: the optimizer's state is "
+            "the live one",
+            remedy="pass offload_to_cpu=False, or leave the config out",
+        )
 
 
 def _refuse_translation(given: Mapping[str, Any]) -> None:
@@ -123,49 +128,3 @@ def _refuse_translation(given: Mapping[str, Any]) -> None:
             f"{', '.join(named)} is honoured with FULL only",
             remedy="pass parallel_state= to async_save, and the others to export_hf",
         )
-
-
-class FullTaker(Taker):
-    """Gathers the state of all ranks, and distributes it to them again."""
-
-    def __init__(
-        self,
-        view: ModelView,
-        only: Callable[[str], bool] | str | None,
-        wishes: FullWishes,
-        of_optimizers: FullWishes,
-    ) -> None:
-        super().__init__(view, FULL, only)
-        self._wishes = wishes
-        self._of_optimizers = of_optimizers
-
-    def state_of_model(self) -> dict[str, Any]:
-        found = translated_or_none(self.view, self._wishes)
-        if found is None:
-            out = FullStateDict(self.chosen(full_model(self.view, self._wishes)))
-            out.put_through = partial(self.load_model, strict=True)
-            return out
-        if self.only is not None:
-            raise UsageError(
-                "only= is not honoured for the full state of a tensor-parallel model",
-                remedy="leave it out, and choose by the names that come out",
-            )
-        return FullStateDict(found)
-
-    def load_model(
-        self, state_dict: Mapping[str, Any], strict: bool
-    ) -> tuple[list[str], list[str]]:
-        check_load(self.view, state_dict, self._wishes)
-        keys = load_full_model(self.view, state_dict, strict and self.only is None)
-        return keys.missing_keys, keys.unexpected_keys
-
-    def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        check_optimizer(self.view, self._of_optimizers)
-        tree = full_optimizer(self.view, optimizer, self._of_optimizers)
-        tree.put_through = partial(load_full_optimizer, self.view, optimizer)
-        return tree
-
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        load_full_optimizer(self.view, optimizer, state_dict)

@@ -48,6 +48,7 @@ __all__ = [
     "gathers",
     "load_full_model",
     "load_full_optimizer",
+    "stock_optimizer_state",
     "translated_or_none",
     "wishes_of",
 ]
@@ -284,13 +285,14 @@ class _stock_optimizers:
     def __enter__(self) -> None:
         kind = torch.optim.Optimizer
         self._patched = kind.state_dict
-        kind.state_dict = _stock_state_dict  # type: ignore[method-assign,assignment]
+        kind.state_dict = stock_optimizer_state  # type: ignore[method-assign,assignment]
 
     def __exit__(self, *_: object) -> None:
         torch.optim.Optimizer.state_dict = self._patched  # type: ignore[method-assign]
 
 
-def _stock_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def stock_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torch's own `optimizer.state_dict()` gives, also inside a block."""
     numbers: dict[int, int] = {}
     groups = []
     for group in optimizer.param_groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.state_dict.bindings import bind
 from smckpt.state_dict.optimizers import copy_exactly, fill_optimizer
-from smckpt.state_dict.tags import ModelStateDict
+from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
 from smckpt.state_dict.views import ModelView
 
 __all__ = ["FULL", "LOCAL", "SHARDED", "Names", "SMStateDictType", "Taker", "instead", "taking"]
@@ -43,6 +44,8 @@ class Taker:
 
     Args:
         only: the model's tensors to take: a function of the name, or "trainable".
+        offload_to_cpu: give copies of the model's tensors in host memory. A load fills the live
+            tensors from them.
     """
 
     def __init__(
@@ -50,10 +53,13 @@ class Taker:
         view: ModelView,
         kind: SMStateDictType,
         only: Callable[[str], bool] | str | None = None,
+        *,
+        offload_to_cpu: bool = False,
     ) -> None:
         self.view = view
         self.kind = kind
         self.only = only
+        self._offload_to_cpu = offload_to_cpu
 
     def chosen(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors that `only` selects."""
@@ -67,6 +73,10 @@ class Taker:
 
     def state_of_model(self) -> dict[str, Any]:
         tensors = self.chosen(self.view.tensors(self.kind.value))
+        if self._offload_to_cpu:
+            out = ModelStateDict({fqn: _on_cpu(value) for fqn, value in tensors.items()})
+            out.give_back = partial(self.load_model, strict=False)
+            return out
         if self.view.computed.isdisjoint(tensors):
             return tensors
         out = ModelStateDict(tensors)
@@ -112,12 +122,13 @@ def taking(model: nn.Module, taker: Taker) -> Iterator[None]:
     def state_dict(
         *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        if destination is not None or prefix or keep_vars:
+        if destination is not None or keep_vars:
             raise UsageError(
-                "destination, prefix and keep_vars are not honoured inside sm_state_dict_type",
+                "destination and keep_vars are not honoured inside sm_state_dict_type",
                 remedy="call state_dict() without them",
             )
-        return taker.state_of_model()
+        state = taker.state_of_model()
+        return _prefixed(state, prefix) if prefix else state
 
     def load_state_dict(
         state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -136,6 +147,38 @@ def taking(model: nn.Module, taker: Taker) -> Iterator[None]:
         stack.enter_context(instead(model, "load_state_dict", load_state_dict))
         stack.enter_context(_patched_optimizers(taker))
         yield
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of a tensor in host memory, with its tag."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = value.detach().to("cpu", copy=True)
+    tag = tag_of(value)
+    if tag is not None:
+        set_tag(made, tag)
+    return made
+
+
+def _prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The state with the prefix before each name, in the tags too, so that a checkpoint has it."""
+    named = {f"{prefix}{fqn}": value for fqn, value in state.items()}
+    for value in named.values():
+        tag = tag_of(value) if isinstance(value, torch.Tensor) else None
+        if tag is not None:
+            set_tag(value, tag.named(lambda fqn: f"{prefix}{fqn}"))
+    if not isinstance(state, RememberingDict):
+        return named
+    out = state.like(named)
+    for hook in ("give_back", "put_through"):
+        function = getattr(state, hook, None)
+        if function is not None:
+            setattr(out, hook, partial(_without_prefix, function, prefix))
+    return out
+
+
+def _without_prefix(function: Callable[[Any], object], prefix: str, given: Any) -> object:
+    return function({name.removeprefix(prefix): value for name, value in given.items()})
 
 
 class _Replacement:

@@ -18,6 +18,7 @@ from torch import nn
 
 from smckpt.errors import StateError
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.computed import give_extra_state
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
@@ -115,6 +116,13 @@ class Fsdp1View(ModelView):
             except AttributeError as error:
                 raise lacking("FSDP1", str(error)) from error
             yield module, handle, self._unit(name, module, handle)
+
+    def geometry(self, fqn: str, tensor: torch.Tensor) -> Geometry | None:
+        for _, _, unit in self._units():
+            for member in (*unit.members, *unit.aliases):
+                if member.fqn == fqn:
+                    return member.geometry
+        return None
 
     def tensors(self, kind: str) -> dict[str, Any]:
         out: dict[str, Any] = {}

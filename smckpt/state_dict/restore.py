@@ -15,9 +15,8 @@ from smckpt.state_dict.computed import is_extra_state
 from smckpt.state_dict.optimizers import fill_groups
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import (
-    FullStateDict,
     ModelStateDict,
-    OptimizerStateDict,
+    RememberingDict,
     StatefulStateDict,
 )
 
@@ -86,7 +85,8 @@ def restore(
         if binding.kind != "FULL":  # there rank 0 holds it, and `put_through` tells the others
             _write_through(binding, tree)
     for tree in _model_dicts(state_dict):
-        tree.give_back(tree)
+        if tree.give_back is not None:
+            tree.give_back(tree)
 
 
 def empty_states(
@@ -102,9 +102,7 @@ def empty_states(
     )
 
 
-def gathered_parts(
-    tree: Any, path: Path = ()
-) -> Iterator[tuple[Path, FullStateDict | OptimizerStateDict]]:
+def gathered_parts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, RememberingDict]]:
     """The gathered state dicts in a state, each with its path, in the user's order. A load fills
     them, and their `put_through` fills the live objects."""
     if getattr(tree, "put_through", None) is not None:

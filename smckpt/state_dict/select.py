@@ -17,7 +17,14 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
-from smckpt.state_dict.tags import FullStateDict, StatefulStateDict, Tag, set_parts, tag_of
+from smckpt.state_dict.tags import (
+    FullStateDict,
+    RememberingDict,
+    StatefulStateDict,
+    Tag,
+    set_parts,
+    tag_of,
+)
 from smckpt.state_dict.tensors import (
     dtensor_parts,
     is_dtensor,
@@ -37,7 +44,7 @@ class Selection:
 
     containers: path → kind, for containers above tensors that are not plain dicts. parameters: the
     keys of the entries that are known to be parameters of a model. gathered: whether part of it is
-    FULL state, on this rank or another.
+    state that collectives gathered (FULL; torch's own), on this rank or another.
     """
 
     kind: str | None
@@ -57,6 +64,7 @@ class _Walk:
     kinds: set[str] = field(default_factory=set)
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
+    gathered: bool = False
 
 
 class Selector:
@@ -137,7 +145,7 @@ class Selector:
             optimizers,
             walk.containers,
             self._parameters,
-            "FULL" in kinds,
+            walk.gathered or "FULL" in kinds,
         )
 
     # -- the walk ----------------------------------------------------------------------------
@@ -150,6 +158,8 @@ class Selector:
         if isinstance(value, torch.Tensor):
             walk.tensors.append((path, value))
             return True
+        if isinstance(value, RememberingDict) and getattr(value, "put_through", None) is not None:
+            walk.gathered = True
         if isinstance(value, FullStateDict):
             walk.kinds.add("FULL")
             return not value or self._children(value, value.items(), path, walk)

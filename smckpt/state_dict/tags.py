@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class Tag:
     geometry: Geometry | None = None
     after: Path = ()
     parameter: bool = False
+
+    def named(self, name: Callable[[str], str]) -> Tag:
+        """The same tag of parameters with other names."""
+        geometry = None if self.geometry is None else self.geometry.named(name)
+        return replace(self, fqns=tuple(map(name, self.fqns)), geometry=geometry)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as an empty dict: a tag is valid in this process only; `torch.load` refuses it."""
@@ -145,12 +150,15 @@ class FullStateDict(RememberingDict):
 
 
 class ModelStateDict(RememberingDict):
-    """A model's state in which some values are not live tensors: its modules computed them.
+    """A model's state in which some values are not live: its modules computed them, or they are
+    copies.
 
-    give_back: gives those values of a dict to the modules.
+    give_back: gives those values of a dict to the modules, on this rank alone. put_through: as in
+        `FullStateDict`.
     """
 
-    give_back: Callable[[Any], object]
+    give_back: Callable[[Any], object] | None = None
+    put_through: Callable[[Any], object] | None = None
 
 
 class StatefulStateDict(RememberingDict):

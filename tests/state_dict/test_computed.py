@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardedStateDictConfig
 
 import smckpt
 from tests.support.launch import run_ranks
@@ -83,6 +84,37 @@ def test_extra_state_of_any_size_and_what_hooks_put_together_come_back_to_the_mo
     assert fresh[0].scales == [1.5, 0.1]
     for mine, theirs in zip(fresh.parameters(), trained.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("how", ["prefix", "copies in host memory"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_a_load_fills_the_modules_through_prefixed_names_and_through_copies(
+    tmp_path: Path, kind: Any, how: str
+) -> None:
+    trained, fresh = model(0), model(1)
+    trained[0].scales = [1.5, 0.1]
+    prefix = "net." if how == "prefix" else ""
+    config = None
+    if not prefix:
+        full = kind is smckpt.FULL
+        config = smckpt.FullStateDictConfig(True) if full else ShardedStateDictConfig(True)
+    with smckpt.sm_state_dict_type(trained, kind, config):
+        state = trained.state_dict(prefix=prefix)
+        assert sorted(state) == [f"{prefix}{name}" for name in sorted(trained.state_dict())]
+        smckpt.save({"model": state}, checkpoint_id=tmp_path)
+    saved = smckpt.load(checkpoint_id=tmp_path)["model"]
+    assert sorted(saved) == sorted(state)
+    with smckpt.sm_state_dict_type(fresh, kind, config):
+        target = fresh.state_dict(prefix=prefix)
+        smckpt.load({"model": target}, checkpoint_id=tmp_path)
+    assert fresh[0].scales == [1.5, 0.1]
+    for mine, theirs in zip(fresh.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    if not prefix and kind is not smckpt.FULL:
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        assert all(value.any() for value in target.values() if isinstance(value, torch.Tensor))
 
 
 def test_a_world_of_one_is_not_told_to_load_its_full_state_again(

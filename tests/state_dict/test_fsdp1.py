@@ -117,6 +117,9 @@ def check(case: tuple[str, bool, str], folder: str) -> dict[str, Any]:
     out["collectives"] = counted.total
     for kind in (smckpt.LOCAL, smckpt.SHARDED):
         out[kind.value] = differences(assembled(taken(model, optimizer, kind)), expected)
+    with smckpt.sm_state_dict_type(model, StateDictType.FULL_STATE_DICT):  # torch's member
+        everywhere = flat(dict(model.state_dict()), "model")
+    out["torch's FULL"] = differences(everywhere, flat(truth_of_model(model), "model"))
     out["untouched"] = differences(before, snapshot(model, optimizer))
     with count_collectives() as counted:
         smckpt.save(local, checkpoint_id=folder)

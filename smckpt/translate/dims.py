@@ -105,8 +105,9 @@ def _sizes(
         "X": hidden, "V": _size(config, "vocab_size"),
         "P": _number(config, "max_position_embeddings"), "F": width, "M": expert_width,
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
-        "S": _number(config, "n_shared_experts") * expert_width,
-        "H": heads.groups * heads.per_group, **(_latent(config) if family.latent else {}),
+        "S": _number(config, "shared_expert_intermediate_size")
+        or _number(config, "n_shared_experts") * expert_width,
+        "1": 1, "H": heads.groups * heads.per_group, **(_latent(config) if family.latent else {}),
     }  # fmt: skip
 
 

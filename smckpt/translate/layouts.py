@@ -96,6 +96,7 @@ _MCORE_LAYER = (
     Row("mlp.router.expert_bias", ("router_shift",)),
     Row("mlp.shared_experts.linear_fc1.weight", ("s_gate", "s_up"), "per_rank", 0),
     Row("mlp.shared_experts.linear_fc2.weight", ("s_down",), tp=1),
+    Row("mlp.shared_experts.gate_weight", ("s_router",)),
 )
 
 

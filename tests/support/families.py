@@ -11,10 +11,34 @@ from torch import Tensor
 
 from tests.support.references import D, G, H, State, V, _chunk, _interleaved, _layers, padded
 
+SPARSE = ("gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "qwen2_moe")
 FAMILIES = (
-    "gemma2", "gemma3_text", "phi3", "gpt_oss", "deepseek_v3", "falcon", "falcon_7b", "falcon_rw",
-    "gpt2",
+    "gemma", "gemma2", "gemma3_text", "glm4", "granite", "nemotron", "olmo2", "phi3", "smollm3",
+    "starcoder2", "falcon", "falcon_7b", "falcon_rw", "gpt2", *SPARSE,
 )  # fmt: skip
+WIDE_NORMS = ("olmo2", "olmoe")  # over all heads at once, which Megatron-core does not have
+
+
+_WIDE = {"hidden_size": 128}  # of families whose heads have the hidden size together
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {}),
+    "glm4": ("Glm4", {"attention_bias": True}),
+    "granite": ("Granite", {**_WIDE, "attention_bias": True}),
+    "nemotron": ("Nemotron", {}),
+    "olmo2": ("Olmo2", _WIDE),
+    "smollm3": ("SmolLM3", _WIDE),
+    "starcoder2": ("Starcoder2", _WIDE),
+    "glm4_moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2,
+                             "first_k_dense_replace": 1, "attention_bias": True,
+                             "use_qk_norm": True}),
+    "granitemoe": ("GraniteMoe", {**_WIDE, "intermediate_size": 48, "num_local_experts": 8,
+                                  "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {**_WIDE, "intermediate_size": 48, "num_experts": 8,
+                        "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**_WIDE, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0],
+                               "shared_expert_intermediate_size": 96}),
+}  # fmt: skip
 
 
 def config(family: str, **more: Any) -> Any:
@@ -54,7 +78,11 @@ def config(family: str, **more: Any) -> Any:
         oss = {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2,
                "sliding_window": 8}  # fmt: skip
         return tf.GptOssConfig(**{**common, **oss, **more})
-    assert family == "deepseek_v3"
+    if family in _MORE:
+        name, own = _MORE[family]
+        if "hidden_size" in own:
+            del common["head_dim"]
+        return getattr(tf, f"{name}Config")(**{**common, **theta, **own, **more})
     common = {k: v for k, v in common.items() if k not in ("head_dim", "num_key_value_heads")}
     deepseek = {
         **theta, "num_key_value_heads": H, "moe_intermediate_size": 48, "n_shared_experts": 2,
@@ -62,7 +90,10 @@ def config(family: str, **more: Any) -> Any:
         "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
         "v_head_dim": 12, "first_k_dense_replace": 1,
     }  # fmt: skip
-    return tf.DeepseekV3Config(**{**common, **deepseek, **more})
+    kind = tf.DeepseekV3Config if family == "deepseek_v3" else tf.DeepseekV2Config
+    if family == "deepseek_v2":
+        deepseek["topk_method"] = "group_limited_greedy"
+    return kind(**{**common, **deepseek, **more})
 
 
 def model(family: str, **more: Any) -> Any:
@@ -87,7 +118,7 @@ def _top(hf: State) -> State:
                   "transformer.wte.weight"),
         "pos": ("transformer.wpe.weight",),
         "norm": ("model.norm.weight", "transformer.ln_f.weight"),
-        "norm_b": ("transformer.ln_f.bias",), "head": ("lm_head.weight",),
+        "norm_b": ("transformer.ln_f.bias", "model.norm.bias"), "head": ("lm_head.weight",),
     }  # fmt: skip
     return {short: hf[n] for short, many in names.items() for n in many if n in hf}
 
@@ -141,10 +172,14 @@ def _attention(family: str, own: State) -> State:
     for short, name in (
         ("norm1", "input_layernorm.weight"), ("norm2", "post_attention_layernorm.weight"),
         ("q_norm", "self_attn.q_norm.weight"), ("k_norm", "self_attn.k_norm.weight"),
-        ("sinks", "self_attn.sinks"),
+        ("sinks", "self_attn.sinks"), ("norm1_b", "input_layernorm.bias"),
+        ("norm2_b", "post_attention_layernorm.bias"),
     ):  # fmt: skip
         if name in own and short not in out:
             out[short] = own[name]
+    if "post_self_attn_layernorm.weight" in own:  # GLM: before and after
+        out["post1"] = own["post_self_attn_layernorm.weight"]
+        out["post2"] = own["post_mlp_layernorm.weight"]
     if "pre_feedforward_layernorm.weight" in own:  # Gemma: before and after
         out["post1"] = out["norm2"]
         out["norm2"] = own["pre_feedforward_layernorm.weight"]
@@ -166,8 +201,10 @@ def _mlp(own: State) -> State:
             for kind, tail in (("weight", ""), ("bias", "_b")):
                 tensor = own.get(f"mlp.{name}.{kind}")
                 if tensor is not None:
-                    flip = name.startswith("c_") and not tail
+                    flip = "attn.c_attn.weight" in own and not tail  # GPT-2
                     out[short + tail] = tensor.T.contiguous() if flip else tensor
+    if "up" in out and "gate" not in out:  # Nemotron
+        out = {"fc1": out["up"], "fc2": out["down"]}
     return out
 
 
@@ -180,6 +217,10 @@ def _each_expert(own: State) -> list[State]:
              "down_b": own["mlp.experts.down_proj_bias"][e]}
             for e in range(len(both))
         ]  # fmt: skip
+    if "block_sparse_moe.input_linear.weight" in own:  # Granite: gate over up
+        both, down = (own[f"block_sparse_moe.{p}_linear.weight"] for p in ("input", "output"))
+        return [{"gate": both[e].chunk(2)[0], "up": both[e].chunk(2)[1], "down": down[e]}
+                for e in range(len(both))]  # fmt: skip
     count = len(own["mlp.gate.weight"]) if "mlp.gate.weight" in own else 0
     return [
         {p: own[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
@@ -269,14 +310,17 @@ def _mcore_attention(family: str, own: State, t: int, r: int, local: bool) -> St
 def _mcore_experts(
     own: State, experts: list[State], t: int, r: int, ep: int, er: int, local: bool
 ) -> State:
-    oss = "mlp.router.weight" in own
-    out = {"mlp.router.weight": own["mlp.router.weight" if oss else "mlp.gate.weight"]}
-    if oss:
+    routers = ("mlp.router.weight", "mlp.gate.weight", "block_sparse_moe.router.layer.weight")
+    out = {"mlp.router.weight": next(own[name] for name in routers if name in own)}
+    if "mlp.router.bias" in own:
         out["mlp.router.bias"] = own["mlp.router.bias"]
     if "mlp.gate.e_score_correction_bias" in own:
         out["mlp.router.expert_bias"] = own["mlp.gate.e_score_correction_bias"]
     shared = {p: own[n] for p in ("gate", "up", "down")
-              if (n := f"mlp.shared_experts.{p}_proj.weight") in own}  # fmt: skip
+              for at in ("shared_experts", "shared_expert")
+              if (n := f"mlp.{at}.{p}_proj.weight") in own}  # fmt: skip
+    if "mlp.shared_expert_gate.weight" in own:
+        out["mlp.shared_experts.gate_weight"] = own["mlp.shared_expert_gate.weight"]
     if shared:
         out["mlp.shared_experts.linear_fc1.weight"] = _gated(shared, t, r)
         out["mlp.shared_experts.linear_fc2.weight"] = _chunk(shared["down"], t, r, 1)
@@ -332,16 +376,22 @@ def hf_tp(family: str, made: Any, t: int, r: int) -> State:
     """What each rank holds under transformers' own plan, names as in memory."""
     out = {}
     for name, tensor in made.state_dict().items():
-        last = name.split(".")[-2] if not name.endswith("_proj") else name.split(".")[-1]
-        mla = family == "deepseek_v3" and ".self_attn." in name
-        if last in ("o_proj", "down_proj") and not mla:
-            out[name] = _chunk(tensor, t, r, tensor.dim() - 1)
+        parts = name.split(".")
+        last = parts[-2] if not name.endswith("_proj") else parts[-1]
+        whole = (family == "deepseek_v3" and ".self_attn." in name) or (
+            family == "qwen2_moe" and ".shared_expert." in name
+        )
+        if whole:
+            out[name] = tensor
+        elif last in ("o_proj", "down_proj", "c_proj"):
+            biased = parts[-1] == "bias"
+            out[name] = tensor if biased else _chunk(tensor, t, r, tensor.dim() - 1)
         elif last == "gate_up_proj" and tensor.dim() == 3:
             gate, up = tensor.chunk(2, 1)
             out[name] = torch.cat([_chunk(gate, t, r, 1), _chunk(up, t, r, 1)], 1)
-        elif not mla and last in (
+        elif last in (
             "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head",
-            "qkv_proj", "gate_up_proj",
+            "qkv_proj", "gate_up_proj", "c_fc", "q_b_proj", "kv_b_proj",
         ):  # fmt: skip
             out[name] = _chunk(tensor, t, r)
         else:

@@ -41,7 +41,9 @@ ON_CPU = {
     "moe_grouped_gemm": False, "variable_seq_lengths": False, "moe_shared_expert_overlap": False,
     "moe_token_dispatcher_type": "allgather", "attention_backend": "unfused",
 }  # fmt: skip
-BRIDGED = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+BRIDGED = (
+    "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe",
+)  # fmt: skip
 NAMES = (  # the local spec's, Transformer Engine's
     (r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r".\2.\3\1"),
     (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),  # of a dense layer
@@ -121,6 +123,8 @@ def bridge_of(hf: Path) -> Any:
         own["moe_router_pre_softmax"] = False  # mbridge 0.15.1 has True: other logits
     if config.model_type == "deepseek_v3":
         own["mtp_num_layers"] = None
+    if config.model_type == "qwen2_moe":
+        own["moe_shared_expert_gate"] = True  # mbridge maps its weight, and leaves it out
 
     class OnCpu(_MODEL_REGISTRY[config.model_type]):  # type: ignore[misc]
         def _build_base_config(self, **given: Any) -> Any:
@@ -219,11 +223,12 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     gated = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False,
              "activation_func": functional.silu}  # fmt: skip
     plain = {"normalization": "LayerNorm", "activation_func": functional.gelu}
+    by_tanh = {**plain, "activation_func": lambda x: functional.gelu(x, approximate="tanh")}
     own: dict[str, dict[str, Any]] = {
         "phi3": gated,
         "gpt_neox": plain,
         "falcon": {**plain, "add_bias_linear": hf.get("bias")},
-        "gpt2": {**plain, "activation_func": lambda x: functional.gelu(x, approximate="tanh")},
+        "gpt2": by_tanh, "starcoder2": by_tanh,
         "gpt_oss": {
             **gated, "add_bias_linear": True, "activation_func": quick_gelu,
             "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,

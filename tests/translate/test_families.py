@@ -85,9 +85,14 @@ def assert_there_and_back(
                 assert torch.equal(found[key], tensor), key
 
 
-DENSE = tuple(f for f in ref.FAMILIES if f not in ("gpt_oss", "deepseek_v3"))
-TE = ("phi3", "falcon", "falcon_rw", "gpt2")
-LOCAL = tuple(f for f in DENSE if not f.startswith("gemma"))
+DENSE = tuple(f for f in ref.FAMILIES if f not in (*ref.SPARSE, *ref.WIDE_NORMS))
+SPARSE = tuple(f for f in ref.SPARSE if f not in ref.WIDE_NORMS)
+TE = (
+    "phi3", "falcon", "falcon_rw", "gpt2", "gemma", "granite", "nemotron", "smollm3", "starcoder2",
+)  # fmt: skip
+LOCAL = tuple(f for f in DENSE if f not in ("gemma2", "gemma3_text", "glm4"))  # no norms after
+OWN = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "nemotron", "olmo2", "phi3", "smollm3",
+       "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen2_moe")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -102,7 +107,7 @@ def test_the_local_specs_names_of_a_dense_model(tmp_path, hub, family):
     assert_there_and_back(tmp_path, hub(family), "mcore_local", cuts, 2)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize(("t", "ep"), [(2, 1), (2, 2), (1, 8)])
 def test_megatrons_names_of_a_sparse_model(tmp_path, hub, family, local, t, ep):
@@ -118,7 +123,7 @@ def test_transformer_engines_names(tmp_path, hub, family):
     assert_there_and_back(tmp_path, hub(family), "te_split", cuts, 4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize("family", OWN)
 def test_ranks_of_transformers_own_plan(tmp_path, hub, family):
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", each_rank(lambda r, e: ref.hf_tp(family, model, 2, r), 2))
@@ -126,7 +131,9 @@ def test_ranks_of_transformers_own_plan(tmp_path, hub, family):
     assert_the_original(tmp_path / "hf", model, state)
 
 
-@pytest.mark.parametrize(("family", "layout"), [("gemma2", "te_split"), ("gpt2", "meta")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("gemma2", "te_split"), ("gpt2", "meta"), ("olmo2", "mcore_te")]
+)
 def test_a_layout_without_rows_for_a_family_says_what_it_lacks(tmp_path, hub, family, layout):
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", [ref.mcore(family, state, 1, 0)])

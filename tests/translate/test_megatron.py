@@ -46,14 +46,21 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
 MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "deepseek_v3": {"n_group": 1},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "glm4_moe": {"n_shared_experts": 1},
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
-BRIDGED = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+BRIDGED = (
+    "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe",
+)  # fmt: skip
 DENSE, SPARSE = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
 HELD = {"mcore_te": "filled", "mcore_local": "local", "mcore_te_legacy": "legacy"}
-BY_HAND = ("gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "falcon", "falcon_7b", "falcon_rw")
+BY_HAND = (
+    "gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "starcoder2", "falcon", "falcon_7b",
+    "falcon_rw",
+)  # fmt: skip
 CASES = [
     *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
     *(
@@ -61,7 +68,9 @@ CASES = [
         for family in SPARSE for t in (1, 2, 4, 8) for ep in (1, 2)
     ),
     *(pytest.param(family, 2, 1) for family in BY_HAND),
-    *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)), pytest.param("gpt_oss", 1, 2),
+    *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)),
+    *(pytest.param(family, 2, 2) for family in ("qwen2_moe", "glm4_moe")),
+    pytest.param("gpt_oss", 1, 2),
     *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
         for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),

@@ -54,6 +54,8 @@ def exported(family: str, folder: Path) -> None:
     state = on_disk(model, folder / "state")
     if source is references:
         cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    elif family in families.WIDE_NORMS:
+        cuts = each_rank(lambda r, e: families.hf_tp(family, model, 2, r), 2)
     else:
         cuts = each_rank(lambda r, e: families.mcore(family, state, 2, r), 2)
     paths = [folder / f"rank{r}.safetensors" for r in range(2)]

@@ -1,11 +1,12 @@
-"""GPT-NeoX, Falcon and GPT-2: norms with biases, an MLP without a gate."""
+"""GPT-NeoX, Falcon, GPT-2, StarCoder 2 and Nemotron: norms with biases, an MLP without a gate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from smckpt.translate.families.llama import NO_WEIGHTS
+from smckpt.translate.families.llama import ATTENTION, NO_WEIGHTS, TOP
 from smckpt.translate.family import Family
 from smckpt.translate.table import LayoutRow as Row
 from smckpt.translate.table import rows
@@ -39,6 +40,7 @@ _NEOX = (
     Row("mlp.dense_4h_to_h.weight", ("fc2",)),
     Row("mlp.dense_4h_to_h.bias", ("fc2_b",)),
 )  # fmt: skip
+_NORM_BIAS = Row("model.norm.bias", ("final_norm_b",))
 _FALCON_TOP = (
     Row("transformer.word_embeddings.weight", ("embed",)),
     Row("transformer.ln_f.weight", ("final_norm",)),
@@ -79,6 +81,30 @@ _GPT2 = tuple(
         Row(f"mlp.c_proj.{kind}", ("fc2" + tail,), transposed=flip),
     )
 )
+_STARCODER2 = tuple(
+    row
+    for kind, tail, linear in (("weight", "", None), ("bias", "_b", "use_bias"))
+    for row in (
+        Row(f"input_layernorm.{kind}", ("norm1" + tail,)),
+        Row(f"post_attention_layernorm.{kind}", ("norm2" + tail,)),
+        *(Row(f"self_attn.{part}_proj.{kind}", (part + tail,), when=linear) for part in "qkvo"),
+        Row(f"mlp.c_fc.{kind}", ("fc1" + tail,), when=linear),
+        Row(f"mlp.c_proj.{kind}", ("fc2" + tail,), when=linear),
+    )
+)
+# The weights of Nemotron's norms are stored minus one.
+_NEMOTRON = (
+    *(
+        Row(f"{name}.{kind}", (role + tail,), shift=shift)
+        for kind, tail, shift in (("weight", "", -1.0), ("bias", "_b", 0.0))
+        for name, role in (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2"))
+    ),
+    *ATTENTION,
+    Row("mlp.up_proj.weight", ("fc1",)),
+    Row("mlp.up_proj.bias", ("fc1_b",), when="mlp_bias"),
+    Row("mlp.down_proj.weight", ("fc2",)),
+    Row("mlp.down_proj.bias", ("fc2_b",), when="mlp_bias"),
+)
 
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +133,16 @@ FAMILIES = (
     Family(
         "gpt_neox", _NEOX_TOP + rows("gpt_neox.layers.{i}.", _NEOX), NO_WEIGHTS,
         defaults={"attention_bias": True},
+    ),
+    Family(
+        "starcoder2", (*TOP, _NORM_BIAS, *rows("model.layers.{i}.", _STARCODER2)), NO_WEIGHTS,
+        defaults={"use_bias": True, "tie_word_embeddings": True},
+    ),
+    Family(
+        "nemotron",
+        (TOP[0], replace(TOP[1], shift=-1.0), TOP[2], _NORM_BIAS,
+         *rows("model.layers.{i}.", _NEMOTRON)),
+        NO_WEIGHTS,
     ),
     Family(
         "falcon", _FALCON_TOP + rows("transformer.h.{i}.", _FALCON), (),

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from smckpt.translate.family import Family
 from smckpt.translate.table import LayoutRow as Row
 from smckpt.translate.table import rows
 
-__all__ = ["ATTENTION", "DENSE_MLP", "FAMILIES", "NORMS", "NO_WEIGHTS", "TOP"]
+__all__ = [
+    "ATTENTION",
+    "DENSE_MLP",
+    "FAMILIES",
+    "HEAD_NORMS",
+    "NORMS",
+    "NO_WEIGHTS",
+    "QKV_BIASES",
+    "TOP",
+    "WIDE_NORMS",
+]
 
 NO_WEIGHTS = (r".*rotary_emb\.inv_freq", r".*\.att(entio)?n\.(bias|masked_bias)")
 
@@ -28,9 +40,17 @@ DENSE_MLP = tuple(
     for part in ("gate", "up", "down")
     for kind, tail, when in (("weight", "", "dense"), ("bias", "_b", "dense, mlp_bias"))
 )
-_HEAD_NORMS = (
+HEAD_NORMS = (
     Row("self_attn.q_norm.weight", ("q_norm",)),
     Row("self_attn.k_norm.weight", ("k_norm",)),
+)
+WIDE_NORMS = (  # over all heads at once
+    Row("self_attn.q_norm.weight", ("q_norm_all",)),
+    Row("self_attn.k_norm.weight", ("k_norm_all",)),
+)
+QKV_BIASES = (  # of queries, keys and values alone
+    *ATTENTION[:4],
+    *(Row(f"self_attn.{part}_proj.bias", (f"{part}_b",), when="attention_bias") for part in "qkv"),
 )
 _QKV_BIASES = (
     *ATTENTION[:4],
@@ -43,7 +63,18 @@ _FUSED = (
     Row("mlp.gate_up_proj.weight", ("gate", "up")),
     Row("mlp.down_proj.weight", ("down",)),
 )
-# Gemma: norms before and after each block. All norms are stored minus one.
+# OLMo 2
+_NORMS_AFTER = (
+    Row("post_attention_layernorm.weight", ("post1",)),
+    Row("post_feedforward_layernorm.weight", ("post2",)),
+)
+_GLM_NORMS = (
+    Row("input_layernorm.weight", ("norm1",)),
+    Row("post_self_attn_layernorm.weight", ("post1",)),
+    Row("post_attention_layernorm.weight", ("norm2",)),
+    Row("post_mlp_layernorm.weight", ("post2",)),
+)
+# Gemma 2 and 3: norms before and after each block. All norms are stored minus one.
 _GEMMA_TOP = (TOP[0], Row("model.norm.weight", ("final_norm",), shift=-1.0), TOP[2])
 _SANDWICH = (
     Row("input_layernorm.weight", ("norm1",), shift=-1.0),
@@ -62,8 +93,8 @@ def _llama(name: str, *layer: Row) -> Family:
     return Family(name, TOP + rows("model.layers.{i}.", layer), NO_WEIGHTS)
 
 
-def _gemma(name: str, *layer: Row) -> Family:
-    table = _GEMMA_TOP + rows("model.layers.{i}.", (*_SANDWICH, *ATTENTION, *DENSE_MLP, *layer))
+def _gemma(name: str, norms: tuple[Row, ...], *layer: Row) -> Family:
+    table = _GEMMA_TOP + rows("model.layers.{i}.", (*norms, *ATTENTION, *DENSE_MLP, *layer))
     return Family(name, table, NO_WEIGHTS, defaults=_TIED)
 
 
@@ -71,8 +102,13 @@ FAMILIES = (
     _llama("llama", *NORMS, *ATTENTION, *DENSE_MLP),
     _llama("mistral", *NORMS, *ATTENTION, *DENSE_MLP),
     _llama("qwen2", *NORMS, *_QKV_BIASES, *DENSE_MLP),
-    _llama("qwen3", *NORMS, *ATTENTION, *_HEAD_NORMS, *DENSE_MLP),
+    _llama("qwen3", *NORMS, *ATTENTION, *HEAD_NORMS, *DENSE_MLP),
     _llama("phi3", *NORMS, *_FUSED),
-    _gemma("gemma2"),
-    _gemma("gemma3_text", *_GEMMA_HEAD_NORMS),
+    _llama("granite", *NORMS, *ATTENTION, *DENSE_MLP),
+    replace(_llama("smollm3", *NORMS, *ATTENTION, *DENSE_MLP), defaults=_TIED),
+    _llama("olmo2", *_NORMS_AFTER, *ATTENTION, *WIDE_NORMS, *DENSE_MLP),
+    _llama("glm4", *_GLM_NORMS, *QKV_BIASES, *_FUSED[2:]),
+    _gemma("gemma", tuple(replace(row, shift=-1.0) for row in NORMS)),
+    _gemma("gemma2", _SANDWICH),
+    _gemma("gemma3_text", _SANDWICH, *_GEMMA_HEAD_NORMS),
 )

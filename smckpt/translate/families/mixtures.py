@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smckpt.translate.families.llama import ATTENTION, DENSE_MLP, NO_WEIGHTS, NORMS, TOP
+from smckpt.translate.families.llama import (
+    ATTENTION,
+    DENSE_MLP,
+    HEAD_NORMS,
+    NO_WEIGHTS,
+    NORMS,
+    QKV_BIASES,
+    TOP,
+    WIDE_NORMS,
+)  # fmt: skip
 from smckpt.translate.family import HF_TP, Family
 from smckpt.translate.table import LayoutRow as Row
 from smckpt.translate.table import rows
@@ -23,9 +32,19 @@ _QWEN_EXPERTS = (
     Row("mlp.experts.{e}.up_proj.weight", ("e_up",), when="sparse"),
     Row("mlp.experts.{e}.down_proj.weight", ("e_down",), when="sparse"),
 )
-_QWEN_NORMS = (
-    Row("self_attn.q_norm.weight", ("q_norm",)),
-    Row("self_attn.k_norm.weight", ("k_norm",)),
+_QWEN2_SHARED = (
+    *(
+        Row(f"mlp.shared_expert.{part}_proj.weight", (f"s_{part}",), when="sparse")
+        for part in ("gate", "up", "down")
+    ),
+    Row("mlp.shared_expert_gate.weight", ("s_router",), when="sparse"),
+)
+_QKV_BIASES = tuple(replace(row, when="qkv_bias") if row.when else row for row in QKV_BIASES)
+_GLM_HEAD_NORMS = tuple(replace(row, when="use_qk_norm") for row in HEAD_NORMS)
+_GRANITE = (
+    Row("block_sparse_moe.router.layer.weight", ("router",)),
+    Row("block_sparse_moe.input_linear.weight", ("e_gate", "e_up"), stacked=True),
+    Row("block_sparse_moe.output_linear.weight", ("e_down",), stacked=True),
 )
 _GPT_OSS = (
     Row("self_attn.sinks", ("sinks",)),
@@ -37,6 +56,14 @@ _GPT_OSS = (
     Row("mlp.experts.down_proj", ("e_down",), transposed=True, stacked=True),
     Row("mlp.experts.down_proj_bias", ("e_down_b",), stacked=True),
 )  # fmt: skip
+_SHARED = (
+    Row("mlp.gate.e_score_correction_bias", ("router_shift",), when="sparse"),
+    *(
+        Row(f"mlp.shared_experts.{part}_proj.weight", (f"s_{part}",),
+            when="sparse, n_shared_experts")
+        for part in ("gate", "up", "down")
+    ),
+)  # fmt: skip
 _DEEPSEEK = (
     Row("self_attn.q_proj.weight", ("q",), when="not q_lora_rank"),
     Row("self_attn.q_a_proj.weight", ("q_down",), when="q_lora_rank"),
@@ -46,13 +73,7 @@ _DEEPSEEK = (
     Row("self_attn.kv_a_layernorm.weight", ("kv_down_norm",)),
     Row("self_attn.kv_b_proj.weight", ("kv_up",)),
     Row("self_attn.o_proj.weight", ("o",)),
-    Row("mlp.gate.e_score_correction_bias", ("router_shift",), when="sparse"),
-    *(
-        Row(f"mlp.shared_experts.{part}_proj.weight", (f"s_{part}",),
-            when="sparse, n_shared_experts")
-        for part in ("gate", "up", "down")
-    ),
-)  # fmt: skip
+)
 # transformers leaves DeepSeek's attention whole on each rank
 _CUT = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
 
@@ -63,7 +84,7 @@ def _mixture(name: str, *layer: Row) -> Family:
 
 FAMILIES = (
     _mixture("mixtral", *ATTENTION, *_MIXTRAL),
-    _mixture("qwen3_moe", *ATTENTION, *_QWEN_NORMS, *DENSE_MLP, *_QWEN_EXPERTS),
+    _mixture("qwen3_moe", *ATTENTION, *HEAD_NORMS, *DENSE_MLP, *_QWEN_EXPERTS),
     replace(
         _mixture("gpt_oss", *ATTENTION, *_GPT_OSS),
         defaults={"attention_bias": True},
@@ -71,8 +92,23 @@ FAMILIES = (
         hf_tp=None,  # transformers has a plan only for its experts, which smckpt does not read yet
     ),
     replace(
-        _mixture("deepseek_v3", *_DEEPSEEK, *DENSE_MLP, *_QWEN_EXPERTS),
+        _mixture("deepseek_v3", *_DEEPSEEK, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
         fp32=("e_score_correction_bias",),
         hf_tp={role: HF_TP[role] for role in _CUT},
     ),
+    replace(
+        _mixture("deepseek_v2", *_DEEPSEEK, *_SHARED[1:], *DENSE_MLP, *_QWEN_EXPERTS),
+        hf_tp={**HF_TP, "q_up": 0, "kv_up": 0},
+    ),
+    replace(
+        _mixture("glm4_moe", *QKV_BIASES, *_GLM_HEAD_NORMS, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
+        fp32=("e_score_correction_bias",),
+    ),
+    replace(
+        _mixture("qwen2_moe", *_QKV_BIASES, *_QWEN2_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
+        defaults={"qkv_bias": True},
+        hf_tp={role: at for role, at in HF_TP.items() if not role.startswith("s_")},
+    ),
+    _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
+    replace(_mixture("granitemoe", *ATTENTION, *_GRANITE), hf_tp=None),  # it cuts experts alone
 )

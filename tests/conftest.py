@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support import judged as judges_table
 from tests.support import process_state
 from tests.support.limits import seconds
 from tests.support.s3 import BUCKET, Server, serve, server_program
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A failure is shown when it happens: a run that is ended from outside prints no summary."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        judges_table.leave(report)
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         last = report.longreprtext.strip().splitlines()[-15:]
         print(f"\nFAILED {report.nodeid} ({report.when})", *last, sep="\n  ", flush=True)
@@ -74,6 +77,12 @@ def as_it_was() -> Iterator[None]:
     process_state.restore_registered(registered)
     process_state.restore(before)
     assert left == [], "tests of this file change the process for those after it"
+
+
+@pytest.fixture
+def judged(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """A test of the translator says what it compares with what: see tests/support/judged.py."""
+    return judges_table.recorder(record_property)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,106 @@
+"""What a test of the translator compared with what, and the table of it in docs/families.md.
+
+    ./dev families [ARGS]    run these tests, long ones too, and write the table; ARGS go to pytest
+
+A test says its comparison through the fixture `judged`. It counts if the test passes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "families.md"
+FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
+BEGIN, END = "<!-- written by ./dev families -->\n", "<!-- end of what ./dev families wrote -->"
+
+Claim = tuple[str, str, str, str, str]  # family, source, direction, judge, degrees
+
+
+def claims(
+    family: str, source: str, *, exports: Sequence[str] = (), imports: Sequence[str] = (),
+    at: str = "",
+) -> list[Claim]:  # fmt: skip
+    """source: the layout, or the kind of checkpoint. exports, imports: the judges of each
+    direction. at: the degrees: "4" (tensor parallel), "2×8" (times expert parallel)."""
+    return [
+        (family, source, direction, judge, at)
+        for direction, judges in (("export", exports), ("import", imports))
+        for judge in judges
+    ]
+
+
+def recorder(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    def judged(*args: object, **more: object) -> None:
+        for claim in claims(*args, **more):  # type: ignore[arg-type]
+            record_property("judged", json.dumps(claim))
+
+    return judged
+
+
+def leave(report: pytest.TestReport) -> None:
+    """Called with the report of each test: append what it compared, if it passed."""
+    place = os.environ.get(FILE)
+    if place and report.when == "call" and report.passed:
+        with open(place, "a") as file:
+            file.writelines(f"{said}\n" for name, said in report.user_properties if name == "judged")
+
+
+def table(found: Iterable[Claim]) -> str:
+    """A row for each family and source, with the judges of each direction and their degrees."""
+    rows: dict[tuple[str, str], dict[str, dict[str, set[str]]]] = defaultdict(
+        lambda: {"export": defaultdict(set), "import": defaultdict(set)}
+    )
+    for family, source, direction, judge, at in found:
+        rows[family, source][direction][judge].add(at)
+    lines = ["| family | source | export | import |", "|---|---|---|---|"]
+    for (family, source), sides in sorted(rows.items()):
+        cells = ["; ".join(map(_said, sorted(sides[way].items()))) for way in ("export", "import")]
+        lines.append(f"| {family} | {source} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _said(item: tuple[str, set[str]]) -> str:
+    judge, degrees = item
+    return " ".join([judge, *sorted(degrees - {""}, key=lambda at: [int(n) for n in at.split("×")])])
+
+
+def main(arguments: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "judged"
+        place.touch()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "tests.support.judged"]
+        command += ["-n", "2", "--dist", "loadfile", "tests/translate", *arguments]
+        status = subprocess.run(command, cwd=ROOT, env={**os.environ, FILE: str(place)}).returncode
+        found = [tuple(json.loads(line)) for line in place.read_text().splitlines()]
+    if status:
+        print("families: a test failed: the table stays as it was", file=sys.stderr)
+        return status
+    text = PAGE.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        print(f"families: {PAGE} lacks the marks of the table", file=sys.stderr)
+        return 2
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: BEGIN + table(found) + END, text, flags=re.S))
+    print(f"families: {len(found)} comparisons are in {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """As a plugin: only the tests that say what they compared."""
+    saying = [item for item in items if "judged" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in saying])
+    items[:] = saying
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

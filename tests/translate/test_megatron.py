@@ -105,8 +105,9 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
 
 
 @pytest.mark.parametrize(("family", "t", "ep"), CASES)
-def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family, t, ep):
+def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, judged, family, t, ep):
     agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, t)
+    say(judged, family, t, ep)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,22 @@ def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family
     ],
 )
 def test_megatron_agrees_where_experts_are_cut_otherwise_than_layers(
-    tmp_path, megatron, hub, family, t, ep, etp
+    tmp_path, megatron, hub, judged, family, t, ep, etp
 ):
     agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, etp)
+    say(judged, family, t, ep, etp)
+
+
+def say(judged: Callable[..., None], family: str, t: int, ep: int, etp: int | None = None) -> None:
+    at = f"{t}×{ep}" if ep > 1 else str(t)
+    at = at if etp is None else f"{t}×{ep}×{etp}"
+    family = family.removesuffix("_sequential")
+    judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED else [])]
+    for layout in HELD:
+        if family in SPARSE or layout != "mcore_te_legacy":
+            judged(family, layout, exports=judges, imports=judges, at=at)
+    if math.lcm(t, ep * (t if etp is None else etp)) == 2:
+        judged(family, "Megatron torch_dist", exports=["Megatron-core"], at=at)
 
 
 def agree_both_ways(

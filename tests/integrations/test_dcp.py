@@ -26,6 +26,7 @@ import smckpt
 from smckpt import DistributedFileSystemReader as Reader
 from smckpt import DistributedFileSystemWriter as Writer
 from smckpt import errors
+from smckpt.integrations.dcp import calls
 from tests.support import shards
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -451,6 +452,44 @@ def test_a_planner_is_honoured_and_our_format_is_written(tmp_path: Path) -> None
     target = {"renamed": {"w": torch.zeros(3)}}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert target["renamed"]["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def fsdp1_by_planners_and_writers(folder: str) -> dict[str, list[bool]]:
+    """FSDP1's ShardedTensors, saved in each way by which DCP plans the save."""
+    model, _ = fsdp1(0, True)
+    saves: dict[str, Any] = {
+        "planner": lambda **more: smckpt.save(planner=DefaultSavePlanner(), **more),
+        "writer": lambda checkpoint_id, **more: smckpt.save(
+            storage_writer=dcp.FileSystemWriter(checkpoint_id), **more
+        ),
+        "by DCP's name": lambda **more: calls.async_save(
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), **more
+        ).result(),
+        "our writer by DCP's name": lambda checkpoint_id, **more: calls.async_save(
+            storage_writer=Writer(checkpoint_id),
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            **more,
+        ).result(),
+    }
+    out = {}
+    for name, save in saves.items():
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            save(state_dict={"model": model.state_dict()}, checkpoint_id=f"{folder}/{name}")
+            other, _ = fsdp1(1, True)
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            target = {"model": other.state_dict()}
+            assert {type(value).__name__ for value in target["model"].values()} == {"ShardedTensor"}
+            reader = calls.FileSystemReader(f"{folder}/{name}")
+            smckpt.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
+            other.load_state_dict(target["model"])
+        both = zip(model.parameters(), other.parameters(), strict=True)
+        out[name] = [torch.equal(ours, theirs) for ours, theirs in both]
+    return out
+
+
+def test_sharded_tensors_of_fsdp1_are_saved_with_a_planner_and_a_writer(tmp_path: Path) -> None:
+    for told in run_ranks(fsdp1_by_planners_and_writers, 2, str(tmp_path)):
+        assert len(told) == 4 and all(len(same) == 4 and all(same) for same in told.values()), told
 
 
 def alone(folder: str) -> list[float]:

@@ -505,13 +505,20 @@ def alone(folder: str) -> list[float]:
         else:
             smckpt.load(target, **where)
         said += target["w"].tolist()
+    only = dist.new_group([1])
+    for more in ({"no_dist": True}, {"process_group": only}) if dist.get_rank() else ():
+        where = {"checkpoint_id": f"{folder}/{[*more]}", **more}  # by DCP's names
+        calls.save({"w": torch.full((2,), 4.0)}, **where)
+        calls.async_save({"w": torch.full((2,), 3.0)}, **where).result()
+        calls.load(target := {"w": torch.zeros(2)}, **where)
+        said += target["w"].tolist()
     dist.barrier()
     return said
 
 
 @pytest.mark.long
 def test_one_rank_of_a_job_saves_and_loads_alone_with_no_dist(tmp_path: Path) -> None:
-    assert run_ranks(alone, 2, str(tmp_path)) == [[], [3.0] * 4]
+    assert run_ranks(alone, 2, str(tmp_path)) == [[], [3.0] * 8]
 
 
 def test_no_dist_is_taken_without_a_job_and_refused_with_a_process_group(tmp_path: Path) -> None:

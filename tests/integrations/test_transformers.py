@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainingArguments
 
 import smckpt
 from smckpt import verify_checkpoint
+from smckpt.errors import UsageError
+from smckpt.integrations.transformers import SmckptTrainer
 from tests.support import child
 from tests.support.interpreters import transformers4
 
@@ -57,6 +61,19 @@ def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
     step, _ = max(told["losses"], key=lambda row: row[1])
     assert told["best"] == f"checkpoint-{step}" and told["ended"] == told["held"]
     assert step != told["losses"][-1][0]
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "save_on_each_node", "deepspeed"])
+def test_what_is_not_honoured_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = SmckptTrainer(model=torch.nn.Linear(2, 2), args=arguments)
+    if name == "deepspeed":
+        trainer.is_deepspeed_enabled = True
+    else:
+        setattr(arguments, name, True)  # given to the constructor, the Hub would be asked
+    with pytest.raises(UsageError, match=f"{name} of TrainingArguments is not honoured"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.long

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from smckpt.run.places import DOORS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "integrations.md"
@@ -105,3 +108,13 @@ def test_each_named_test_is_there_once_and_long_where_it_is_said() -> None:
             wrong.append(f"line {one.line}: `{one.text}` is {'' if tests[0].long else 'not '}long")
     assert not wrong, "\n".join(wrong)
     assert len(all_of_them) > 100, "the tables are no longer read"
+
+
+def test_the_page_names_the_versions_that_smckpt_run_takes() -> None:
+    page = " ".join(PAGE.read_text().split())
+    begin = page.index("`smckpt run` refuses versions")
+    paragraph = page[begin : page.index("`--shadow`", begin)]
+    for door in DOORS:
+        where = importlib.import_module(f"smckpt.run.{door}")
+        for version in getattr(where, "TESTED", ()):
+            assert f" {version}" in paragraph, (door, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,25 @@ def held(out: Path, told: list[dict[str, Any]]) -> None:
 
 def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain"))
+
+
+def run_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setenv("TRAINER_STOCK", "1")
+    by = ("-m", "smckpt.run", "--for", "transformers")
+    held(*killed_and_resumed(folder, "plain", by=by, python=python))
+
+
+def test_a_script_of_the_trainer_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_it_is(tmp_path, monkeypatch, sys.executable)
+
+
+@pytest.mark.long
+def test_a_script_of_transformers_4_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_it_is(tmp_path, monkeypatch, transformers4())
 
 
 @pytest.mark.long

@@ -118,3 +118,147 @@ def hf_tp(family: str, made: Any, t: int, r: int) -> State:
         else:
             out[name] = tensor
     return out
+
+
+def _language(family: str, hf: State) -> State:
+    """The language model's tensors by the names of the family without a tower."""
+    text = "language_model.model." if family == "gemma3" else "model."
+    text = "model.language_model." if family.startswith("qwen3") else text
+    return {n[len(text) :]: t for n, t in hf.items()
+            if n.startswith(text) and not n.startswith("model.visual.")}  # fmt: skip
+
+
+def _gated(own: State, kind: str, t: int, r: int) -> Tensor:
+    return torch.cat([_chunk(own[f"mlp.{p}_proj.{kind}"], t, r) for p in ("gate", "up")])
+
+
+def _megatron(
+    family: str, hf: State, t: int, r: int, ep: int, er: int, posts: tuple[str, str]
+) -> State:
+    """The language model under Megatron's names. posts: those of Gemma's norms after attention and
+    the MLP."""
+    text = _language(family, hf)
+    out = {
+        "embedding.word_embeddings.weight": _chunk(padded(text["embed_tokens.weight"], 128), t, r),
+        "decoder.final_layernorm.weight": text["norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        out["output_layer.weight"] = _chunk(padded(hf["lm_head.weight"], 128), t, r)
+    gemma = family == "gemma3"
+    for i in range(2):
+        at = f"layers.{i}."
+        own = {n[len(at) :]: x for n, x in text.items() if n.startswith(at)}
+        layer = {
+            "self_attention.linear_qkv.layer_norm_weight": own["input_layernorm.weight"],
+            "self_attention.linear_proj.weight": _chunk(own["self_attn.o_proj.weight"], t, r, 1),
+        }
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in own:
+                parts = [own[f"self_attn.{p}_proj.{kind}"] for p in "qkv"]
+                fused = _interleaved(*parts, H, G, D)
+                layer[f"self_attention.linear_qkv.{kind}"] = _chunk(fused, t, r)
+        for p in "qk":
+            if f"self_attn.{p}_norm.weight" in own:
+                layer[f"self_attention.{p}_layernorm.weight"] = own[f"self_attn.{p}_norm.weight"]
+        norm2 = own["pre_feedforward_layernorm.weight" if gemma else "post_attention_layernorm.weight"]
+        if gemma:
+            layer[posts[0]] = own["post_attention_layernorm.weight"]
+            layer[posts[1]] = own["post_feedforward_layernorm.weight"]
+        if "mlp.gate.weight" in own:
+            layer["pre_mlp_layernorm.weight"] = norm2
+            layer["mlp.router.weight"] = own["mlp.gate.weight"]
+            both, down = (own[f"mlp.experts.{n}"] for n in ("gate_up_proj", "down_proj"))
+            each = len(both) // ep
+            for e in range(each):  # released: inputs × outputs
+                gate, up = both[er * each + e].T.chunk(2)
+                fc1 = torch.cat([_chunk(gate, t, r), _chunk(up, t, r)])
+                layer[f"mlp.experts.linear_fc1.weight{e}"] = fc1
+                layer[f"mlp.experts.linear_fc2.weight{e}"] = _chunk(down[er * each + e].T, t, r, 1)
+        else:
+            layer["mlp.linear_fc1.layer_norm_weight"] = norm2
+            layer["mlp.linear_fc1.weight"] = _gated(own, "weight", t, r)
+            layer["mlp.linear_fc2.weight"] = _chunk(own["mlp.down_proj.weight"], t, r, 1)
+        out |= {f"decoder.layers.{i}.{n}": x for n, x in layer.items()}
+    return {f"language_model.{n}": x for n, x in out.items()}
+
+
+def bridge(family: str, hf: State, t: int, r: int, ep: int = 1, er: int = 0) -> State:
+    """As Megatron Bridge has it: the tower is Hugging Face's own module."""
+    posts = ("self_attention.linear_proj.post_layernorm.weight",
+             "mlp.linear_fc2.post_layernorm.weight")  # fmt: skip
+    out = _megatron(family, hf, t, r, ep, er, posts)
+    for name, tensor in hf.items():
+        if name.startswith("model.visual."):  # Qwen3
+            out[name.replace("model.visual.", "vision_model.")] = tensor
+        elif name.startswith(("visual.", "vision_tower.")):
+            out[name] = tensor
+    if family == "gemma3":
+        norm, weight = (hf[f"multi_modal_projector.mm_{n}"] for n in (
+            "soft_emb_norm.weight", "input_projection_weight"))  # fmt: skip
+        out["multi_modal_projector.mm_soft_embed_norm.weight"] = norm
+        out["multi_modal_projector.proj.weight"] = _chunk(weight.T, t, r)
+    return out
+
+
+def mbridge(family: str, hf: State, t: int, r: int) -> State:
+    """As mbridge has it: the tower is Megatron's, and cut."""
+    posts = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+    out = _megatron(family, hf, t, r, 1, 0, posts)
+    return out | (_siglip(hf, t, r) if family == "gemma3" else _qwen(hf, t, r))
+
+
+def _qwen(hf: State, t: int, r: int) -> State:
+    merger = "vision_model.projection.encoder."
+    out = {
+        "vision_model.patch_embed.proj.weight": hf["visual.patch_embed.proj.weight"],
+        "vision_model.decoder.final_layernorm.weight": hf["visual.merger.ln_q.weight"],
+        f"{merger}linear_fc1.weight": _chunk(hf["visual.merger.mlp.0.weight"], t, r),
+        f"{merger}linear_fc1.bias": _chunk(hf["visual.merger.mlp.0.bias"], t, r),
+        f"{merger}linear_fc2.weight": _chunk(hf["visual.merger.mlp.2.weight"], t, r, 1),
+        f"{merger}linear_fc2.bias": hf["visual.merger.mlp.2.bias"],
+    }
+    for i in range(3):
+        at, to = f"visual.blocks.{i}.", f"vision_model.decoder.layers.{i}."
+        own = {n[len(at) :]: x for n, x in hf.items() if n.startswith(at)}
+        for kind in ("weight", "bias"):
+            fused = _interleaved(*own[f"attn.qkv.{kind}"].chunk(3), HEADS, HEADS, 48 // HEADS)
+            out[f"{to}self_attention.linear_qkv.{kind}"] = _chunk(fused, t, r)
+            out[f"{to}mlp.linear_fc1.{kind}"] = _gated(own, kind, t, r)
+        out[f"{to}self_attention.linear_qkv.layer_norm_weight"] = own["norm1.weight"]
+        out[f"{to}mlp.linear_fc1.layer_norm_weight"] = own["norm2.weight"]
+        out[f"{to}self_attention.linear_proj.weight"] = _chunk(own["attn.proj.weight"], t, r, 1)
+        out[f"{to}self_attention.linear_proj.bias"] = own["attn.proj.bias"]
+        out[f"{to}mlp.linear_fc2.weight"] = _chunk(own["mlp.down_proj.weight"], t, r, 1)
+        out[f"{to}mlp.linear_fc2.bias"] = own["mlp.down_proj.bias"]
+    return out
+
+
+def _siglip(hf: State, t: int, r: int) -> State:
+    tower, projector = "vision_tower.vision_model.", "vision_projection.mm_input_projection."
+    weight = hf["multi_modal_projector.mm_input_projection_weight"].T
+    out = {
+        "vision_model.conv1.weight": hf[f"{tower}embeddings.patch_embedding.weight"],
+        "vision_model.conv1.bias": hf[f"{tower}embeddings.patch_embedding.bias"],
+        "vision_model.position_embeddings.weight": hf[
+            f"{tower}embeddings.position_embedding.weight"],
+        "vision_model.ln_post.weight": hf[f"{tower}post_layernorm.weight"],
+        "vision_model.ln_post.bias": hf[f"{tower}post_layernorm.bias"],
+        f"{projector}layer_norm_weight": hf["multi_modal_projector.mm_soft_emb_norm.weight"],
+        f"{projector}weight": _chunk(weight, t, r),
+    }  # fmt: skip
+    for i in range(3):
+        at, to = f"{tower}encoder.layers.{i}.", f"vision_model.decoder.layers.{i}."
+        own = {n[len(at) :]: x for n, x in hf.items() if n.startswith(at)}
+        for kind in ("weight", "bias"):
+            parts = [own[f"self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            fused = _interleaved(*parts, HEADS, HEADS, 48 // HEADS)
+            out[f"{to}self_attention.linear_qkv.{kind}"] = _chunk(fused, t, r)
+            out[f"{to}self_attention.linear_qkv.layer_norm_{kind}"] = own[f"layer_norm1.{kind}"]
+            out[f"{to}mlp.linear_fc1.layer_norm_{kind}"] = own[f"layer_norm2.{kind}"]
+            out[f"{to}mlp.linear_fc1.{kind}"] = _chunk(own[f"mlp.fc1.{kind}"], t, r)
+        out[f"{to}self_attention.linear_proj.weight"] = _chunk(
+            own["self_attn.out_proj.weight"], t, r, 1)  # fmt: skip
+        out[f"{to}self_attention.linear_proj.bias"] = own["self_attn.out_proj.bias"]
+        out[f"{to}mlp.linear_fc2.weight"] = _chunk(own["mlp.fc2.weight"], t, r, 1)
+        out[f"{to}mlp.linear_fc2.bias"] = own["mlp.fc2.bias"]
+    return out

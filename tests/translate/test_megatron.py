@@ -181,7 +181,7 @@ def agree_both_ways(
         assert_same(torch.load(tmp_path / "exported.pt"), state)
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("t", [2, *(pytest.param(t, marks=pytest.mark.long) for t in (1, 4))])
 @pytest.mark.parametrize("family", megatron_run.TOWERS)
 def test_mbridge_fills_and_exports_language_model_and_tower(tmp_path, megatron, judged, family, t):
     model, hub = vision.model(family), tmp_path / "hub"

@@ -68,7 +68,12 @@ def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
     return _dims(family_of(str(config["model_type"]), where), config)
 
 
-def _dims(family: Family, config: Mapping[str, Any]) -> Dims:
+def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims:
+    if part and not isinstance(config.get(family.section), Mapping):
+        raise UsageError(
+            f"the config has no section {family.section}, which describes {family.name}",
+            remedy="pass the model's own, complete config",
+        )
     said: Mapping[str, Any] = family.config(config)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         _size(said, key)
@@ -84,7 +89,7 @@ def _dims(family: Family, config: Mapping[str, Any]) -> Dims:
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, dense, sparse, _sparse_layers(said, family, layers),
-        {name: _dims(part, config) for name, part in family.parts.items()},
+        {name: _dims(further, config, True) for name, further in family.parts.items()},
     )  # fmt: skip
 
 

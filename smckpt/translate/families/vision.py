@@ -100,16 +100,17 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepstack(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"num_hidden_layers": len(config.get("deepstack_visual_indexes") or ())}
+    layers = config.get("deepstack_visual_indexes")
+    return {"num_hidden_layers": len(layers) if isinstance(layers, list) else 0}
 
 
 def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     """A picture is square; the projector's output has the language model's size."""
-    side, patch = config.get("image_size"), config.get("patch_size")
+    side, patch, text = (config.get(k) for k in ("image_size", "patch_size", "text_config"))
     known = isinstance(side, int) and isinstance(patch, int) and patch > 0
     return {
         "max_position_embeddings": (side // patch) ** 2 if known else None,
-        "out_hidden_size": config.get("text_config", {}).get("hidden_size"),
+        "out_hidden_size": text.get("hidden_size") if isinstance(text, Mapping) else None,
     }
 
 

@@ -17,8 +17,8 @@ __all__ = ["NORMS", "ROLES", "ZERO_CENTRED", "LayoutRow", "TensorLayout", "holds
 # experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
 # inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
 # query and key/value, B, C and U rows of its other projections; for a vision tower N channels, T
-# pictures and W pixels along a side of a patch, Y and Z inputs and outputs of what joins its outputs
-# to the language model.
+# pictures and W pixels along a side of a patch, Y and Z inputs and outputs of its merger, which
+# brings what it computes to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",

@@ -11,8 +11,9 @@ exports of it (`exported.pt`). A family without a bridge is set up by hand, and 
 Where there is `dist`, the model is saved there as Megatron-core's distributed checkpoint.
 Where there is `legacy`, what `import_hf` made in that layout, the same model with Megatron's legacy
 experts loads it, strictly: `legacy<rank>.pt` and `legacy-logits.pt` are that model's.
-Where there is `whole`, what `import_hf` made for one rank, the model is a vision-language one, which
-mbridge builds for GPUs only: it fills and exports tensors of the shapes that `import_hf` wrote.
+Where there is `whole`, what `import_hf` made for one rank, the model is a vision-language one,
+which mbridge builds for GPUs only: it fills and exports tensors of the shapes that `import_hf`
+wrote.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class Held:
             self._own[name].tensor_model_parallel = bool(apart)  # type: ignore[attr-defined]
             self._own[name].partition_dim = apart[0] if apart else -1  # type: ignore[attr-defined]
         named = [name.split(".") for name in self._own]
-        count = 1 + max(int(n[3]) for n in named if n[:3] == ["language_model", "decoder", "layers"])
+        count = 1 + max(
+            int(n[3]) for n in named if n[:3] == ["language_model", "decoder", "layers"]
+        )
         layers = [SimpleNamespace(layer_number=1 + number) for number in range(count)]
         self.language_model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
 

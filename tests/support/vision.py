@@ -77,7 +77,11 @@ def picture(family: str) -> dict[str, Tensor]:
     given = {"input_ids": tokens[None]}
     if family == "gemma3":
         pixels = torch.randn(1, 3, 4 * PATCH, 4 * PATCH)
-        return {**given, "pixel_values": pixels, "token_type_ids": (given["input_ids"] == IMAGE).long()}
+        return {
+            **given,
+            "pixel_values": pixels,
+            "token_type_ids": (given["input_ids"] == IMAGE).long(),
+        }
     given["input_ids"][0, 4] = 117
     kind = {"mm_token_type_ids": (given["input_ids"] == IMAGE).int()}
     return {**given, **kind, "pixel_values": torch.randn(16, 3 * 2 * PATCH * PATCH),
@@ -160,7 +164,9 @@ def _megatron(
         for p in "qk":
             if f"self_attn.{p}_norm.weight" in own:
                 layer[f"self_attention.{p}_layernorm.weight"] = own[f"self_attn.{p}_norm.weight"]
-        norm2 = own["pre_feedforward_layernorm.weight" if gemma else "post_attention_layernorm.weight"]
+        norm2 = own[
+            "pre_feedforward_layernorm.weight" if gemma else "post_attention_layernorm.weight"
+        ]
         if gemma:
             layer[posts[0]] = own["post_attention_layernorm.weight"]
             layer[posts[1]] = own["post_feedforward_layernorm.weight"]

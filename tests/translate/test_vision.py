@@ -134,7 +134,9 @@ def test_a_release_s_config_may_have_the_language_model_s_keys_at_the_top():
 # -- controls --------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, model: Any, cuts: list[State], error: Any, said: str, **given: Any) -> None:
+def refused(
+    folder: Path, model: Any, cuts: list[State], error: Any, said: str, **given: Any
+) -> None:
     with pytest.raises(error, match=said):
         export_hf(written(folder / "in", cuts), folder / "hf", config=model.config, **given)
     assert not (folder / "hf").exists()
@@ -153,7 +155,9 @@ def test_a_picture_reaches_the_logits(hub):
 def test_swapped_tensors_of_a_tower_are_seen_by_bytes_and_logits(tmp_path, hub):
     model, state, _ = hub("qwen2_5_vl")
     cuts = [vision.mbridge("qwen2_5_vl", state, 1, 0)]
-    one, two = (f"vision_model.decoder.layers.{i}.self_attention.linear_proj.weight" for i in (0, 1))
+    one, two = (
+        f"vision_model.decoder.layers.{i}.self_attention.linear_proj.weight" for i in (0, 1)
+    )
     cuts[0][one], cuts[0][two] = cuts[0][two], cuts[0][one]
     export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", config=model.config)
     found = load_file(tmp_path / "hf" / "model.safetensors")

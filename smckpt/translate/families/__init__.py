@@ -11,9 +11,7 @@ from smckpt.translate.family import Family
 __all__ = ["family_of", "find_family", "is_built_in", "register_family"]
 
 _BUILT_IN = {
-    family.name: family
-    for module in (llama, mixtures, gpt, vision)
-    for family in module.FAMILIES
+    family.name: family for module in (llama, mixtures, gpt, vision) for family in module.FAMILIES
 }
 _FAMILIES = Registry("family of models", Family, "smckpt.families", _BUILT_IN)
 

@@ -107,11 +107,12 @@ def _deepstack(config: Mapping[str, Any]) -> dict[str, Any]:
 def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     """A picture is square; the projector's output has the language model's size."""
     side, patch, text = (config.get(k) for k in ("image_size", "patch_size", "text_config"))
-    known = isinstance(side, int) and isinstance(patch, int) and patch > 0
-    return {
-        "max_position_embeddings": (side // patch) ** 2 if known else None,
-        "out_hidden_size": text.get("hidden_size") if isinstance(text, Mapping) else None,
-    }
+    sizes = {}
+    if isinstance(side, int) and isinstance(patch, int) and patch > 0:
+        sizes["max_position_embeddings"] = (side // patch) ** 2
+    if isinstance(text, Mapping):
+        sizes["out_hidden_size"] = text.get("hidden_size")
+    return sizes
 
 
 def _renamed(family: str, *changes: tuple[str, str]) -> tuple[Row, ...]:

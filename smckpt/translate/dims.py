@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.errors import UsageError
@@ -22,7 +22,8 @@ class Dims:
     """Sizes of a model, by the letters of `ROLES`, and the roles that it has.
 
     true: the words that are true in a row's `when`, except "dense" and "sparse". once: roles
-        outside the layers. dense, sparse: all roles of a layer of that kind.
+        outside the layers. dense, sparse: all roles of a layer of that kind. parts: the sizes of
+        the family's further parts.
     """
 
     family: Family
@@ -35,6 +36,10 @@ class Dims:
     dense: frozenset[str]
     sparse: frozenset[str]
     sparse_layers: frozenset[int]
+    parts: Mapping[str, Dims] = field(default_factory=dict)
+
+    def of(self, part: str) -> Dims:
+        return self.parts[part] if part else self
 
     def shape(self, role: str) -> Shape:
         return tuple(self.sizes[letter] for letter in ROLES[role])
@@ -60,12 +65,21 @@ def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
     Raises:
         UsageError: no table has such models, a size is missing, or sizes contradict each other.
     """
-    family = family_of(str(config["model_type"]), where)
+    return _dims(family_of(str(config["model_type"]), where), config)
+
+
+def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims:
+    if part and not isinstance(config.get(family.section), Mapping):
+        raise UsageError(
+            f"the config has no section {family.section}, which describes {family.name}",
+            remedy="pass the model's own, complete config",
+        )
     said: Mapping[str, Any] = family.config(config)
-    hidden, layers = _size(said, "hidden_size"), _size(said, "num_hidden_layers")
-    _size(said, "num_attention_heads")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        _size(said, key)
     if family.derive is not None:
         said = {**said, **family.derive(said)}
+    hidden, layers = _size(said, "hidden_size"), _number(said, "num_hidden_layers")
     heads = _heads(said, family, hidden)
     true = frozenset(key for key, value in said.items() if value) | (
         {"latent"} if family.latent else set()
@@ -75,6 +89,7 @@ def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, dense, sparse, _sparse_layers(said, family, layers),
+        {name: _dims(further, config, True) for name, further in family.parts.items()},
     )  # fmt: skip
 
 
@@ -102,12 +117,15 @@ def _sizes(
     expert_width = _number(config, "moe_intermediate_size") or width
     q, k = heads.groups * heads.per_group * heads.size, heads.groups * heads.size
     return {
-        "X": hidden, "V": _size(config, "vocab_size"),
+        "X": hidden, "V": _size(config, "vocab_size") if family.has("embed") else 0,
         "P": _number(config, "max_position_embeddings"), "F": width, "M": expert_width,
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
         "1": 1, "H": heads.groups * heads.per_group, **(_latent(config) if family.latent else {}),
+        "N": _number(config, "in_channels"), "T": _number(config, "temporal_patch_size"),
+        "W": _number(config, "patch_size"), "Z": _number(config, "out_hidden_size"),
+        "Y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
     }  # fmt: skip
 
 

@@ -147,9 +147,44 @@ _MCORE_LOCAL_OWN = (
 )
 
 
+# Vision towers as mbridge names and cuts them: SigLIP's, and Qwen2.5's, whose outputs are merged.
+_MCORE_TOWER = (
+    Row("vision_model.patch_embed.proj.weight", ("patch_3d",)),
+    Row("vision_model.decoder.final_layernorm.weight", ("final_norm",), when="spatial_merge_size"),
+    *rows(
+        "vision_model.projection.encoder.",
+        (
+            Row("linear_fc1.weight", ("merge1",), tp=0),
+            Row("linear_fc1.bias", ("merge1_b",), tp=0),
+            Row("linear_fc2.weight", ("merge2",), tp=1, when="spatial_merge_size"),
+            Row("linear_fc2.bias", ("merge2_b",)),
+        ),
+    ),
+    Row("vision_model.conv1.weight", ("patch_2d",)),
+    Row("vision_model.conv1.bias", ("patch_b",)),
+    Row("vision_model.position_embeddings.weight", ("pos",)),
+    Row("vision_model.ln_post.weight", ("final_norm",), when="not spatial_merge_size"),
+    Row("vision_model.ln_post.bias", ("final_norm_b",)),
+    Row("vision_projection.mm_input_projection.layer_norm_weight", ("merge_norm",)),
+    Row("vision_projection.mm_input_projection.weight", ("merge2",), tp=0,
+        when="not spatial_merge_size"),
+    *rows("vision_model.decoder.layers.{i}.", _MCORE_LAYER + _MCORE_TE_OWN),
+)  # fmt: skip
+
+
 def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> TensorLayout:
     layer = rows("decoder.layers.{i}.", _MCORE_LAYER + own + experts)
-    return TensorLayout(name, _MCORE_TOP + layer, _EXTRA_STATE)
+    return TensorLayout(name, rows("{language}", _MCORE_TOP + layer), _EXTRA_STATE)
+
+
+def _mcore_tower() -> TensorLayout:
+    language = _mcore("", _MCORE_TE_OWN, ()).renamed(
+        "mcore_te_tower",
+        (".self_attention.linear_proj.post_layernorm.", ".post_attention_layernorm."),
+        (".mlp.linear_fc2.post_layernorm.", ".post_feedforward_layernorm."),
+    )
+    table = language.rows + rows("", _MCORE_TOWER, "vision")
+    return replace(language, rows=table, families=frozenset({"qwen2_5_vl", "gemma3"}))
 
 
 _META = TensorLayout(
@@ -219,14 +254,16 @@ _SMP_V1 = TensorLayout(
     families=frozenset({"gpt_neox"}),
 )
 
+_WITH_TOWER = "mcore_te"  # its models may have a vision tower, as in Megatron Bridge
 _BUILT_IN = {
     layout.name: layout
     for layout in (
         _te("te_split", _TE_SPLIT),
-        _mcore("mcore_te", _MCORE_TE_OWN, _GROUPED),
+        _mcore(_WITH_TOWER, _MCORE_TE_OWN, _GROUPED),
         _mcore("mcore_te_legacy", _MCORE_TE_OWN, _LEGACY),
         _mcore("mcore_te_sequential", _MCORE_TE_OWN, _SEQUENTIAL),
         _mcore("mcore_local", _MCORE_LOCAL_OWN, _SEQUENTIAL),
+        _mcore_tower(),
         _te_fused("te_fused", "per_rank"),
         _te_fused("te_fused_interleaved", "interleaved"),
         _META,
@@ -264,6 +301,7 @@ def layouts_of(family: Family) -> dict[str, TensorLayout]:
         name: replace(layout.zero_centred(), name=name) if shifted and name in _BUILT_IN else layout
         for name, layout in _LAYOUTS.all().items()
     }
+    known[_WITH_TOWER] = _with_tower(known[_WITH_TOWER], family)
     return {
         name: _resolved(layout, family)
         for name, layout in {**live, **known}.items()
@@ -291,6 +329,17 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
             remedy=f"pass one of {', '.join(sorted(found))}, or a TensorLayout of your own",
         )
     return found[layout]
+
+
+def _with_tower(layout: TensorLayout, family: Family) -> TensorLayout:
+    """The layout with Hugging Face's own modules, whole on each rank, for the family's further
+    parts. What is a transposed parameter there is a linear layer of Megatron's in the bridge."""
+    further = tuple(
+        replace(row, transposed=False, tp=0) if row.transposed else row
+        for row in family.further_rows
+    )
+    named = replace(layout, rows=further).renamed(layout.name, *family.in_bridge)
+    return replace(layout, rows=layout.rows + named.rows)
 
 
 def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:

@@ -16,7 +16,9 @@ __all__ = ["NORMS", "ROLES", "ZERO_CENTRED", "LayoutRow", "TensorLayout", "holds
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
 # experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
 # inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
-# query and key/value, B, C and U rows of its other projections.
+# query and key/value, B, C and U rows of its other projections; for a vision tower N channels, T
+# pictures and W pixels along a side of a patch, Y and Z inputs and outputs of its merger, which
+# brings what it computes to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
@@ -30,6 +32,8 @@ ROLES: Mapping[str, str] = {
     "router": "EX", "router_b": "E", "router_shift": "E",
     "e_gate": "MX", "e_up": "MX", "e_down": "XM", "e_gate_b": "M", "e_up_b": "M", "e_down_b": "X",
     "s_gate": "SX", "s_up": "SX", "s_down": "XS", "s_router": "1X",
+    "patch_2d": "XNWW", "patch_3d": "XNTWW", "patch_b": "X", "merge_norm": "Y", "merge_norm_b": "Y",
+    "merge1": "YY", "merge1_b": "Y", "merge2": "ZY", "merge2_b": "Z",
 }  # fmt: skip
 
 ZERO_CENTRED = "_zero_centred"
@@ -69,6 +73,8 @@ class LayoutRow:
     when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
         "latent" (latent attention), or a key of the config whose value must count as true. "not "
         in front reverses a condition.
+    part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
+        language model.
     """
 
     name: str
@@ -81,6 +87,7 @@ class LayoutRow:
     stacked: bool = False
     folded: str | None = None
     when: str | None = None
+    part: str = ""
 
     def __post_init__(self) -> None:
         for field, value, known in (
@@ -153,7 +160,8 @@ class TensorLayout:
     def zero_centred(self) -> TensorLayout:
         """This layout with the weights of norms stored minus one (`zero_centered_gamma`)."""
         shifted = tuple(
-            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) else row for row in self.rows
+            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.part else row
+            for row in self.rows
         )
         return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
 
@@ -164,6 +172,6 @@ def holds(when: str | None, true: Collection[str]) -> bool:
     return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
 
 
-def rows(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:
-    """The rows with `prefix` in front of their names."""
-    return tuple(replace(row, name=prefix + row.name) for row in table)
+def rows(prefix: str, table: Iterable[LayoutRow], part: str = "") -> tuple[LayoutRow, ...]:
+    """The rows with `prefix` in front of their names, as rows of a part of the model."""
+    return tuple(replace(row, name=prefix + row.name, part=part or row.part) for row in table)

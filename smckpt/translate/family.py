@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from smckpt.translate.table import LayoutRow, TensorLayout
+from smckpt.translate.table import LayoutRow, TensorLayout, predicting, rows
 
 __all__ = ["HF_TP", "Family"]
 
@@ -18,11 +18,9 @@ HF_TP: Mapping[str, int] = {
     **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
 _PACKED = (  # as transformers 5 holds experts in memory
-    LayoutRow("{layers}.{i}.mlp.gate.weight", ("router",)),
-    LayoutRow(
-        "{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True
-    ),
-    LayoutRow("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    LayoutRow("mlp.gate.weight", ("router",)),
+    LayoutRow("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
+    LayoutRow("mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
 )
 
 
@@ -64,18 +62,22 @@ class Family:
         """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
         if self.hf_tp is None:
             return None
-        dense = tuple(
-            replace(row, tp=self.hf_tp.get(row.roles[0]))
-            for row in self.rows
-            if not row.of_experts and row.roles != ("router",)
-        )
-        return TensorLayout("hf_tp", dense + _PACKED, self.drop, joined=False)
+        out: list[LayoutRow] = []
+        for row in self.rows:
+            if self.packs_experts and (row.of_experts or row.roles == ("router",)):
+                if row.roles == ("router",):
+                    layer = row.name[: row.name.index("}.") + 2]
+                    out += (predicting if row.predicts else rows)(layer, _PACKED)
+                continue
+            how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
+            out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
+        return TensorLayout("hf_tp", tuple(out), self.drop, joined=False)
 
     @property
     def words(self) -> dict[str, str]:
         """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
         Face's outer modules. `layers`: the text before a layer's number."""
-        names = {row.roles[0]: row.name for row in self.rows if "{i}" not in row.name}
+        names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
         return {**names, "layers": layer.split(".{i}")[0]}
 
@@ -83,6 +85,16 @@ class Family:
     def packs_experts(self) -> bool:
         """Whether experts are one tensor in memory and several on disk."""
         return self.hf_tp is not None and any("{e}" in row.name for row in self.rows)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the table has rows of layers that predict further tokens."""
+        return any(row.predicts for row in self.rows)
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention has a gate for each query."""
+        return any("q_gate" in row.roles for row in self.rows)
 
     @property
     def zero_centred(self) -> bool:

@@ -1,5 +1,5 @@
-"""Llama 4 (text), Qwen3-Next, and layers that predict further tokens, for the references: shards cut
-from a Hugging Face state dict by straight torch code that knows nothing of smckpt's tables.
+"""Llama 4 (text), Qwen3-Next, and layers that predict further tokens, for the references: shards
+cut from a Hugging Face state dict by straight torch code that knows nothing of smckpt's tables.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def hf_tp(family: str, made: Any, t: int, r: int) -> State:
 
 
 def further(family: str, hf: State, count: int = 1) -> State:
-    """The layers as a release has them: a layer like the last one, and what joins it to the model."""
+    """The layers as a release has them: like the last one, and what joins them to the model."""
     generator = torch.Generator().manual_seed(23)
     like = lambda x: x + 0.1 * torch.randn(x.shape, generator=generator)  # noqa: E731
     hidden, out = hf["model.norm.weight"], {}
@@ -203,5 +203,3 @@ def mcore_further(
         out |= {f"{at}enorm.weight": e, f"{at}hnorm.weight": h, f"{at}final_layernorm.weight": norm,
                 f"{at}eh_proj.weight": _chunk(join, t, r)}  # fmt: skip
     return out
-
-

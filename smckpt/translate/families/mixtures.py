@@ -196,13 +196,17 @@ FAMILIES = (
         hf_tp={role: at for role, at in HF_TP.items() if not role.startswith("s_")},
     ),
     Family(
-        "qwen3_next", _NEXT, NO_WEIGHTS, derive=_next,
+        "qwen3_next",
+        _NEXT,
+        NO_WEIGHTS,
+        derive=_next,
         hf_tp={**HF_TP, "l_q": 0, "l_beta": 0, "l_o": 0},
-    ),  # fmt: skip
+    ),
     replace(
-        _mixture("llama4_text", *ATTENTION, *_LLAMA4), derive=_llama4,
+        _mixture("llama4_text", *ATTENTION, *_LLAMA4),
+        derive=_llama4,
         hf_tp={**HF_TP, "e_gate": 0, "e_down": 1},
-    ),  # fmt: skip
+    ),
     _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
     replace(_mixture("granitemoe", *ATTENTION, *_GRANITE), hf_tp=None),  # it cuts experts alone
 )

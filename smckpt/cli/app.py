@@ -44,6 +44,10 @@ from smckpt.run.command import run
 __all__ = ["app", "main"]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+mtp = click.option(
+    "--mtp", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
+    help="Layers that predict further tokens: leave them out, or keep them.",
+)  # fmt: skip
 threads = click.option(
     "--threads",
     type=click.IntRange(1, 256),
@@ -295,6 +299,7 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     show_default=True,
     help="The names of released models, or those of the saved state dict.",
 )
+@mtp
 @click.option(
     "--lora",
     type=click.Choice(["adapter", "merge"]),
@@ -388,6 +393,7 @@ def export(
 @click.option(
     "--allow-nonfinite", is_flag=True, help="Import weights that contain NaN or infinity."
 )
+@mtp
 @as_json
 def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
     """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,

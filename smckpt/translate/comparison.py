@@ -27,6 +27,8 @@ from smckpt.translate.families import is_built_in
 from smckpt.translate.meta_model import Fit, compare, main
 from smckpt.translate.model import hub_side
 from smckpt.translate.names import find_ties
+from smckpt.translate.pieces import TensorKey, tensors_of
+from smckpt.translate.prediction import DROP
 from smckpt.translate.targets import Target, is_quantized
 
 __all__ = ["Comparison"]
@@ -84,6 +86,36 @@ class Comparison:
         self._tell(targets, where)
         self._wait()
         return self._found
+
+    def further(self, shapes: Mapping[str, Shape], count: int, where: str) -> None:
+        """Compare the tensors of `count` layers that predict further tokens with the family's
+        table. What they share with the model may be missing.
+
+        Raises:
+            KeysMismatchError: they do not fit; the message lists the differences.
+        """
+        if not count or not self._strict or self._config is None:
+            return
+        dims = read_dims(self._config, where, predicting=count)
+        side = hub_side(dims)
+        wanted = {
+            place.name: side.shapes[TensorKey(place.name, 0, 0)]
+            for place in tensors_of(side.layout, dims, 1)
+            if place.layer >= dims.layers
+        }
+        copies = {key.name for _, key in side.copies}
+        lines = [f"{name} is missing" for name in wanted.keys() - shapes.keys() - copies]
+        for name, shape in shapes.items():
+            if wanted.get(name) != tuple(shape):
+                other = f"has the shape {shape}, not {wanted[name]}" if name in wanted else ""
+                lines.append(f"{name} {other or 'is unexpected'}")
+        if lines:
+            raise KeysMismatchError(
+                f"these are not layers of a {dims.family.name} model that predict further tokens: "
+                f"{'; '.join(sorted(lines)[:8])}",
+                remedy=f"pass the model's own config, or mtp={DROP!r}",
+                path=where,
+            )
 
     def tell(self, targets: Sequence[Target], where: str) -> None:
         """Pass the tensors that will be written, unless `names` has passed them."""

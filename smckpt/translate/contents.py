@@ -21,20 +21,21 @@ from smckpt.translate.config import CONFIG, ModelConfig
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, looks_packed, looks_transformed
 from smckpt.translate.families import find_family
+from smckpt.translate.family import Family
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.meta_model import Fit
 from smckpt.translate.model import model_dims, to_hub
 from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
-from smckpt.translate.pieces import TensorKey
 from smckpt.translate.pipeline import merged
+from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_files import TensorReader, open_files, open_stages
 from smckpt.translate.rank_sources import RankFilesFound, open_source
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Target
-from smckpt.translate.translated import Translated, TranslatedSource, whole
+from smckpt.translate.translated import Translated, TranslatedSource, whole_tensors
 
 __all__ = [
     "HUB",
@@ -58,7 +59,9 @@ class ExportContents:
     left_out: names that are not written. naming: HUB or MODULE. layout: the layout that was
     translated, or None. adapter: the adapter's config, if this is an adapter. identity: of the
     commit. vocabulary: how many rows of the vocabulary are written, and how many are stored. kept:
-    targets that keep their own dtype under a cast. format: of the source."""
+    targets that keep their own dtype under a cast. format: of the source. predicting: how many
+    layers that predict further tokens there are; None: it is not known. further: names of their
+    tensors, which transformers' model does not have."""
 
     source: ChunkSource
     targets: Sequence[Target]
@@ -71,6 +74,8 @@ class ExportContents:
     vocabulary: tuple[int, int] = (0, 0)
     kept: Kept = field(default_factory=dict)
     source_format: str = "smckpt"
+    predicting: int | None = None
+    further: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class GivenLayout:
     padded_vocab_size: int | None = None
     pp: int | None = None
     vpp: int | None = None
+    mtp: str | None = DROP  # as in `kept_layers`
 
     @property
     def degrees(self) -> Degrees:
@@ -151,7 +157,7 @@ def find_contents(
         made = _translated(reader, settings, said, degrees, naming)
     else:
         said.refuse_degrees(catalogue.url)
-        made = _named(LogicalTensors(catalogue, tensors), settings, naming, comparison)
+        made = _named(LogicalTensors(catalogue, tensors), settings, said, naming, comparison)
     return replace(made, identity=catalogue.identity)
 
 
@@ -167,7 +173,7 @@ def _of_stages(
         stage.refuse_unlike_replicas()
     reader = merged(stages, _layers(settings), said.vpp, catalogue.url)
     if said.layout is None and degrees.ranks == 1 and not looks_transformed(reader.held):
-        return _named(reader, settings, naming, comparison)
+        return _named(reader, settings, said, naming, comparison)
     return _translated(reader, settings, said, degrees, naming)
 
 
@@ -199,7 +205,7 @@ def _of_foreign(
         made = _translated(reader, settings, said, said.degrees, naming)
     else:
         said.refuse_degrees(checkpoint.url)
-        made = _named(reader, settings, naming, comparison)
+        made = _named(reader, settings, said, naming, comparison)
     return replace(made, source_format=checkpoint.format)
 
 
@@ -225,7 +231,7 @@ def _of_files(
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
-            return _named(reader, settings, naming, comparison)
+            return _named(reader, settings, said, naming, comparison)
     return _translated(reader, settings, told, told.degrees, naming)
 
 
@@ -264,16 +270,6 @@ def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
     }
 
 
-def whole_tensors(reader: TensorReader) -> list[Translated]:
-    """The tensors that a reader holds once, unchanged."""
-    return [
-        whole(TensorKey(name), held.whole, held.dtype)
-        if held.whole is not None
-        else whole(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
-        for name, held in reader.held.items()
-    ]
-
-
 def _translated(
     reader: TensorReader,
     settings: ModelConfig | None,
@@ -288,35 +284,53 @@ def _translated(
             remedy="leave naming= out",
             path=reader.url,
         )
-    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size)
+    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp)
+    further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
-        made.source, made.targets, made.left_out, layout=made.layout, vocabulary=made.vocabulary,
-        kept=_kept_of_family(settings, made.targets),
+        made.source, made.targets, made.left_out, made.notes, layout=made.layout,
+        vocabulary=made.vocabulary, kept=_kept_of_family(settings, made.targets),
+        predicting=made.predicting, further=frozenset(further),
     )  # fmt: skip
 
 
+def _family(settings: ModelConfig | None) -> Family | None:
+    return None if settings is None else find_family(settings.values["model_type"])
+
+
 def _named(
-    reader: TensorReader, settings: ModelConfig | None, naming: str, comparison: Comparison
-) -> ExportContents:
-    """Whole tensors, by the names of released checkpoints if they are asked for and known."""
-    source = TranslatedSource(reader)
-    targets = whole_tensors(reader)
+    reader: TensorReader, settings: ModelConfig | None, said: GivenLayout, naming: str,
+    comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Whole tensors, by the names of released checkpoints if they are asked for and known. Layers
+    that predict further tokens have these names, or are refused."""
+    source, family = TranslatedSource(reader), _family(settings)
+    found = further_layers(reader.held, family, settings)
+    predicting = kept_layers(found, family, settings, said.mtp, reader.url)
+    everything = whole_tensors(reader)
+    targets = [target for target in everything if target.name not in found]
+    further = [target for target in everything if target.name in found and predicting]
+    comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
     notes = list(head_notes([t.name for t in targets], settings))
-    kept = _kept_of_family(settings, targets)
+    notes += () if predicting else left_out_note(found)
+    kept = _kept_of_family(settings, [*targets, *further])
     if naming == HUB:
-        found = comparison.names(targets, reader.url)
-        if isinstance(found, str):
+        fit = comparison.names(targets, reader.url)
+        if isinstance(fit, str):
             naming = MODULE
             if settings is not None:
-                notes.append(f"the names are those of the state dict: {found}")
-        elif found is not None:
-            targets = targets if found.hub is None else _renamed(found.hub, targets)
-            kept = _kept_of_model(found, targets)
+                notes.append(f"the names are those of the state dict: {fit}")
+        elif fit is not None:
+            targets = targets if fit.hub is None else _renamed(fit.hub, targets)
+            kept = _kept_of_model(fit, [*targets, *further])
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
-    return ExportContents(source, targets, left_out, tuple(notes), naming, kept=kept)
+    return ExportContents(
+        source, [*targets, *further], left_out, tuple(notes), naming, kept=kept,
+        predicting=predicting if family is not None and family.predicts else None,
+        further=frozenset(target.name for target in further),
+    )  # fmt: skip
 
 
 def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:

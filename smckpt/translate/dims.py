@@ -21,9 +21,10 @@ __all__ = ["Dims", "read_dims"]
 class Dims:
     """Sizes of a model, by the letters of `ROLES`, and the roles that it has.
 
-    true: the words that are true in a row's `when`, except "dense" and "sparse". once: roles
-        outside the layers. dense, sparse: all roles of a layer of that kind. parts: the sizes of
-        the family's further parts.
+    layers: its own; those that predict further tokens follow them. true: the words that are true in
+        a row's `when` for all of them. once: roles outside the layers. kinds: the words that are
+        true for each layer. roles_of: all roles of a layer of a kind. parts: the sizes of the
+        family's further parts.
     """
 
     family: Family
@@ -33,9 +34,8 @@ class Dims:
     tied: bool
     true: frozenset[str]
     once: frozenset[str]
-    dense: frozenset[str]
-    sparse: frozenset[str]
-    sparse_layers: frozenset[int]
+    kinds: tuple[frozenset[str], ...]
+    roles_of: Mapping[frozenset[str], frozenset[str]]
     parts: Mapping[str, Dims] = field(default_factory=dict)
 
     def of(self, part: str) -> Dims:
@@ -50,25 +50,28 @@ class Dims:
 
     def roles(self, layer: int) -> frozenset[str]:
         """The roles of a layer; -1: those outside the layers."""
-        if layer < 0:
-            return self.once
-        return self.sparse if layer in self.sparse_layers else self.dense
+        return self.once if layer < 0 else self.roles_of[self.kinds[layer]]
 
     def words(self, layer: int) -> frozenset[str]:
         """The words of `when` that are true for a layer."""
-        return self.true | {"sparse" if layer in self.sparse_layers else "dense"}
+        return self.true if layer < 0 else self.true | self.kinds[layer]
 
 
-def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
-    """The sizes of the model that `config` describes.
+def read_dims(
+    config: Mapping[str, Any], where: str | None = None, *, predicting: int = 0
+) -> Dims:  # fmt: skip
+    """The sizes of the model that `config` describes, with so many layers that predict further
+    tokens.
 
     Raises:
         UsageError: no table has such models, a size is missing, or sizes contradict each other.
     """
-    return _dims(family_of(str(config["model_type"]), where), config)
+    return _dims(family_of(str(config["model_type"]), where), config, predicting)
 
 
-def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims:
+def _dims(
+    family: Family, config: Mapping[str, Any], predicting: int = 0, *, part: bool = False
+) -> Dims:  # fmt: skip
     if part and not isinstance(config.get(family.section), Mapping):
         raise UsageError(
             f"the config has no section {family.section}, which describes {family.name}",
@@ -81,33 +84,48 @@ def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims
         said = {**said, **family.derive(said)}
     hidden, layers = _size(said, "hidden_size"), _number(said, "num_hidden_layers")
     heads = _heads(said, family, hidden)
-    true = frozenset(key for key, value in said.items() if value) | (
-        {"latent"} if family.latent else set()
-    )
-    once, dense, sparse = (_roles(family, true, kind) for kind in (None, "dense", "sparse"))
+    true = frozenset(key for key, value in said.items() if value)
+    true |= {word for word in ("latent", "gated") if getattr(family, word)}
+    once = _roles(family, true, None)
     tied = bool(said.get("tie_word_embeddings"))
+    kinds = _kinds(said, family, layers, predicting)
+    # layers that predict further tokens share the embedding and the head with the model
+    roles_of = {kind: _roles(family, true, kind) - once for kind in set(kinds)}
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
-        once - {"head"} if tied else once, dense, sparse, _sparse_layers(said, family, layers),
-        {name: _dims(further, config, True) for name, further in family.parts.items()},
+        once - {"head"} if tied else once, kinds, roles_of,
+        {name: _dims(further, config, part=True) for name, further in family.parts.items()},
     )  # fmt: skip
 
 
-def _roles(family: Family, true: frozenset[str], kind: str | None) -> frozenset[str]:
+def _roles(family: Family, true: frozenset[str], kind: frozenset[str] | None) -> frozenset[str]:
     """The roles of a kind of layer (None: outside the layers), from the family's own table."""
-    own = (row for row in family.rows if ("{i}" in row.name) == (kind is not None))
-    words = true | ({kind} if kind else set())
-    return frozenset(role for row in own if holds(row.when, words) for role in row.roles)
+    words = true if kind is None else true | kind
+    return frozenset(
+        role for row in family.rows
+        if row.of_layers == (kind is not None) and row.predicts == ("predicts" in words)
+        and holds(row.when, words)
+        for role in row.roles
+    )  # fmt: skip
 
 
-def _sparse_layers(config: Mapping[str, Any], family: Family, layers: int) -> frozenset[int]:
-    if not _experts(config) or not any(row.of_experts for row in family.rows):
-        return frozenset()
+def _kinds(
+    config: Mapping[str, Any], family: Family, layers: int, predicting: int
+) -> tuple[frozenset[str], ...]:
+    """The words for each layer. Layers that predict further tokens have experts and full attention
+    where the family has them."""
+    experts = bool(_experts(config)) and any(row.of_experts for row in family.rows)
     first, step = (_number(config, k) for k in ("first_k_dense_replace", "decoder_sparse_step"))
     only_dense = set(config.get("mlp_only_layers") or ())
-    return frozenset(
-        i for i in range(first, layers) if i not in only_dense and (i + 1) % (step or 1) == 0
-    )
+    types = config.get("layer_types") or ()
+    out = []
+    for i in range(layers):
+        sparse = i >= first and i not in only_dense and (i + 1) % (step or 1) == 0
+        linear = i < len(types) and types[i] == "linear_attention"
+        out.append(frozenset(
+            {"sparse" if experts and sparse else "dense", *(["linear"] if linear else [])}
+        ))  # fmt: skip
+    return (*out, *[frozenset({"sparse" if experts else "dense", "predicts"})] * predicting)
 
 
 def _sizes(
@@ -122,10 +140,8 @@ def _sizes(
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
-        "1": 1, "H": heads.groups * heads.per_group, **(_latent(config) if family.latent else {}),
-        "N": _number(config, "in_channels"), "T": _number(config, "temporal_patch_size"),
-        "W": _number(config, "patch_size"), "Z": _number(config, "out_hidden_size"),
-        "Y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
+        "1": 1, "H": heads.groups * heads.per_group, "T": 2 * hidden,
+        **(_latent(config) if family.latent else {}), **_linear(config), **_tower(config, hidden),
     }  # fmt: skip
 
 
@@ -145,7 +161,8 @@ def _heads(config: Mapping[str, Any], family: Family, hidden: int) -> Heads:
             remedy="pass the config that the model was trained with",
         )
     head = _number(config, "head_dim") or hidden // count
-    return Heads(groups, count // groups, head, _rotary(config, head))
+    linear = _number(config, "linear_num_key_heads")
+    return Heads(groups, count // groups, head, _rotary(config, head), linear)
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, int]:
@@ -156,6 +173,30 @@ def _latent(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         "A": _number(config, "q_lora_rank"), "B": heads * (plain + rotary), "R": rank,
         "C": rank + rotary, "U": heads * (plain + value), "O": heads * value,
+    }  # fmt: skip
+
+
+def _linear(config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of linear attention: the gated delta net."""
+    keys, values = (_number(config, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if keys and values % keys:
+        raise UsageError(
+            f"{values} value heads of linear attention are not a multiple of {keys} key heads",
+            remedy="pass the config that the model was trained with",
+        )
+    width = _number(config, "linear_value_head_dim")
+    return {
+        "Y": keys * _number(config, "linear_key_head_dim"), "Z": values * width, "N": values,
+        "W": width, "J": _number(config, "linear_conv_kernel_dim"),
+    }  # fmt: skip
+
+
+def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """The sizes of a vision tower."""
+    return {
+        "n": _number(config, "in_channels"), "t": _number(config, "temporal_patch_size"),
+        "w": _number(config, "patch_size"), "z": _number(config, "out_hidden_size"),
+        "y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
     }  # fmt: skip
 
 

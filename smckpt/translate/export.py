@@ -28,6 +28,7 @@ from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.merged import find_peft_contents
+from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
 from smckpt.translate.sidecars import tokenizer_of, write_sidecars
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
@@ -91,6 +92,7 @@ def export_hf(
     allow_nonfinite: bool = False,
     against_model: bool = True,
     naming: str = HUB,
+    mtp: str = DROP,
     lora: str | None = None,
     lora_config: Any = None,
     lora_adapter: str | None = None,
@@ -148,6 +150,10 @@ def export_hf(
         naming: "hub": the names of released models, as `save_pretrained` writes them. For families
             without a table, transformers gives them; a note says if it cannot. "module": the names
             in the state dict, which not all servers and versions load.
+        mtp: layers that predict further tokens (multi-token prediction), of families with a table
+            of them: "drop" leaves them out, as transformers does, and a note says so; "keep" writes
+            them under the names of the release. The config's num_nextn_predict_layers is what is
+            written.
         lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
             `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
@@ -181,6 +187,7 @@ def export_hf(
         dtype = _dtype_name(dtype)
         if naming not in (HUB, MODULE):
             raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
+        check_mtp(mtp)
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
@@ -198,7 +205,7 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp)
+            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp)
             if lora is None:
                 refuse_given(
                     "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
@@ -209,7 +216,7 @@ def export_hf(
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **vars(said))
+                refuse_given("with lora=", **{**vars(said), "mtp": None if mtp == DROP else mtp})
                 found = find_peft_contents(
                     access,
                     checkpoint,
@@ -226,10 +233,12 @@ def export_hf(
             cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]
             found = replace(found, targets=cast)
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-            output = Output(access.open(out_dir), files)
+            output, written = Output(access.open(out_dir), files), settings
+            if written is not None and found.predicting is not None:
+                written = with_prediction_layers(written, found.predicting)
             return Planned(
                 found, files, output,
-                lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets),
+                lambda: write_sidecars(output, written, tokens, found.adapter, found.targets),
             )  # fmt: skip
 
         stages = Stages(group, comparison, overwrite, allow_nonfinite, workers, progress)

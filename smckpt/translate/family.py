@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from smckpt.translate.table import LayoutRow, TensorLayout, rows
+from smckpt.translate.table import LayoutRow, TensorLayout, predicting, rows
 
 __all__ = ["HF_TP", "Family"]
 
@@ -19,11 +19,9 @@ HF_TP: Mapping[str, int] = {
 }
 _TIED = "tie_word_embeddings"
 _PACKED = (  # as transformers 5 holds experts in memory
-    LayoutRow("{layers}.{i}.mlp.gate.weight", ("router",)),
-    LayoutRow(
-        "{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True
-    ),
-    LayoutRow("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    LayoutRow("mlp.gate.weight", ("router",)),
+    LayoutRow("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
+    LayoutRow("mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
 )
 
 
@@ -80,22 +78,27 @@ class Family:
         """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
         if self.hf_tp is None:
             return None
-        dense = tuple(
-            replace(row, tp=self.hf_tp.get(row.roles[0]))
-            for row in self.rows
-            if not row.of_experts and row.roles != ("router",)
-        )
-        table = dense + _PACKED + self.further_rows
+        out: list[LayoutRow] = []
+        packed = "e_down" not in self.hf_tp
+        for row in self.rows:
+            if packed and (row.of_experts or row.roles == ("router",)):
+                if row.roles == ("router",):
+                    layer = row.name[: row.name.index("}.") + 2]
+                    out += (predicting if row.predicts else rows)(layer, _PACKED)
+                continue
+            how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
+            out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
+        table = (*out, *self.further_rows)
         return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
-            "hf_tp", ("{layers}", self.words["layers"]), *self.in_memory
+            "hf_tp", *self.in_memory
         )
 
     @property
     def words(self) -> dict[str, str]:
         """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
-        Face's outer modules. `layers`: the text before a layer's number. `language`: the text before
-        Megatron's names of the language model."""
-        names = {row.roles[0]: row.name for row in self.rows if "{i}" not in row.name}
+        Face's outer modules. `layers`: the text before a layer's number. `language`: the text
+        before Megatron's names of the language model."""
+        names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
         language = "language_model." if self.parts else ""
         return {**names, "layers": layer.split(".{i}")[0], "language": language}
@@ -104,6 +107,16 @@ class Family:
     def packs_experts(self) -> bool:
         """Whether experts are one tensor in memory and several on disk."""
         return self.hf_tp is not None and any("{e}" in row.name for row in self.rows)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the table has rows of layers that predict further tokens."""
+        return any(row.predicts for row in self.rows)
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention has a gate for each query."""
+        return any("q_gate" in row.roles for row in self.rows)
 
     @property
     def zero_centred(self) -> bool:

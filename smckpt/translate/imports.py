@@ -26,7 +26,8 @@ from smckpt.translate.files import refuse_into_source
 from smckpt.translate.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.layouts import get_layout
 from smckpt.translate.model import from_hub, model_dims
-from smckpt.translate.release import PREDICTION_LAYERS, open_release
+from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
+from smckpt.translate.release import open_release
 from smckpt.translate.stream import write_chunks
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.vocabulary import most_padding, padded_rows
@@ -70,6 +71,7 @@ def import_hf(
     s3_region: str | None = None,
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
+    mtp: str = DROP,
 ) -> ImportReport:
     """Write the model in `directory` as a checkpoint of the ranks of a tensor-parallel layout.
 
@@ -79,9 +81,7 @@ def import_hf(
     which several ranks hold copies is in each rank's file. The bytes of weights are copied, never
     changed, except quantized ones: float8 with `weight_scale_inv` (DeepSeek) and mxfp4 (GPT-OSS)
     become the numbers that they stand for, in the config's dtype, and the config that is written
-    has no `quantization_config`. Layers that predict further tokens (DeepSeek's
-    `num_nextn_predict_layers`) are left out, and a note says so. Memory stays at two chunks of
-    16 MiB per thread.
+    has no `quantization_config`. Memory stays at two chunks of 16 MiB per thread.
 
     Args:
         directory: has safetensors files, or else `pytorch_model.bin` or its index, and config.json
@@ -101,6 +101,9 @@ def import_hf(
         overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
         s3_region, s3client_config: as for `save`, if `out_dir` is in S3.
         allow_nonfinite: also import weights with NaN or infinity; the report counts them.
+        mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
+            leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and
+            refuses a layout that has no such layers.
 
     Raises:
         UsageError: an argument is wrong; `out_dir` is not empty; weights are NaN or infinite.
@@ -113,6 +116,7 @@ def import_hf(
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
     check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
+    check_mtp(mtp)
     if not isinstance(prefix, str):
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
     degrees = Degrees.of(tp, ep, etp)
@@ -120,15 +124,16 @@ def import_hf(
     access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
     refuse_into_source(url, directory=folder)
     settings = read_config(folder if config is None else config)
-    dims = model_dims(settings, str(folder))
+    family = model_dims(settings, str(folder)).family
     assert settings is not None
-    chosen = get_layout(layout, dims.family)
-    reader, left_out = open_release(folder, settings, dims.family)
+    chosen = get_layout(layout, family)
+    reader, predicting, left_out = open_release(folder, settings, family, mtp)
+    dims = model_dims(settings, str(folder), predicting)
     source, made = from_hub(reader, dims, chosen, degrees, pad_vocab_to_multiple_of)
     topology = ParallelState(
         degrees.ranks, tensor_parallel_degree=tp, expert_parallel_degree=degrees.columns
     )
-    notes = left_out + _notes(chosen, dims.sizes["V"], degrees.tp, pad_vocab_to_multiple_of)
+    notes = [*left_out, *_notes(chosen, dims.sizes["V"], degrees.tp, pad_vocab_to_multiple_of)]
     nonfinite = NonFinite()
     ranker, ranks = topology.ranker, range(degrees.ranks)
     session = new_session()
@@ -146,7 +151,9 @@ def import_hf(
         notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
         output.put_parts(topology, {"layout": chosen.name})
         # last, because it replaces the old checkpoint's config, which must stay until `commit`
-        output.put(CONFIG, (json.dumps(_config(settings, left_out), indent=2) + "\n").encode())
+        if predicting or left_out:
+            settings = with_prediction_layers(settings, predicting)
+        output.put(CONFIG, (json.dumps(_config(settings), indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=overwrite)
     for note in notes:
@@ -157,11 +164,11 @@ def import_hf(
     )  # fmt: skip
 
 
-def _config(settings: ModelConfig, left_out: list[str]) -> dict[str, Any]:
-    """The config of what was written: nothing is quantized, and layers may be left out."""
+def _config(settings: ModelConfig) -> dict[str, Any]:
+    """The config of what was written: nothing is quantized."""
     values = settings.complete(None)
     values.pop("quantization_config", None)
-    return {**values, PREDICTION_LAYERS: 0} if left_out else values
+    return values
 
 
 def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.translate.families import family_of
 from smckpt.translate.family import Family
-from smckpt.translate.table import ZERO_CENTRED, TensorLayout, rows
+from smckpt.translate.table import ZERO_CENTRED, TensorLayout, predicting, rows
 from smckpt.translate.table import LayoutRow as Row
 
 __all__ = ["get_layout", "layouts_of", "register_layout"]
@@ -72,7 +73,8 @@ _MCORE_TOP = (
     Row("output_layer.weight", ("head",), "vocabulary", 0),
 )
 _MCORE_LAYER = (
-    Row("self_attention.linear_qkv.weight", _QKV, "interleaved", 0),
+    Row("self_attention.linear_qkv.weight", _QKV, "interleaved", 0, when="not gated"),
+    Row("self_attention.linear_qkv.weight", ("q", "q_gate", "k", "v"), "interleaved", 0),
     Row("self_attention.linear_qkv.bias", _QKV_B, "interleaved", 0),
     Row("self_attention.linear_proj.weight", ("o",), tp=1),
     Row("self_attention.linear_proj.bias", ("o_b",)),
@@ -97,6 +99,21 @@ _MCORE_LAYER = (
     Row("mlp.shared_experts.linear_fc1.weight", ("s_gate", "s_up"), "per_rank", 0),
     Row("mlp.shared_experts.linear_fc2.weight", ("s_down",), tp=1),
     Row("mlp.shared_experts.gate_weight", ("s_router",)),
+    # the gated delta net
+    Row("self_attention.in_proj.weight", ("l_q", "l_k", "l_v", "l_gate", "l_beta", "l_alpha"),
+        "per_rank", 0),
+    Row("self_attention.conv1d.weight", ("l_conv_q", "l_conv_k", "l_conv_v"), "per_rank", 0),
+    Row("self_attention.A_log", ("l_decay",), tp=0),
+    Row("self_attention.dt_bias", ("l_step",), tp=0),
+    Row("self_attention.out_norm.weight", ("l_norm",)),
+    Row("self_attention.out_proj.weight", ("l_o",), tp=1),
+)  # fmt: skip
+# of a layer that predicts further tokens, around a layer like the others
+_MCORE_FURTHER = (
+    Row("enorm.weight", ("mtp_embed_norm",)),
+    Row("hnorm.weight", ("mtp_hidden_norm",)),
+    Row("eh_proj.weight", ("mtp_join",), tp=0),
+    Row("final_layernorm.weight", ("mtp_norm",)),
 )
 
 
@@ -125,7 +142,8 @@ _LEGACY = (
 _MCORE_TE_OWN = (
     Row("self_attention.linear_q_down_proj.weight", ("q_down",)),
     Row("self_attention.linear_kv_down_proj.weight", ("kv_down",)),
-    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="not latent"),
+    Row("self_attention.linear_qkv.layer_norm_weight", ("norm1",), when="not latent, not linear"),
+    Row("self_attention.in_proj.layer_norm_weight", ("norm1",), when="linear"),
     Row("input_layernorm.weight", ("norm1",), when="latent"),
     Row("self_attention.linear_q_up_proj.layer_norm_weight", ("q_down_norm",)),
     Row("self_attention.linear_kv_up_proj.layer_norm_weight", ("kv_down_norm",)),
@@ -173,8 +191,11 @@ _MCORE_TOWER = (
 
 
 def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> TensorLayout:
-    layer = rows("decoder.layers.{i}.", _MCORE_LAYER + own + experts)
-    return TensorLayout(name, rows("{language}", _MCORE_TOP + layer), _EXTRA_STATE)
+    layer = _MCORE_LAYER + own + experts
+    further = predicting("mtp.layers.{m}.transformer_layer.", layer)
+    further += predicting("mtp.layers.{m}.", _MCORE_FURTHER)
+    table = _MCORE_TOP + rows("decoder.layers.{i}.", layer) + further
+    return TensorLayout(name, rows("{language}", table), _EXTRA_STATE)
 
 
 def _mcore_tower() -> TensorLayout:
@@ -348,6 +369,6 @@ def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:
         name = row.name
         for word, value in family.words.items():
             name = name.replace(f"{{{word}}}", value)
-        if "{" not in name.replace("{i}", "").replace("{e}", ""):
+        if "{" not in re.sub(r"\{[iem]\}", "", name):
             out.append(replace(row, name=name))  # otherwise the family has no such tensor
     return replace(layout, rows=tuple(out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,10 +14,11 @@ from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, unmatched
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
+from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.stream import equal, tied_names
 from smckpt.translate.table import TensorLayout
-from smckpt.translate.translated import Translated, TranslatedSource, whole
+from smckpt.translate.translated import Translated, TranslatedSource, whole, whole_tensors
 from smckpt.translate.vocabulary import check_rows, padded_rows
 
 __all__ = [
@@ -45,17 +46,20 @@ class Holder(Protocol):
 @dataclass(frozen=True)
 class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
-    are tied to another. vocabulary: how many rows of it are written, and how many are stored."""
+    are tied to another. vocabulary: how many rows of it are written, and how many are stored.
+    predicting: how many layers that predict further tokens are among the targets."""
 
     layout: str
     targets: tuple[Translated, ...]
     source: TranslatedSource
     left_out: tuple[str, ...]
     vocabulary: tuple[int, int]
+    predicting: int = 0
+    notes: tuple[str, ...] = ()
 
 
-def model_dims(config: ModelConfig | None, where: str) -> Dims:
-    """The sizes that a translation needs.
+def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
+    """The sizes that a translation needs, with so many layers that predict further tokens.
 
     Raises:
         UsageError: there is no config, or its family has no table.
@@ -67,7 +71,15 @@ def model_dims(config: ModelConfig | None, where: str) -> Dims:
             remedy="pass config= (a directory, a config.json, or model.config)",
             path=where,
         )
-    return read_dims(config.values, where)
+    return read_dims(config.values, where, predicting=predicting)
+
+
+@dataclass(frozen=True)
+class _Some:
+    """Some of a reader's tensors."""
+
+    url: str
+    held: Mapping[str, RankTensors]
 
 
 @dataclass(frozen=True)
@@ -85,15 +97,15 @@ class Proof:
 
 def prove(
     reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
-    padded_vocab_size: int | None = None, *, trims: bool = True,
+    padded_vocab_size: int | None = None, *, trims: bool = True, predicting: int = 0,
 ) -> Proof:  # fmt: skip
-    """Prove that a reader's tensors make Hugging Face's tensors. Nothing is read. Padding is
-    checked if it is cut off (`trims`).
+    """Prove that a reader's tensors make Hugging Face's tensors, with so many layers that predict
+    further tokens. Nothing is read. Padding is checked if it is cut off (`trims`).
 
     Raises:
         as `to_hub`.
     """
-    dims = model_dims(config, reader.url)
+    dims = model_dims(config, reader.url, predicting)
     chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
     heads = [row.name for row in chosen.rows if row.roles == ("head",)]
     tied_head = dims.tied and any(name in reader.held for name in heads)
@@ -109,18 +121,29 @@ def prove(
 
 def to_hub(
     reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
-    degrees: Degrees, padded_vocab_size: int | None = None,
+    degrees: Degrees, padded_vocab_size: int | None = None, mtp: str | None = DROP,
 ) -> Translation:  # fmt: skip
     """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
 
     Args:
         padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
+        mtp: as in `kept_layers`.
 
     Raises:
         UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
         TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
     """
-    proof = prove(reader, config, layout, degrees, padded_vocab_size)
+    family = model_dims(config, reader.url).family
+    further = further_layers(reader.held, family, config)
+    kept = kept_layers(further, family, config, mtp, reader.url)
+    left = {} if kept else further
+    whole_layers: list[Translated] = []
+    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
+        whole_layers = whole_tensors(_Some(reader.url, {n: reader.held[n] for n in further}))
+        left = further
+    some = _Some(reader.url, {n: t for n, t in reader.held.items() if n not in left})
+    predicting = 0 if whole_layers else kept
+    proof = prove(some, config, layout, degrees, padded_vocab_size, predicting=predicting)
     source = TranslatedSource(reader)
     _refuse_unequal(source, proof.side, reader)
     dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
@@ -131,7 +154,20 @@ def to_hub(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
-    return Translation(proof.layout.name, tuple(targets), source, left_out, vocabulary)
+    return Translation(
+        proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
+        () if kept else left_out_note(further),
+    )  # fmt: skip
+
+
+def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
+    """Whether tensors of layers that predict further tokens are whole and have the names of
+    releases, although the model itself may have others."""
+    released = {p.name for p in tensors_of(dims.family.hub, dims, 1) if p.layer >= dims.layers}
+    held = [reader.held[name] for name in further]
+    return released.issuperset(further) and all(
+        tensor.whole is not None or tensor.shards.keys() == {(0, 0)} for tensor in held
+    )
 
 
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
@@ -189,6 +225,7 @@ def from_hub(
         )
     _refuse_other_head(reader, hub, dims)
     source = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
+    _refuse_unequal(TranslatedSource(reader), source, reader)
     target = side_of_ranks(layout, dims, degrees, multiple)
     blocks = compile_blocks(source, target)
     dtypes = {TensorKey(name, 0, 0): held.dtype for name, held in reader.held.items()}
@@ -202,7 +239,7 @@ def from_hub(
 
 def _refuse_other_head(reader: TensorReader, hub: TensorLayout, dims: Dims) -> None:
     """Refuse a head that differs from the embedding to which the config ties it."""
-    names = {row.roles[0]: row.name for row in hub.rows if row.roles[0] in ("embed", "head")}
+    names = {row.roles[0]: row.name for row in hub.rows if not row.of_layers}
     if not dims.tied or names.get("head") not in reader.held:
         return
     one, two = (
@@ -229,11 +266,15 @@ def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) 
         dtype = reader.held[key.name].dtype
         one, two = (whole(k, side.shapes[k], dtype) for k in (key, other))
         if not equal(source, one, two):
-            differ.append(f"{key.name} (tp, ep) {key.tp, key.ep} and {other.tp, other.ep}")
+            differ.append(
+                f"{key.name} (tp, ep) {key.tp, key.ep} and {other.tp, other.ep}"
+                if key.name == other.name else f"{other.name} and {key.name}"
+            )  # fmt: skip
     if differ:
         raise TensorMismatchError(
-            f"{len(differ)} tensors of which ranks hold copies differ: {'; '.join(differ[:8])}",
-            remedy="pass states of one model and step, and check layout=",
+            f"{len(differ)} tensors that should be copies differ: {'; '.join(differ[:8])}",
+            remedy="pass states of one model and step, and check layout=; if they belong to layers "
+            f"that predict further tokens, mtp={DROP!r} leaves these out",
             path=reader.url,
         )
 

@@ -144,7 +144,9 @@ class Side:
                 part, ep = degrees.of_expert(tp, column) if shared else (tp, 0)
                 part = part if cut else 0
                 first = degrees.first_of(part, ep) if shared else (part, 0)
-                if first == (tp, column):
+                if row.predicts and self.dims.once.issuperset(row.roles):
+                    self._add_copy(row, key, key._replace(name=self._outer(row)))
+                elif first == (tp, column):
                     self._add_pieces(tensor, key, (part, parts), (ep, eps), ours)
                 elif held.whole is None:
                     self._add_copy(row, key, TensorKey(held.name, *first))
@@ -154,7 +156,9 @@ class Side:
         would fit."""
         own = self.dims.of(row.part).heads
         heads = own.groups * own.per_group
-        if heads % self.degrees.tp and not {"q", "q_up"}.isdisjoint(row.roles):
+        if "l_q" in row.roles and row.how == "per_rank":
+            heads = own.linear
+        if heads % self.degrees.tp and not {"q", "q_up", "l_q"}.isdisjoint(row.roles):
             raise TopologyError(
                 f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads of "
                 f"{row.name}",
@@ -176,6 +180,10 @@ class Side:
             first = same_rank
         self.copies.append((first, key))
         self._original[key] = first
+
+    def _outer(self, row: LayoutRow) -> str:
+        """The name of the model's embedding or head, which this row holds again."""
+        return next(r.name for r in self.layout.rows if r.roles == row.roles and not r.of_layers)
 
     def along(self, key: TensorKey) -> int | None:
         """The dimension of a stored tensor along which the ranks' arrays are joined, if any."""
@@ -315,7 +323,7 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
         TopologyError: the expert-parallel degree does not divide the experts.
         KeysMismatchError: the layout lacks a row for a part of the model.
     """
-    experts = dims.experts if dims.sparse_layers else 0
+    experts = dims.experts if any("sparse" in kind for kind in dims.kinds) else 0
     if experts % ep or (ep > 1 and not experts):
         raise TopologyError(
             f"expert-parallel degree {ep} does not divide {experts} experts",
@@ -325,14 +333,14 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
     for part in ("", *dims.parts):
         own = dims.of(part)
         table = [row for row in layout.rows if row.part == part]
-        for layer in range(-1, own.layers):
+        for layer in range(-1, len(own.kinds)):
             roles = own.roles(layer)
             found: set[str] = set()
             for row in table:
                 if not _applies(row, layer, own, roles):
                     continue
                 found.update(row.roles)
-                name = row.name.replace("{i}", str(layer))
+                name = row.name.replace("{i}", str(layer)).replace("{m}", str(layer - own.layers))
                 many = "{e}" in row.name
                 for expert in range(experts // ep) if many else (-1,):
                     yield LayoutTensor(name.replace("{e}", str(expert)), row, layer, expert)
@@ -346,9 +354,11 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
 
 
 def _applies(row: LayoutRow, layer: int, dims: Dims, roles: frozenset[str]) -> bool:
-    if (layer >= 0) != ("{i}" in row.name) or not roles.issuperset(row.roles):
+    words = dims.words(layer)
+    if (layer >= 0) != row.of_layers or row.predicts != ("predicts" in words):
         return False
-    return holds(row.when, dims.words(layer))
+    shared = dims.once if row.predicts else frozenset()
+    return (roles | shared).issuperset(row.roles) and holds(row.when, words)
 
 
 def folded(row: LayoutRow, shape: Shape) -> Shape:

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.family import Family
+from smckpt.translate.prediction import (
+    DROP,
+    PREDICTION_LAYERS,
+    further_layers,
+    kept_layers,
+    left_out_note,
+)
 from smckpt.translate.quantized import dequantized
 from smckpt.translate.rank_files import RankFiles, TensorReader, open_directory
 from smckpt.translate.table import TensorLayout
 
-__all__ = ["PREDICTION_LAYERS", "open_release", "weights_of"]
-
-PREDICTION_LAYERS = "num_nextn_predict_layers"  # of the config
+__all__ = ["open_release", "weights_of"]
 
 
 def open_release(
-    directory: Path, settings: ModelConfig, family: Family
-) -> tuple[TensorReader, list[str]]:
-    """A reader of the model's tensors by the names of the family's table, and notes for the user.
+    directory: Path, settings: ModelConfig, family: Family, mtp: str = DROP
+) -> tuple[TensorReader, int, tuple[str, ...]]:
+    """A reader of the model's tensors by the names of the family's table, how many layers that
+    predict further tokens it has, and notes for the user.
 
-    Quantized weights are read in the config's dtype. Layers that predict further tokens (DeepSeek's
-    multi-token prediction), which follow the model's own, are left out.
+    Quantized weights are read in the config's dtype. With DROP, layers that predict further tokens
+    are left out.
 
     Raises:
-        as `open_directory` and `dequantized`.
+        as `open_directory`, `dequantized` and `kept_layers`.
     """
-    return weights_of(_with_outer_name(open_directory(directory), family.hub), settings, family)
+    files = _with_outer_name(open_directory(directory), family.hub)
+    return weights_of(files, settings, family, mtp)
 
 
 def weights_of(
-    files: RankFiles, settings: ModelConfig, family: Family | None
-) -> tuple[TensorReader, list[str]]:
+    files: RankFiles, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
+) -> tuple[TensorReader, int, tuple[str, ...]]:
     """As `open_release`, of files that are open. Without a family, no layer is left out."""
-    extra = [] if family is None else _prediction_layers(files, settings, family)
-    notes = []
-    if extra:
-        notes.append(
-            f"{len(extra)} tensors of layers that predict further tokens are left out "
-            f"({PREDICTION_LAYERS}), such as {extra[0]}"
-        )
-        files = files.renamed({name: name for name in files.held if name not in set(extra)})
-    return dequantized(files, settings), notes
+    found = further_layers(files.held, family, settings)
+    if isinstance(said := settings.values.get(PREDICTION_LAYERS), int):
+        found = {name: number for name, number in found.items() if number < said}
+    count = kept_layers(found, family, settings, mtp, files.url)
+    if found and not count:
+        files = files.renamed({name: name for name in files.held if name not in found})
+    return dequantized(files, settings), count, () if count else left_out_note(found)
 
 
 def _with_outer_name(files: RankFiles, hub: TensorLayout) -> RankFiles:
@@ -52,13 +56,3 @@ def _with_outer_name(files: RankFiles, hub: TensorLayout) -> RankFiles:
     if any(name.startswith(f"{outer}.") for name in files.held):
         return files
     return files.renamed({n: n if n in heads else f"{outer}.{n}" for n in files.held})
-
-
-def _prediction_layers(files: RankFiles, settings: ModelConfig, family: Family) -> list[str]:
-    """The names of the layers that the config says follow the model's own."""
-    first, more = (settings.values.get(k) for k in ("num_hidden_layers", PREDICTION_LAYERS))
-    if not isinstance(first, int) or not isinstance(more, int):
-        return []
-    layer = re.compile(rf"{re.escape(family.words['layers'])}\.(\d+)\.")
-    found = ((name, layer.match(name)) for name in sorted(files.held))
-    return [name for name, m in found if m and first <= int(m.group(1)) < first + more]

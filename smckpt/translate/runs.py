@@ -29,12 +29,14 @@ class AxisRun:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The sizes for the formulas of attention: groups, heads per group, head size, rotary part."""
+    """The sizes for the formulas of attention: groups, heads per group, head size, rotary part;
+    key heads of linear attention."""
 
     groups: int
     per_group: int
     size: int
     rotary: int
+    linear: int = 0
 
 
 def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int) -> list[AxisRun]:
@@ -77,14 +79,26 @@ def _same(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
         at += size
 
 
+def _in_turn(sizes: Sequence[int], count: int) -> Iterator[AxisRun]:
+    """`count` parts: the n-th has the n-th of `count` equal parts of each role."""
+    at = 0
+    for part in range(count):
+        for role, size in enumerate(sizes):
+            yield AxisRun(role, at, 1, part * (size // count), size // count)
+            at += size // count
+
+
 def _interleaved(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
     """Megatron's QKV: for each group its queries, then its key, then its value."""
-    size, queries = heads.size, heads.per_group * heads.size
-    for group in range(heads.groups):
-        at = group * (queries + 2 * size)
-        yield AxisRun(0, at, 1, group * queries, queries)
-        yield AxisRun(1, at + queries, 1, group * size, size)
-        yield AxisRun(2, at + queries + size, 1, group * size, size)
+    return _in_turn(sizes, heads.groups)
+
+
+def _by_head(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    return _in_turn(sizes, heads.groups * heads.per_group)
+
+
+def _by_linear_head(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    return _in_turn(sizes, heads.linear)
 
 
 def _alternating(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
@@ -97,8 +111,9 @@ def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
     """Meta's order: the two halves of a rotated pair are neighbours."""
     half = heads.rotary // 2
     for at in range(0, sizes[0], heads.size):
-        yield AxisRun(0, at, 2, at, half)
-        yield AxisRun(0, at + 1, 2, at + half, half)
+        if half:
+            yield AxisRun(0, at, 2, at, half)
+            yield AxisRun(0, at + 1, 2, at + half, half)
         if heads.rotary < heads.size:
             rest = at + heads.rotary
             yield AxisRun(0, rest, 1, rest, heads.size - heads.rotary)
@@ -109,6 +124,8 @@ HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[AxisRun]]] = {
     "interleaved": _interleaved,
     "alternating": _alternating,
     "rotary": _rotary,
+    "by_head": _by_head,
+    "by_linear_head": _by_linear_head,
 }
 
 

@@ -67,7 +67,8 @@ class Stages:
                 "meanwhile",
                 path=planned.output.url,
             )
-        self.comparison.tell(planned.found.targets, planned.found.source.url)
+        own = [t for t in planned.found.targets if t.name not in planned.found.further]
+        self.comparison.tell(own, planned.found.source.url)
         self.comparison.check()
         if self.overwrite:  # only when the new files are known to be a model
             self.notes += self._compared()

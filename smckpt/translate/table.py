@@ -11,14 +11,24 @@ from dataclasses import dataclass, replace
 
 from smckpt.errors import UsageError
 
-__all__ = ["NORMS", "ROLES", "ZERO_CENTRED", "LayoutRow", "TensorLayout", "holds", "rows"]
+__all__ = [
+    "NORMS",
+    "ROLES",
+    "ZERO_CENTRED",
+    "LayoutRow",
+    "TensorLayout",
+    "holds",
+    "predicting",
+    "rows",
+]
 
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
 # experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
 # inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
-# query and key/value, B, C and U rows of its other projections; for a vision tower N channels, T
-# pictures and W pixels along a side of a patch, Y and Z inputs and outputs of its merger, which
-# brings what it computes to the language model's size.
+# query and key/value, B, C and U rows of its other projections; for linear attention Y and Z rows
+# of all key and all value heads, N value heads, W a value head, J the convolution's length; T twice
+# the hidden size; for a vision tower n channels, t pictures and w pixels along a side of a patch,
+# y and z inputs and outputs of its merger, which brings its outputs to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
@@ -32,21 +42,27 @@ ROLES: Mapping[str, str] = {
     "router": "EX", "router_b": "E", "router_shift": "E",
     "e_gate": "MX", "e_up": "MX", "e_down": "XM", "e_gate_b": "M", "e_up_b": "M", "e_down_b": "X",
     "s_gate": "SX", "s_up": "SX", "s_down": "XS", "s_router": "1X",
-    "patch_2d": "XNWW", "patch_3d": "XNTWW", "patch_b": "X", "merge_norm": "Y", "merge_norm_b": "Y",
-    "merge1": "YY", "merge1_b": "Y", "merge2": "ZY", "merge2_b": "Z",
+    "patch_2d": "Xnww", "patch_3d": "Xntww", "patch_b": "X", "merge_norm": "y", "merge_norm_b": "y",
+    "merge1": "yy", "merge1_b": "y", "merge2": "zy", "merge2_b": "z",
+    "q_gate": "QX",
+    "l_q": "YX", "l_k": "YX", "l_v": "ZX", "l_gate": "ZX", "l_beta": "NX", "l_alpha": "NX",
+    "l_conv_q": "Y1J", "l_conv_k": "Y1J", "l_conv_v": "Z1J", "l_decay": "N", "l_step": "N",
+    "l_norm": "W", "l_o": "XZ",
+    "mtp_embed_norm": "X", "mtp_hidden_norm": "X", "mtp_join": "XT", "mtp_norm": "X",
 }  # fmt: skip
 
 ZERO_CENTRED = "_zero_centred"
 NORMS = frozenset({
     "final_norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "q_down_norm",
-    "kv_down_norm", "q_norm_all", "k_norm_all",
+    "kv_down_norm", "q_norm_all", "k_norm_all", "l_norm", "mtp_embed_norm", "mtp_hidden_norm",
+    "mtp_norm",
 })  # fmt: skip
 
 
 # the order of roles in a tensor → the smallest and largest number of roles
 _HOW = {
-    "same": (1, 99), "per_rank": (1, 99), "interleaved": (3, 3), "alternating": (2, 99),
-    "rotary": (1, 1), "vocabulary": (1, 1),
+    "same": (1, 99), "per_rank": (1, 99), "interleaved": (3, 4), "alternating": (2, 99),
+    "rotary": (1, 1), "vocabulary": (1, 1), "by_head": (2, 99), "by_linear_head": (2, 99),
 }  # fmt: skip
 
 
@@ -55,12 +71,14 @@ class LayoutRow:
     """A kind of stored tensor, with one tensor for each layer and expert.
 
     name: with `{i}` for the layer, `{e}` for the expert (of the rank's own, under expert
-        parallelism).
+        parallelism), `{m}` for a layer that predicts further tokens, counted from 0.
     roles: the roles that it holds; several if it is fused.
     how: the order of the roles: "same" (one role, or several one after the other), "per_rank" (each
-        tensor-parallel rank joins its own parts), "interleaved" (queries, key, value of each
-        group), "alternating" (one row of each in turn), "rotary" (rotated pairs side by side, as in
-        Meta's files), "vocabulary" (as "same", with rows of padding at the end).
+        tensor-parallel rank joins its own parts), "interleaved" (queries, their gates if there are
+        any, key, value of each group), "alternating" (one row of each in turn), "rotary" (rotated
+        pairs side by side, as in Meta's files), "vocabulary" (as "same", with rows of padding at
+        the end), "by_head" (the rows of each query head in turn), "by_linear_head" (those of each
+        key head of linear attention).
     tp: the dimension of the role that tensor parallelism cuts. None: each rank has all of it.
     copies: if each rank has all of it: the copies are equal, which is checked ("equal"), or the
         role is their mean ("mean") or their sum ("sum"; an import writes it to the first rank and
@@ -71,8 +89,10 @@ class LayoutRow:
     folded: the bytes are those of a stacked tensor, but its shape says "columns" (hidden × all
         experts' columns) or "rows" (all experts' rows × hidden): Megatron's legacy weights.
     when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
-        "latent" (latent attention), or a key of the config whose value must count as true. "not "
-        in front reverses a condition.
+        "linear" (layers with linear attention), "predicts" (layers that predict further tokens,
+        which only such rows are for), "latent" (latent attention), "gated" (attention with gates of
+        queries), or a key of the config whose value must count as true. "not " in front reverses a
+        condition.
     part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
         language model.
     """
@@ -118,6 +138,15 @@ class LayoutRow:
     @property
     def of_experts(self) -> bool:
         return self.stacked or "{e}" in self.name
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the row is for layers that predict further tokens."""
+        return self.when is not None and "predicts" in self.when.split(", ")
+
+    @property
+    def of_layers(self) -> bool:
+        return "{i}" in self.name or self.predicts
 
 
 @dataclass(frozen=True)
@@ -175,3 +204,9 @@ def holds(when: str | None, true: Collection[str]) -> bool:
 def rows(prefix: str, table: Iterable[LayoutRow], part: str = "") -> tuple[LayoutRow, ...]:
     """The rows with `prefix` in front of their names, as rows of a part of the model."""
     return tuple(replace(row, name=prefix + row.name, part=part or row.part) for row in table)
+
+
+def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:
+    """As `rows`, for layers that predict further tokens."""
+    named = rows(prefix, table)
+    return tuple(replace(r, when=f"{r.when}, predicts" if r.when else "predicts") for r in named)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_majo
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.compile import Block
 from smckpt.translate.files import aligned
-from smckpt.translate.pieces import TensorKey
+from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.targets import Chunk, Range
 
-__all__ = ["Translated", "TranslatedSource", "whole"]
+__all__ = ["Translated", "TranslatedSource", "whole", "whole_tensors"]
 
 _AT_ONCE = 1 << 17  # elements computed at once, so that their arrays stay in the processor's cache
 
@@ -121,6 +121,21 @@ def _parts(
             if copy is not None:
                 yield Block(block.source, copy, buffer)
         done += box.numel
+
+
+class _Holder(Protocol):
+    @property
+    def held(self) -> Mapping[str, RankTensors]: ...
+
+
+def whole_tensors(reader: _Holder) -> list[Translated]:
+    """The tensors that a reader holds once, unchanged."""
+    return [
+        whole(TensorKey(name), held.whole, held.dtype)
+        if held.whole is not None
+        else whole(TensorKey(name, 0, 0), held.shards[0, 0], held.dtype)
+        for name, held in reader.held.items()
+    ]
 
 
 def whole(key: TensorKey, shape: Shape, dtype: str) -> Translated:

@@ -27,9 +27,11 @@ from smckpt.translate.comparison import Comparison
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.contents import HUB, ExportContents, GivenLayout, find_contents, whole_tensors
 from smckpt.translate.families import find_family
+from smckpt.translate.family import Family
 from smckpt.translate.files import aligned
 from smckpt.translate.meta_model import compare
 from smckpt.translate.names import find_ties
+from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.release import weights_of
 from smckpt.translate.stream import CHUNK, ChunkSource
@@ -114,29 +116,34 @@ def verify_hf(
     stored = _tensors(files)
     settings = read_config(folder) if (folder / CONFIG).is_file() else None
     kind, problems = _in_memory(settings, stored)
+    family = None if settings is None else find_family(settings.values["model_type"])
+    further = further_layers(stored, family, settings)
     compared = 0
     if against is not None:
-        said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp)
+        # layers that predict further tokens are compared if both sides have them
+        mtp = None if further else DROP
+        given_layout = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp)
         try:
             with closing(_comparison(settings)) as comparison:
                 theirs = find_contents(
-                    access_to(against), against, prefix, settings, said, HUB, comparison
+                    access_to(against), against, prefix, settings, given_layout, HUB, comparison
                 )
         except TensorMismatchError as error:  # tied tensors, or copies of ranks, differ
             problems.append(f"the checkpoint is not such a model: {error}")
         else:
             reader: TensorReader = files
             if settings is not None and not any(map(is_quantized, theirs.targets)):
-                family = find_family(settings.values["model_type"])
-                reader, _ = weights_of(files, settings, family)
+                reader, *_ = weights_of(files, settings, family, None if theirs.further else DROP)
             own = _tensors(reader)
             problems += _differences(own, TranslatedSource(reader), theirs, settings, progress)
             compared = len(own)
-    model, found = _loaded(folder, kind)
+    said = None if settings is None else settings.values.get(PREDICTION_LAYERS)
+    true = said == len(set(further.values()))  # then transformers leaves them out by right
+    model, found = _loaded(folder, kind, (family, settings) if true else (None, None))
     problems += found
     logits = None
     if reference is not None and model is not None:
-        other, found = _loaded(Path(os.fspath(reference)), kind)
+        other, found = _loaded(Path(os.fspath(reference)), kind, (family, settings))
         problems += [f"reference: {text}" for text in found]
         if other is not None:
             logits = _logits_apart(model, other)
@@ -247,9 +254,12 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
+def _loaded(
+    folder: Path, nearest: str, further: tuple[Family | None, ModelConfig | None]
+) -> tuple[Any, list[str]]:
     """The model as transformers loads it in float32, and the problems that it reports. `nearest`:
-    its class, if the config names none."""
+    its class, if the config names none. `further`: whose layers that predict further tokens it may
+    leave out."""
     try:
         import transformers
     except ImportError as error:
@@ -273,8 +283,11 @@ def _loaded(folder: Path, nearest: str) -> tuple[Any, list[str]]:
         raise
     except Exception as error:  # a model's code may raise anything on files that do not fit
         return None, [f"from_pretrained: {type(error).__name__}: {error}"]
-    problems = [f"from_pretrained: {what}: {sorted(map(str, names))[:8]}"
-                for what, names in info.items() if names]  # fmt: skip
+    told = {what: set(map(str, names)) for what, names in info.items()}
+    unexpected = told.get("unexpected_keys", set())
+    unexpected.difference_update(further_layers(unexpected, *further))
+    problems = [f"from_pretrained: {what}: {sorted(names)[:8]}"
+                for what, names in told.items() if names]  # fmt: skip
     return model.eval(), problems
 
 

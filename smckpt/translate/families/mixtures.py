@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from smckpt.translate.families.llama import (
     ATTENTION,
@@ -16,7 +18,7 @@ from smckpt.translate.families.llama import (
 )  # fmt: skip
 from smckpt.translate.family import HF_TP, Family
 from smckpt.translate.table import LayoutRow as Row
-from smckpt.translate.table import rows
+from smckpt.translate.table import predicting, rows
 
 __all__ = ["FAMILIES"]
 
@@ -74,12 +76,94 @@ _DEEPSEEK = (
     Row("self_attn.kv_b_proj.weight", ("kv_up",)),
     Row("self_attn.o_proj.weight", ("o",)),
 )
+# Of a layer that predicts further tokens. It follows the model's own, and holds the embedding and
+# the head again.
+_FURTHER = (
+    Row("enorm.weight", ("mtp_embed_norm",)),
+    Row("hnorm.weight", ("mtp_hidden_norm",)),
+    Row("eh_proj.weight", ("mtp_join",)),
+    Row("shared_head.norm.weight", ("mtp_norm",)),
+    Row("embed_tokens.weight", ("embed",)),
+    Row("shared_head.head.weight", ("head",)),
+)
+# Qwen3-Next: its norms are stored minus one, but for that of the gated delta net.
+_GATED_DELTA = (
+    *(replace(row, shift=-1.0) for row in NORMS),
+    Row("self_attn.q_proj.weight", ("q", "q_gate"), "by_head", when="not linear"),
+    *(Row(f"self_attn.{part}_proj.weight", (part,), when="not linear") for part in "kvo"),
+    *(replace(row, shift=-1.0, when="not linear") for row in HEAD_NORMS),
+    *(
+        replace(row, name=f"linear_attn.{row.name}", when="linear")
+        for row in (
+            Row("in_proj_qkvz.weight", ("l_q", "l_k", "l_v", "l_gate"), "by_linear_head"),
+            Row("in_proj_ba.weight", ("l_beta", "l_alpha"), "by_linear_head"),
+            Row("conv1d.weight", ("l_conv_q", "l_conv_k", "l_conv_v")),
+            Row("A_log", ("l_decay",)),
+            Row("dt_bias", ("l_step",)),
+            Row("norm.weight", ("l_norm",)),
+            Row("out_proj.weight", ("l_o",)),
+        )
+    ),
+)
+_NEXT_LAYER = (*_GATED_DELTA, *_QWEN2_SHARED, *DENSE_MLP, *_QWEN_EXPERTS)
+_NEXT = (
+    TOP[0], replace(TOP[1], shift=-1.0), TOP[2], *rows("model.layers.{i}.", _NEXT_LAYER),
+    *predicting("mtp.layers.{m}.", _NEXT_LAYER),
+    *predicting("mtp.", (
+        Row("pre_fc_norm_embedding.weight", ("mtp_embed_norm",), shift=-1.0),
+        Row("pre_fc_norm_hidden.weight", ("mtp_hidden_norm",), shift=-1.0),
+        Row("fc.weight", ("mtp_join",)),
+        Row("norm.weight", ("mtp_norm",), shift=-1.0),
+    )),
+)  # fmt: skip
+_LLAMA4 = (
+    *(replace(row, name=row.name.replace("mlp.", "feed_forward.")) for row in DENSE_MLP[::2]),
+    Row("feed_forward.router.weight", ("router",), when="sparse"),
+    Row("feed_forward.experts.gate_up_proj", ("e_gate", "e_up"), transposed=True, stacked=True,
+        when="sparse"),
+    Row("feed_forward.experts.down_proj", ("e_down",), transposed=True, stacked=True,
+        when="sparse"),
+    *(
+        Row(f"feed_forward.shared_expert.{part}_proj.weight", (f"s_{part}",), when="sparse")
+        for part in ("gate", "up", "down")
+    ),
+)  # fmt: skip
 # transformers leaves DeepSeek's attention whole on each rank
 _CUT = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
 
 
 def _mixture(name: str, *layer: Row) -> Family:
     return Family(name, TOP + rows("model.layers.{i}.", (*NORMS, *layer)), NO_WEIGHTS)
+
+
+def _with_further(name: str, *layer: Row) -> Family:
+    """A mixture that may have layers that predict further tokens."""
+    found = _mixture(name, *layer)
+    further = predicting("model.layers.{i}.", (*NORMS, *layer, *_FURTHER))
+    return replace(found, rows=found.rows + further)
+
+
+def _next(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, each = config["num_hidden_layers"], config.get("full_attention_interval") or 4
+    types = config.get("layer_types") or [
+        "full_attention" if (i + 1) % each == 0 else "linear_attention" for i in range(layers)
+    ]
+    return {"layer_types": types}
+
+
+def _llama4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 4 calls the width of experts `intermediate_size`. Its rotary rows are in Meta's order
+    on disk as well, so no layout has them in another."""
+    width, layers = config["intermediate_size"], config["num_hidden_layers"]
+    sparse, step = config.get("moe_layers"), config.get("interleave_moe_layer_step") or 1
+    if sparse is None:
+        sparse = range(step - 1, layers, step)
+    return {
+        "intermediate_size": config.get("intermediate_size_mlp") or width,
+        "moe_intermediate_size": width, "shared_expert_intermediate_size": width,
+        "mlp_only_layers": [i for i in range(layers) if i not in sparse],
+        "partial_rotary_factor": 0,
+    }  # fmt: skip
 
 
 FAMILIES = (
@@ -92,7 +176,7 @@ FAMILIES = (
         hf_tp=None,  # transformers has a plan only for its experts, which smckpt does not read yet
     ),
     replace(
-        _mixture("deepseek_v3", *_DEEPSEEK, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
+        _with_further("deepseek_v3", *_DEEPSEEK, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
         fp32=("e_score_correction_bias",),
         hf_tp={role: HF_TP[role] for role in _CUT},
     ),
@@ -101,13 +185,27 @@ FAMILIES = (
         hf_tp={**HF_TP, "q_up": 0, "kv_up": 0},
     ),
     replace(
-        _mixture("glm4_moe", *QKV_BIASES, *_GLM_HEAD_NORMS, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
+        _with_further(
+            "glm4_moe", *QKV_BIASES, *_GLM_HEAD_NORMS, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS
+        ),
         fp32=("e_score_correction_bias",),
     ),
     replace(
         _mixture("qwen2_moe", *_QKV_BIASES, *_QWEN2_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
         defaults={"qkv_bias": True},
         hf_tp={role: at for role, at in HF_TP.items() if not role.startswith("s_")},
+    ),
+    Family(
+        "qwen3_next",
+        _NEXT,
+        NO_WEIGHTS,
+        derive=_next,
+        hf_tp={**HF_TP, "l_q": 0, "l_beta": 0, "l_o": 0},
+    ),
+    replace(
+        _mixture("llama4_text", *ATTENTION, *_LLAMA4),
+        derive=_llama4,
+        hf_tp={**HF_TP, "e_gate": 0, "e_down": 1},
     ),
     _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
     replace(_mixture("granitemoe", *ATTENTION, *_GRANITE), hf_tp=None),  # it cuts experts alone

@@ -19,6 +19,7 @@ _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
     r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
     r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
+    r"|(^|\.)layers\.\d+\.sa_norm\.scale$"
 )
 # Experts as transformers 5 packs them in memory; some families have other names on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")

@@ -67,9 +67,8 @@ def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
     if family.derive is not None:
         said = {**said, **family.derive(said)}
     heads = _heads(said, family, hidden)
-    true = frozenset(key for key, value in said.items() if value) | (
-        {"latent"} if family.latent else set()
-    )
+    true = frozenset(key for key, value in said.items() if value) | {family.name}
+    true |= {"latent"} if family.latent else set()
     once, dense, sparse = (_roles(family, true, kind) for kind in (None, "dense", "sparse"))
     tied = bool(said.get("tie_word_embeddings"))
     return Dims(

@@ -67,8 +67,8 @@ class LayoutRow:
     folded: the bytes are those of a stacked tensor, but its shape says "columns" (hidden × all
         experts' columns) or "rows" (all experts' rows × hidden): Megatron's legacy weights.
     when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
-        "latent" (latent attention), or a key of the config whose value must count as true. "not "
-        in front reverses a condition.
+        "latent" (latent attention), a family's name, or a key of the config whose value must count
+        as true. "not " in front reverses a condition.
     """
 
     name: str

@@ -290,9 +290,20 @@ def _translated(
         )
     made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size)
     return ExportContents(
-        made.source, made.targets, made.left_out, layout=made.layout, vocabulary=made.vocabulary,
+        made.source, made.targets, made.left_out, _lost_notes(made.without_place),
+        layout=made.layout, vocabulary=made.vocabulary,
         kept=_kept_of_family(settings, made.targets),
     )  # fmt: skip
+
+
+def _lost_notes(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return (
+        f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are not "
+        "zero, it does not compute what was trained",
+    )
 
 
 def _named(

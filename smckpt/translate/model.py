@@ -11,7 +11,7 @@ from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.degrees import Degrees
-from smckpt.translate.detect import choose_layout, unmatched
+from smckpt.translate.detect import choose_layout, unmatched, without_place
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
 from smckpt.translate.rank_files import TensorReader
@@ -45,13 +45,15 @@ class Holder(Protocol):
 @dataclass(frozen=True)
 class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
-    are tied to another. vocabulary: how many rows of it are written, and how many are stored."""
+    are tied to another. vocabulary: how many rows of it are written, and how many are stored.
+    without_place: names that this family's models in Hugging Face have no place for."""
 
     layout: str
     targets: tuple[Translated, ...]
     source: TranslatedSource
     left_out: tuple[str, ...]
     vocabulary: tuple[int, int]
+    without_place: tuple[str, ...] = ()
 
 
 def model_dims(config: ModelConfig | None, where: str) -> Dims:
@@ -131,7 +133,8 @@ def to_hub(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
-    return Translation(proof.layout.name, tuple(targets), source, left_out, vocabulary)
+    lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
+    return Translation(proof.layout.name, tuple(targets), source, left_out, vocabulary, lost)
 
 
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:

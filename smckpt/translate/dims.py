@@ -84,7 +84,7 @@ def _dims(
         said = {**said, **family.derive(said)}
     hidden, layers = _size(said, "hidden_size"), _number(said, "num_hidden_layers")
     heads = _heads(said, family, hidden)
-    true = frozenset(key for key, value in said.items() if value)
+    true = frozenset(key for key, value in said.items() if value) | {family.name}
     true |= {word for word in ("latent", "gated") if getattr(family, word)}
     once = _roles(family, true, None)
     tied = bool(said.get("tie_word_embeddings"))

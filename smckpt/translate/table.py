@@ -91,8 +91,8 @@ class LayoutRow:
     when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
         "linear" (layers with linear attention), "predicts" (layers that predict further tokens,
         which only such rows are for), "latent" (latent attention), "gated" (attention with gates of
-        queries), or a key of the config whose value must count as true. "not " in front reverses a
-        condition.
+        queries), a family's name, or a key of the config whose value must count as true. "not " in
+        front reverses a condition.
     part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
         language model.
     """

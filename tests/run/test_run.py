@@ -90,6 +90,17 @@ def test_what_a_script_raises_is_shown_as_python_shows_it(tmp_path: Path) -> Non
     assert "KeyError: 'of the script'" in done.stderr and "Traceback" in done.stderr
 
 
+def test_a_script_sets_up_its_own_log(tmp_path: Path) -> None:
+    script = tmp_path / "logs.py"
+    script.write_text(
+        "import logging\n"
+        "logging.basicConfig(level=logging.INFO, format='mine: %(message)s')\n"
+        "logging.getLogger('a').info('heard')\n"
+    )
+    done = started("-m", "smckpt", "run", str(script))
+    assert done.returncode == 0 and done.stderr.endswith("mine: heard\n"), done.stderr
+
+
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     with pytest.raises(UsageError, match="there is no such script"):

@@ -110,6 +110,17 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
         run_script(str(script), doors=["sagemakers"])
 
 
+@pytest.mark.parametrize("door", ["torchtune", "lightning"])
+def test_a_framework_that_is_absent_is_named_and_nothing_is_changed(
+    monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    before = names()
+    monkeypatch.setitem(sys.modules, door, None)  # so it cannot be imported
+    with pytest.raises(UsageError, match=f"the door to {door} needs {door}, which is not"):
+        provide(["sagemaker", door])
+    assert names() == before
+
+
 def names() -> dict[str, Any]:
     """What the door to SMP replaces, as it is now."""
     optimizer = importlib.import_module("torch.distributed.checkpoint.optimizer")

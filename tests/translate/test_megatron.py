@@ -38,7 +38,7 @@ import torch
 from safetensors.torch import load_file
 
 from smckpt.translate import export_hf, import_hf
-from tests.support import families, interpreters, megatron_run
+from tests.support import families, interpreters, megatron_run, next_families
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
@@ -50,6 +50,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_shared_experts": 1},
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
+    "llama4_text": {"attention_chunk_size": 64},  # Megatron has no attention in chunks
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = (
@@ -71,6 +72,7 @@ CASES = [
     *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)),
     *(pytest.param(family, 2, 2) for family in ("qwen2_moe", "glm4_moe")),
     pytest.param("gpt_oss", 1, 2),
+    *(pytest.param(family, 2, 2) for family in next_families.FAMILIES),
     *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
         for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
@@ -94,6 +96,7 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
         if family not in known:
             folder = tmp_path_factory.mktemp(family)
             source: Any = families if family in families.FAMILIES else ref
+            source = next_families if family in next_families.FAMILIES else source
             model = source.model(family.removesuffix("_sequential"), **MORE.get(family, {}))
             known[family] = (model, ref.on_disk(model, folder), folder)
             if family in BRIDGED:

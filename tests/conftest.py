@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import settings
 from tests.support import judged as judges_table
 from tests.support import process_state
 from tests.support.limits import seconds
+from tests.support.msc import configured, on_s3
 from tests.support.s3 import BUCKET, Server, serve, server_program
 
 # Test processes are many and cores are few; children inherit this too.
@@ -103,3 +105,21 @@ def s3_root(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     return f"s3://{BUCKET}/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="session")
+def msc_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of the Multi-Storage Client: one, since a worker keeps its environment."""
+    return tmp_path_factory.mktemp("msc") / "config.json"
+
+
+@pytest.fixture
+def msc_root(s3_server: Server, msc_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """msc:// of a profile on the server, and a prefix of its own; this process and its children
+    reach it by the profile alone, by no variable."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "SMCKPT_S3_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("MSC_CONFIG", str(msc_file))
+    return f"{configured(on_s3(s3_server.endpoint))}/{secrets.token_hex(6)}"

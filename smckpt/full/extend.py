@@ -102,7 +102,8 @@ def extend_torch_config(
         kind.__name__, [(_FIELD, bool, dataclasses.field(default=True))], bases=(kind,)
     )
     kept = [(kind, name, vars(kind)[name]) for name in _GENERATED]
-    kept.append((FullyShardedDataParallel, "state_dict_type", staticmethod(stock)))
+    descriptor = vars(FullyShardedDataParallel)["state_dict_type"]
+    kept.append((FullyShardedDataParallel, "state_dict_type", descriptor))
     for name in _GENERATED:
         setattr(kind, name, vars(extended)[name])
     setattr(kind, _FIELD, True)

@@ -72,10 +72,10 @@ class Provided:
             where = f"{owner.__module__}.{owner.__qualname__}"
         self.lines.append(f"replaced {where}.{name}: {what}")
 
-    def by(self, undo: Callable[[], None], line: str) -> None:
-        """Add a change that other code made, with the function that undoes it."""
+    def by(self, undo: Callable[[], None], *lines: str) -> None:
+        """Add changes that other code made, with the function that undoes them."""
         self._back.append(undo)
-        self.lines.append(line)
+        self.lines += lines
 
     def undo(self) -> None:
         """Undo all changes, the last one first. A second call does nothing."""

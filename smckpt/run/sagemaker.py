@@ -50,6 +50,11 @@ def _torch_calls(provided: Provided) -> None:
     extension = smckpt.extend_torch_config(parallel_state=lambda: state.parallel)
     provided.by(
         extension.undo,
-        "replaced torch.distributed.fsdp.FullStateDictConfig's fields and "
-        "FullyShardedDataParallel.state_dict_type: take translate_on_save",
+        *(
+            f"replaced {name}: takes translate_on_save"
+            for name in (
+                "torch.distributed.fsdp.api.FullStateDictConfig",
+                f"{FSDP.__module__}.{FSDP.__qualname__}.state_dict_type",
+            )
+        ),
     )

@@ -17,10 +17,14 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     from importlib.metadata import version
 
     refuse_version("torchtitan", version("torchtitan").partition("+")[0], TESTED, force)
+    from torchtitan.components.checkpointer import CheckpointManager
+
     from smckpt.integrations.torchtitan import take_over
+
+    kind = CheckpointManager.Config
 
     provided.by(
         take_over(),
-        "replaced torchtitan's CheckpointManager: its config builds smckpt's, which saves and "
-        "loads all but Hugging Face's files",
+        f"replaced {kind.__module__}.{kind.__qualname__}._owner: it builds smckpt's, which saves "
+        "and loads all but Hugging Face's files",
     )

@@ -17,11 +17,11 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     from importlib.metadata import version
 
     refuse_version("torchtune", version("torchtune").partition("+")[0], TESTED, force)
+    from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+
     from smckpt.integrations.torchtune import take_over
 
-    provided.by(
-        take_over(always=True),
-        "replaced torchtune's CheckpointClient._get_dcp_checkpointer, _save_checkpoint_sync and "
-        "load_distributed_checkpoint: with enable_async_checkpointing, intermediate checkpoints go "
-        "through smckpt",
-    )
+    client = f"{CheckpointClient.__module__}.{CheckpointClient.__qualname__}"
+    told = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
+    names = ("_get_dcp_checkpointer", "_save_checkpoint_sync", "load_distributed_checkpoint")
+    provided.by(take_over(always=True), *(f"replaced {client}.{name}: {told}" for name in names))

@@ -8,7 +8,7 @@ from smckpt.run.places import Provided, refuse_version
 
 __all__ = ["TESTED", "put"]
 
-TESTED = ("5.23",)
+TESTED = ("4.57", "5.23")
 
 
 def put(provided: Provided, *, force: bool, shadow: bool) -> None:

@@ -82,7 +82,12 @@ class Opened:
             # The load wrote to the optimizer already; its load_state_dict would cast the state.
             if not isinstance(filled, OptimizerStateDict):
                 _, given = self._copies.get(id(filled), (filled, filled))
-                value.load_state_dict(self._into(given, filled))
+                empty = _without_memory(given)
+                state = self._into(given, filled)
+                if empty and isinstance(value, torch.nn.Module):  # it would copy into nothing
+                    made = {key: state[key] for key in empty}
+                    torch.nn.Module.load_state_dict(value, made, strict=False, assign=True)
+                value.load_state_dict(state)
             return value
         return self._into(value, filled) if id(filled) in self._copies else filled
 
@@ -104,6 +109,12 @@ class Opened:
 
 def _keys(container: Any) -> Iterator[Any]:
     yield from sorted(container, key=str) if isinstance(container, dict) else range(len(container))
+
+
+def _without_memory(state: Any) -> list[Any]:
+    """Keys of the tensors of a state dict on the meta device."""
+    items = state.items() if isinstance(state, dict) else ()
+    return [key for key, value in items if isinstance(value, torch.Tensor) and value.is_meta]
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -460,7 +460,7 @@ _STORES: Registry[Any] = Registry(
         "": "smckpt.storage.posix:PosixStorage",
         "file": "smckpt.storage.posix:PosixStorage",
         "s3": "smckpt.storage.s3.storage:open_s3",
-        "msc": "smckpt.storage.fsspec_store:MscStorage",
+        "msc": "smckpt.storage.fsspec_store:open_msc",
     },
 )
 

@@ -7,6 +7,7 @@ are fsspec's own (its configuration files and FSSPEC_… variables).
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,12 @@ from smckpt.errors import (
 )
 from smckpt.storage.base import Access, FileInfo, Storage, too_short
 from smckpt.storage.faults import storage_error
+from smckpt.storage.posix import PosixStorage
 from smckpt.storage.preflight import try_out
 from smckpt.storage.spool import SpooledWriter
 from smckpt.storage.urls import file_url, scheme_of
 
-__all__ = ["FsspecStorage", "MscStorage"]
+__all__ = ["FsspecStorage", "open_msc"]
 
 # For these, pipe_file(mode="create") is one conditional request (gcsfs, adlfs), or stays within one
 # process.
@@ -231,29 +233,68 @@ class MscStorage(FsspecStorage):
 
     def __init__(self, url: str, access: Access | None = None) -> None:
         super().__init__(url, access)
-        client, _ = self._client(self._root)
-        self._provider = getattr(client, "_storage_provider", None)  # not public
+        client, inside = self._client(self._root)
+        if getattr(client, "_metadata_provider", None) is not None:
+            raise UsageError(
+                f"the profile {client.profile} has a metadata_provider: it lists files only after "
+                "a commit of its own, so no rank would see what another one has written",
+                remedy="name a profile of the same store without it",
+                path=self.url,
+            )
+        self._provider = client._storage_provider  # not public
         kind = getattr(self._provider, "_provider_name", "")
         self.exclusive = kind in ("s3", "s8k", "oci") and hasattr(self._provider, "put_object")
+        self.folder = os.path.join(self._provider._base_path, inside) if kind == "file" else None
 
     def _client(self, path: str) -> tuple[Any, str]:
         with self._told("", "open the profile"):
-            client, inside = self.fs.resolve_path_and_storage_client(path)
+            try:
+                client, inside = self.fs.resolve_path_and_storage_client(path)
+            except ValueError as error:
+                raise UsageError(
+                    f"cannot open the profile: {error}",
+                    remedy="name a profile of MSC's configuration, and let MSC_CONFIG lead to it "
+                    "on every rank",
+                    path=self.url,
+                ) from error
             return client, inside
 
     def _send(self, path: str, file: BinaryIO) -> None:
         client, inside = self._client(path)
         client.upload_file(inside, file)
 
+    def _range(self, path: str, start: int, end: int) -> bytes:
+        """Past the profile's cache and replicas, which may hold what has been replaced."""
+        from multistorageclient.types import Range
+
+        part = Range(offset=start, size=end - start)
+        data: bytes = self._tried(path, lambda name: self._provider.get_object(name, part))
+        return data
+
     def _create(self, path: str, data: bytes) -> None:
         from multistorageclient.types import PreconditionFailedError
 
-        _, inside = self._client(path)
-        assert self._provider is not None
+        def put(name: str) -> None:
+            self._provider.put_object(name, data, if_none_match="*")
+
         try:
-            self._provider.put_object(inside, data, if_none_match="*")
+            self._tried(path, put)
         except PreconditionFailedError as error:
             raise FileExistsError(path) from error
+
+    def _tried(self, path: str, call: Callable[[str], Any]) -> Any:
+        """Call with the name in the profile, as often as the profile says."""
+        from multistorageclient.retry import retry
+
+        client, inside = self._client(path)
+        return retry(lambda _: call(inside))(client)
+
+
+def open_msc(url: str, access: Access | None = None) -> Storage:
+    """The store at msc://profile/path. A profile of type "file" is a directory: MSC neither syncs
+    its files nor creates them exclusively, so the file system's own store takes it."""
+    store = MscStorage(url, access)
+    return store if store.folder is None else PosixStorage(url, access, folder=store.folder)
 
 
 def _file_system(scheme: str, url: str) -> Any:

@@ -23,6 +23,7 @@ from smckpt.storage.base import Access, FileInfo, Storage, refuse_size, too_shor
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import storage_error
 from smckpt.storage.posix_write import PosixWriter, sync_directory, unlink, write_all
+from smckpt.storage.urls import normal_url
 
 __all__ = ["TEMPORARY_SUFFIX", "PosixStorage"]
 
@@ -49,18 +50,25 @@ _STAYS = (
 
 
 class PosixStorage(Storage):
-    """The directory `path`. Thread-safe."""
+    """The directory `path`. Thread-safe.
+
+    Args:
+        folder: where the directory is, if `path` is a URL that does not say it.
+    """
 
     is_file_system = True
 
-    def __init__(self, path: str, access: Access | None = None) -> None:
+    def __init__(
+        self, path: str, access: Access | None = None, *, folder: str | None = None
+    ) -> None:
         super().__init__(path, access)
-        self._root = self.url  # as the user named it; below it, others may have put links
+        self._folder = self.url if folder is None else normal_url(folder)
+        self._root = self._folder  # as the user named it; below it, others may have put links
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> PosixWriter:
-        refuse_size(size, self.url)
+        refuse_size(size, self._folder)
         self.refuse_links()
         path = self._path(name)
         begun = self._temporary(name) if replace else path
@@ -75,7 +83,7 @@ class PosixStorage(Storage):
         path = self._path(name)
         try:
             self._write_new(path, data)
-            sync_directory(self.url)
+            sync_directory(self._folder)
         except OSError as error:
             raise storage_error(error, path, "write") from error
 
@@ -98,7 +106,7 @@ class PosixStorage(Storage):
             raise storage_error(error, path, "create exclusively") from error
         try:
             if created:
-                sync_directory(self.url)
+                sync_directory(self._folder)
         except OSError as error:
             action = "make the new name durable (it is visible, but a power failure may remove it)"
             raise storage_error(error, path, action) from error
@@ -153,7 +161,7 @@ class PosixStorage(Storage):
         try:
             return sorted(entry.name for entry in entries if _may_be_directory(entry))
         except OSError as error:
-            raise storage_error(error, self.url, "list the directory") from error
+            raise storage_error(error, self._folder, "list the directory") from error
 
     def list(self, prefix: str = "") -> list[FileInfo]:
         found = []
@@ -191,10 +199,10 @@ class PosixStorage(Storage):
     def remove_directory(self) -> None:
         self.refuse_links()
         try:
-            os.rmdir(self.url)
+            os.rmdir(self._folder)
         except OSError as error:
             if error.errno not in _STAYS:
-                raise storage_error(error, self.url, "remove the empty directory") from error
+                raise storage_error(error, self._folder, "remove the empty directory") from error
 
     def join(self, name: str) -> Storage:
         joined = super().join(name)
@@ -203,7 +211,7 @@ class PosixStorage(Storage):
         return joined
 
     def refuse_links(self) -> None:
-        if self.url == self._root:
+        if self._folder == self._root:
             return
         try:
             with self._directory():
@@ -211,7 +219,7 @@ class PosixStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing is there, so no link can lead elsewhere
         except OSError as error:
-            raise storage_error(error, self.url, "open the directory") from error
+            raise storage_error(error, self._folder, "open the directory") from error
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[int]:
@@ -219,7 +227,7 @@ class PosixStorage(Storage):
         who can write there could redirect our deletions to another place."""
         fd = os.open(self._root, _DIRECTORY)
         try:
-            way = os.path.relpath(self.url, self._root)
+            way = os.path.relpath(self._folder, self._root)
             for part in () if way == "." else way.split(os.sep):
                 try:
                     deeper = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
@@ -229,7 +237,7 @@ class PosixStorage(Storage):
                             f"{part!r} below {self._root} is a symbolic link; smckpt does not "
                             "write or delete where a link leads",
                             remedy="if you mean the directory behind the link, pass its real path",
-                            path=self.url,
+                            path=self._folder,
                         ) from None
                     raise
                 os.close(fd)
@@ -244,7 +252,7 @@ class PosixStorage(Storage):
 
     def _path(self, name: str) -> str:
         self.refuse_name(name)
-        return os.path.join(self.url, name)
+        return os.path.join(self._folder, name)
 
     def _temporary(self, name: str) -> str:
         return self._path(f".{name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
@@ -256,18 +264,18 @@ class PosixStorage(Storage):
 
     def _scan(self) -> Sequence[os.DirEntry[str]]:
         try:
-            with os.scandir(self.url) as entries:
+            with os.scandir(self._folder) as entries:
                 return [*entries]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise storage_error(error, self.url, "list the directory") from error
+            raise storage_error(error, self._folder, "list the directory") from error
 
     def _create(self, path: str) -> int:
         try:
             return os.open(path, _CREATE, 0o666)
         except FileNotFoundError:
-            _make_directory(self.url)
+            _make_directory(self._folder)
             return os.open(path, _CREATE, 0o666)
 
     def _write_new(self, path: str, data: bytes) -> None:

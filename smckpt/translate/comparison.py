@@ -35,7 +35,11 @@ __all__ = ["Comparison"]
 
 _LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
-_HEADED = ("ForCausalLM", "LMHeadModel")  # classes of the models that tables are of
+_HEADED = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+)  # classes of the models that tables are of
 
 
 class Comparison:

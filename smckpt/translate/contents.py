@@ -287,14 +287,25 @@ def _translated(
     made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp)
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
-        made.source, made.targets, made.left_out, made.notes, layout=made.layout,
-        vocabulary=made.vocabulary, kept=_kept_of_family(settings, made.targets),
-        predicting=made.predicting, further=frozenset(further),
+        made.source, made.targets, made.left_out, made.notes + _lost_notes(made.without_place),
+        layout=made.layout, vocabulary=made.vocabulary,
+        kept=_kept_of_family(settings, made.targets), predicting=made.predicting,
+        further=frozenset(further),
     )  # fmt: skip
 
 
 def _family(settings: ModelConfig | None) -> Family | None:
     return None if settings is None else find_family(settings.values["model_type"])
+
+
+def _lost_notes(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return (
+        f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are not "
+        "zero, it does not compute what was trained",
+    )
 
 
 def _named(

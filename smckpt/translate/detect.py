@@ -12,13 +12,14 @@ from smckpt.translate.layouts import get_layout, layouts_of
 from smckpt.translate.pieces import dropped, tensors_of
 from smckpt.translate.table import TensorLayout
 
-__all__ = ["choose_layout", "looks_packed", "looks_transformed", "unmatched"]
+__all__ = ["choose_layout", "looks_packed", "looks_transformed", "unmatched", "without_place"]
 
 # Parts of names that no model of transformers has.
 _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
     r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
     r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
+    r"|(^|\.)layers\.\d+\.sa_norm\.scale$"
 )
 # Experts as transformers 5 packs them in memory; some families have other names on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
@@ -99,6 +100,17 @@ def unmatched(
     heads = {row.name for row in layout.rows if row.roles == ("head",)} if dims.tied else set()
     unexpected = [n for n in sorted(set(names) - wanted - heads) if not dropped(layout, n)]
     return sorted(wanted - set(names)), unexpected
+
+
+def without_place(names: Collection[str], layout: TensorLayout, dims: Dims) -> list[str]:
+    """The names of the source that the layout drops from this family, and has in others."""
+    wanted = {place.name for place in tensors_of(layout, dims, 1)}
+    known = [re.escape(row.name).replace(r"\{i\}", r"\d+") for row in layout.rows]
+    return [
+        name
+        for name in sorted(set(names) - wanted)
+        if dropped(layout, name) and any(re.fullmatch(pattern, name) for pattern in known)
+    ]
 
 
 def _alike(a: TensorLayout, b: TensorLayout, dims: Dims, ep: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.errors import UsageError
@@ -23,7 +23,8 @@ class Dims:
 
     layers: its own; those that predict further tokens follow them. true: the words that are true in
         a row's `when` for all of them. once: roles outside the layers. kinds: the words that are
-        true for each layer. roles_of: all roles of a layer of a kind.
+        true for each layer. roles_of: all roles of a layer of a kind. parts: the sizes of the
+        family's further parts.
     """
 
     family: Family
@@ -35,6 +36,10 @@ class Dims:
     once: frozenset[str]
     kinds: tuple[frozenset[str], ...]
     roles_of: Mapping[frozenset[str], frozenset[str]]
+    parts: Mapping[str, Dims] = field(default_factory=dict)
+
+    def of(self, part: str) -> Dims:
+        return self.parts[part] if part else self
 
     def shape(self, role: str) -> Shape:
         return tuple(self.sizes[letter] for letter in ROLES[role])
@@ -61,14 +66,25 @@ def read_dims(
     Raises:
         UsageError: no table has such models, a size is missing, or sizes contradict each other.
     """
-    family = family_of(str(config["model_type"]), where)
+    return _dims(family_of(str(config["model_type"]), where), config, predicting)
+
+
+def _dims(
+    family: Family, config: Mapping[str, Any], predicting: int = 0, *, part: bool = False
+) -> Dims:  # fmt: skip
+    if part and not isinstance(config.get(family.section), Mapping):
+        raise UsageError(
+            f"the config has no section {family.section}, which describes {family.name}",
+            remedy="pass the model's own, complete config",
+        )
     said: Mapping[str, Any] = family.config(config)
-    hidden, layers = _size(said, "hidden_size"), _size(said, "num_hidden_layers")
-    _size(said, "num_attention_heads")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        _size(said, key)
     if family.derive is not None:
         said = {**said, **family.derive(said)}
+    hidden, layers = _size(said, "hidden_size"), _number(said, "num_hidden_layers")
     heads = _heads(said, family, hidden)
-    true = frozenset(key for key, value in said.items() if value)
+    true = frozenset(key for key, value in said.items() if value) | {family.name}
     true |= {word for word in ("latent", "gated") if getattr(family, word)}
     once = _roles(family, true, None)
     tied = bool(said.get("tie_word_embeddings"))
@@ -78,6 +94,7 @@ def read_dims(
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, kinds, roles_of,
+        {name: _dims(further, config, part=True) for name, further in family.parts.items()},
     )  # fmt: skip
 
 
@@ -118,13 +135,13 @@ def _sizes(
     expert_width = _number(config, "moe_intermediate_size") or width
     q, k = heads.groups * heads.per_group * heads.size, heads.groups * heads.size
     return {
-        "X": hidden, "V": _size(config, "vocab_size"),
+        "X": hidden, "V": _size(config, "vocab_size") if family.has("embed") else 0,
         "P": _number(config, "max_position_embeddings"), "F": width, "M": expert_width,
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
         "1": 1, "H": heads.groups * heads.per_group, "T": 2 * hidden,
-        **(_latent(config) if family.latent else {}), **_linear(config),
+        **(_latent(config) if family.latent else {}), **_linear(config), **_tower(config, hidden),
     }  # fmt: skip
 
 
@@ -171,6 +188,15 @@ def _linear(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         "Y": keys * _number(config, "linear_key_head_dim"), "Z": values * width, "N": values,
         "W": width, "J": _number(config, "linear_conv_kernel_dim"),
+    }  # fmt: skip
+
+
+def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """The sizes of a vision tower."""
+    return {
+        "n": _number(config, "in_channels"), "t": _number(config, "temporal_patch_size"),
+        "w": _number(config, "patch_size"), "z": _number(config, "out_hidden_size"),
+        "y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ HF_TP: Mapping[str, int] = {
     **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
     **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
+_TIED = "tie_word_embeddings"
 _PACKED = (  # as transformers 5 holds experts in memory
     LayoutRow("mlp.gate.weight", ("router",)),
     LayoutRow("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
@@ -40,6 +41,12 @@ class Family:
         bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
+    parts: further parts of the model, such as a vision tower, by name. Each has rows, layers and
+        sizes of its own.
+    section: the section of the config that describes this part, where the config has it.
+    in_memory: the parts of released names that are otherwise in the memory of transformers 5, each
+        with what stands there, in this order.
+    in_bridge: the same for the names of further parts in Megatron Bridge.
     """
 
     name: str
@@ -51,11 +58,20 @@ class Family:
     fp32: tuple[str, ...] = ()
     fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
+    parts: Mapping[str, Family] = field(default_factory=dict)
+    section: str = ""
+    in_memory: tuple[tuple[str, str], ...] = ()
+    in_bridge: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def hub(self) -> TensorLayout:
         """The table of the released checkpoints, as a layout of one rank."""
-        return TensorLayout(self.name, self.rows, self.drop)
+        return TensorLayout(self.name, self.rows + self.further_rows, self.drop)
+
+    @property
+    def further_rows(self) -> tuple[LayoutRow, ...]:
+        """The rows of the further parts."""
+        return tuple(row for name, part in self.parts.items() for row in rows("", part.rows, name))
 
     @property
     def live(self) -> TensorLayout | None:
@@ -63,23 +79,29 @@ class Family:
         if self.hf_tp is None:
             return None
         out: list[LayoutRow] = []
+        packed = "e_down" not in self.hf_tp
         for row in self.rows:
-            if self.packs_experts and (row.of_experts or row.roles == ("router",)):
+            if packed and (row.of_experts or row.roles == ("router",)):
                 if row.roles == ("router",):
                     layer = row.name[: row.name.index("}.") + 2]
                     out += (predicting if row.predicts else rows)(layer, _PACKED)
                 continue
             how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
             out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
-        return TensorLayout("hf_tp", tuple(out), self.drop, joined=False)
+        table = (*out, *self.further_rows)
+        return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
+            "hf_tp", *self.in_memory
+        )
 
     @property
     def words(self) -> dict[str, str]:
         """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
-        Face's outer modules. `layers`: the text before a layer's number."""
+        Face's outer modules. `layers`: the text before a layer's number. `language`: the text
+        before Megatron's names of the language model."""
         names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
-        return {**names, "layers": layer.split(".{i}")[0]}
+        language = "language_model." if self.parts else ""
+        return {**names, "layers": layer.split(".{i}")[0], "language": language}
 
     @property
     def packs_experts(self) -> bool:
@@ -104,10 +126,19 @@ class Family:
     @property
     def latent(self) -> bool:
         """Whether queries, keys and values come from narrow layers: latent attention."""
-        return any("kv_down" in row.roles for row in self.rows)
+        return self.has("kv_down")
+
+    def has(self, role: str) -> bool:
+        return any(role in row.roles for row in self.rows)
 
     def config(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with Llama's keys and the defaults."""
+        """The config with Llama's keys and the defaults. A section also has the other sections, and
+        whether embeddings are tied, which the whole config says."""
+        own = said.get(self.section)
+        if isinstance(own, Mapping):
+            outer = {k: v for k, v in said.items() if isinstance(v, Mapping)}
+            tied = said.get(_TIED, own.get(_TIED))
+            said = {**outer, **own, _TIED: tied}
         values = {**self.defaults, **{k: v for k, v in said.items() if v is not None}}
         for key, own in self.keys.items():
             if values.get(key) is None and values.get(own) is not None:

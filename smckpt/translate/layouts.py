@@ -165,12 +165,47 @@ _MCORE_LOCAL_OWN = (
 )
 
 
+# Vision towers as mbridge names and cuts them: SigLIP's, and Qwen2.5's, whose outputs are merged.
+_MCORE_TOWER = (
+    Row("vision_model.patch_embed.proj.weight", ("patch_3d",)),
+    Row("vision_model.decoder.final_layernorm.weight", ("final_norm",), when="spatial_merge_size"),
+    *rows(
+        "vision_model.projection.encoder.",
+        (
+            Row("linear_fc1.weight", ("merge1",), tp=0),
+            Row("linear_fc1.bias", ("merge1_b",), tp=0),
+            Row("linear_fc2.weight", ("merge2",), tp=1, when="spatial_merge_size"),
+            Row("linear_fc2.bias", ("merge2_b",)),
+        ),
+    ),
+    Row("vision_model.conv1.weight", ("patch_2d",)),
+    Row("vision_model.conv1.bias", ("patch_b",)),
+    Row("vision_model.position_embeddings.weight", ("pos",)),
+    Row("vision_model.ln_post.weight", ("final_norm",), when="not spatial_merge_size"),
+    Row("vision_model.ln_post.bias", ("final_norm_b",)),
+    Row("vision_projection.mm_input_projection.layer_norm_weight", ("merge_norm",)),
+    Row("vision_projection.mm_input_projection.weight", ("merge2",), tp=0,
+        when="not spatial_merge_size"),
+    *rows("vision_model.decoder.layers.{i}.", _MCORE_LAYER + _MCORE_TE_OWN),
+)  # fmt: skip
+
+
 def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> TensorLayout:
     layer = _MCORE_LAYER + own + experts
     further = predicting("mtp.layers.{m}.transformer_layer.", layer)
     further += predicting("mtp.layers.{m}.", _MCORE_FURTHER)
     table = _MCORE_TOP + rows("decoder.layers.{i}.", layer) + further
-    return TensorLayout(name, table, _EXTRA_STATE)
+    return TensorLayout(name, rows("{language}", table), _EXTRA_STATE)
+
+
+def _mcore_tower() -> TensorLayout:
+    language = _mcore("", _MCORE_TE_OWN, ()).renamed(
+        "mcore_te_tower",
+        (".self_attention.linear_proj.post_layernorm.", ".post_attention_layernorm."),
+        (".mlp.linear_fc2.post_layernorm.", ".post_feedforward_layernorm."),
+    )
+    table = language.rows + rows("", _MCORE_TOWER, "vision")
+    return replace(language, rows=table, families=frozenset({"qwen2_5_vl", "gemma3"}))
 
 
 _META = TensorLayout(
@@ -201,11 +236,108 @@ _META = TensorLayout(
     (r"rope\.freqs", r"freqs_cis", r".*rotary_emb\.inv_freq"),
 )
 
+
+def _rotated(name: str, role: str, *halves: str) -> tuple[Row, ...]:
+    """Weight and bias in Meta's order; in Hugging Face's for the families `halves`."""
+    return tuple(
+        row
+        for kind, tail in (("weight", ""), ("bias", "_b"))
+        for row in (
+            Row(f"{name}.{kind}", (role + tail,), "rotary", 0,
+                when=", ".join(f"not {family}" for family in ("latent", *halves))),
+            *(Row(f"{name}.{kind}", (role + tail,), tp=0, when=family) for family in halves),
+        )
+    )  # fmt: skip
+
+
 # since its 0.3; before, torchtitan had Meta's names
-_TORCHTITAN = _META.renamed(
+_TITAN_HALVES = ("qwen3", "qwen3_moe", "gpt_oss")  # torchtitan's CosSinRoPE
+_TITAN_EXPERTS = rows(
+    "moe.routed_experts.inner_experts.",
+    (
+        Row("w1_EFD", ("e_gate",), tp=0, stacked=True, when="not gpt_oss"),
+        Row("w3_EFD", ("e_up",), tp=0, stacked=True, when="not gpt_oss"),
+        Row("w2_EDF", ("e_down",), tp=1, stacked=True, when="not gpt_oss"),
+        Row("mlp1_weight_EGD", ("e_gate", "e_up"), "alternating", 0, stacked=True, when="gpt_oss"),
+        Row("mlp1_bias_EG", ("e_gate_b", "e_up_b"), "alternating", 0, stacked=True),
+        Row("mlp2_weight_EDF", ("e_down",), tp=1, stacked=True, when="gpt_oss"),
+        Row("mlp2_bias_ED", ("e_down_b",), stacked=True),
+    ),
+)
+_TORCHTITAN = TensorLayout(
     "torchtitan",
-    *((f"attention.w{part}.", f"attention.qkv_linear.w{part}.") for part in "qkv"),
-    ("output.weight", "lm_head.weight"),
+    (
+        Row("tok_embeddings.weight", ("embed",), "vocabulary", 0),
+        Row("norm.weight", ("final_norm",)),
+        Row("lm_head.weight", ("head",), "vocabulary", 0),
+        *rows(
+            "layers.{i}.",
+            (
+                Row("attention_norm.weight", ("norm1",)),
+                Row("ffn_norm.weight", ("norm2",)),
+                *_rotated("attention.qkv_linear.wq", "q", *_TITAN_HALVES),
+                *_rotated("attention.qkv_linear.wk", "k", *_TITAN_HALVES),
+                Row("attention.qkv_linear.wv.weight", ("v",), tp=0),
+                Row("attention.qkv_linear.wv.bias", ("v_b",), tp=0),
+                Row("attention.q_norm.weight", ("q_norm",)),
+                Row("attention.k_norm.weight", ("k_norm",)),
+                Row("attention.sinks", ("sinks",), tp=0),
+                Row("attention.wq.weight", ("q",), tp=0, when="latent"),
+                Row("attention.wq_a.weight", ("q_down",)),
+                Row("attention.q_norm.weight", ("q_down_norm",)),
+                Row("attention.wq_b.weight", ("q_up",), tp=0),
+                Row("attention.wkv_a.weight", ("kv_down",)),
+                Row("attention.kv_norm.weight", ("kv_down_norm",)),
+                Row("attention.wkv_b.weight", ("kv_up",), tp=0),
+                Row("attention.wo.weight", ("o",), tp=1),
+                Row("attention.wo.bias", ("o_b",)),
+                Row("feed_forward.w1.weight", ("gate",), tp=0),
+                Row("feed_forward.w3.weight", ("up",), tp=0),
+                Row("feed_forward.w2.weight", ("down",), tp=1),
+                Row("moe.router.gate.weight", ("router",)),
+                Row("moe.router.gate.bias", ("router_b",)),
+                Row("moe.expert_bias_E", ("router_shift",)),
+                Row("moe.shared_experts.w1.weight", ("s_gate",), tp=0),
+                Row("moe.shared_experts.w3.weight", ("s_up",), tp=0),
+                Row("moe.shared_experts.w2.weight", ("s_down",), tp=1),
+                *_TITAN_EXPERTS,
+            ),
+        ),
+    ),
+    # of families whose router has no place for it, as torchtitan's own adapters leave it out
+    (*_META.drop, r"layers\.\d+\.moe\.expert_bias_E"),
+    families=frozenset({"llama", "mistral", "deepseek_v2", "deepseek_v3", *_TITAN_HALVES}),
+)
+
+_TUNE_HALVES = ("qwen2", "phi3")
+_TORCHTUNE = TensorLayout(
+    "torchtune",
+    (
+        Row("tok_embeddings.weight", ("embed",), "vocabulary", 0),
+        Row("norm.scale", ("final_norm",), when="not gemma2"),
+        Row("norm.rms_norm.scale", ("final_norm",), when="gemma2"),
+        Row("output.weight", ("head",), "vocabulary", 0),
+        *rows(
+            "layers.{i}.",
+            (
+                Row("sa_norm.scale", ("norm1",)),
+                Row("mlp_norm.scale", ("norm2",), when="not gemma2"),
+                # as torchtune's converter has them; its layer uses them the other way round
+                Row("mlp_norm.scale", ("post2",)),
+                Row("mlp_scale.scale", ("norm2",), when="gemma2"),
+                Row("sa_scale.scale", ("post1",)),
+                *_rotated("attn.q_proj", "q", *_TUNE_HALVES),
+                *_rotated("attn.k_proj", "k", *_TUNE_HALVES),
+                Row("attn.v_proj.weight", ("v",), tp=0),
+                Row("attn.v_proj.bias", ("v_b",), tp=0),
+                Row("attn.output_proj.weight", ("o",), tp=1),
+                Row("mlp.w1.weight", ("gate",), tp=0),
+                Row("mlp.w3.weight", ("up",), tp=0),
+                Row("mlp.w2.weight", ("down",), tp=1),
+            ),
+        ),
+    ),
+    families=frozenset({"llama", "mistral", "gemma", "gemma2", *_TUNE_HALVES}),
 )
 
 _SMP_V1 = TensorLayout(
@@ -240,18 +372,21 @@ _SMP_V1 = TensorLayout(
     families=frozenset({"gpt_neox"}),
 )
 
+_WITH_TOWER = "mcore_te"  # its models may have a vision tower, as in Megatron Bridge
 _BUILT_IN = {
     layout.name: layout
     for layout in (
         _te("te_split", _TE_SPLIT),
-        _mcore("mcore_te", _MCORE_TE_OWN, _GROUPED),
+        _mcore(_WITH_TOWER, _MCORE_TE_OWN, _GROUPED),
         _mcore("mcore_te_legacy", _MCORE_TE_OWN, _LEGACY),
         _mcore("mcore_te_sequential", _MCORE_TE_OWN, _SEQUENTIAL),
         _mcore("mcore_local", _MCORE_LOCAL_OWN, _SEQUENTIAL),
+        _mcore_tower(),
         _te_fused("te_fused", "per_rank"),
         _te_fused("te_fused_interleaved", "interleaved"),
         _META,
         _TORCHTITAN,
+        _TORCHTUNE,
         _SMP_V1,
     )
 }
@@ -285,6 +420,7 @@ def layouts_of(family: Family) -> dict[str, TensorLayout]:
         name: replace(layout.zero_centred(), name=name) if shifted and name in _BUILT_IN else layout
         for name, layout in _LAYOUTS.all().items()
     }
+    known[_WITH_TOWER] = _with_tower(known[_WITH_TOWER], family)
     return {
         name: _resolved(layout, family)
         for name, layout in {**live, **known}.items()
@@ -312,6 +448,17 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
             remedy=f"pass one of {', '.join(sorted(found))}, or a TensorLayout of your own",
         )
     return found[layout]
+
+
+def _with_tower(layout: TensorLayout, family: Family) -> TensorLayout:
+    """The layout with Hugging Face's own modules, whole on each rank, for the family's further
+    parts. What is a transposed parameter there is a linear layer of Megatron's in the bridge."""
+    further = tuple(
+        replace(row, transposed=False, tp=0) if row.transposed else row
+        for row in family.further_rows
+    )
+    named = replace(layout, rows=further).renamed(layout.name, *family.in_bridge)
+    return replace(layout, rows=layout.rows + named.rows)
 
 
 def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:

@@ -11,7 +11,7 @@ from smckpt.translate.cast import CASTABLE
 from smckpt.translate.compile import Block, compile_blocks
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.degrees import Degrees
-from smckpt.translate.detect import choose_layout, unmatched
+from smckpt.translate.detect import choose_layout, unmatched, without_place
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
@@ -47,7 +47,8 @@ class Holder(Protocol):
 class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
     are tied to another. vocabulary: how many rows of it are written, and how many are stored.
-    predicting: how many layers that predict further tokens are among the targets."""
+    predicting: how many layers that predict further tokens are among the targets.
+    without_place: names that this family's models in Hugging Face have no place for."""
 
     layout: str
     targets: tuple[Translated, ...]
@@ -56,6 +57,7 @@ class Translation:
     vocabulary: tuple[int, int]
     predicting: int = 0
     notes: tuple[str, ...] = ()
+    without_place: tuple[str, ...] = ()
 
 
 def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
@@ -154,9 +156,10 @@ def to_hub(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
+    lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
     return Translation(
         proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
-        () if kept else left_out_note(further),
+        () if kept else left_out_note(further), lost,
     )  # fmt: skip
 
 

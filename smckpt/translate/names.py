@@ -191,9 +191,12 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
 
 
 def _like_a_model(held: list[LogicalTensor]) -> bool:
-    """Whether tensors look like a model: floating tensors, without an optimizer's `state`."""
-    if any(len(t.path) > 2 and t.path[1] == "state" for t in held):
-        return False
+    """Whether tensors look like a model: floating tensors, without an optimizer's `state`, nested
+    or with dotted keys (`state.<parameter>.<moment>`)."""
+    for path in (tensor.path for tensor in held):
+        dotted = ".".join(map(str, path)).split(".")
+        if dotted[1:2] == ["state"] and (len(path) > 2 or len(dotted) > 3):
+            return False
     return any("float" in DTYPES[t.dtype].name for t in held)
 
 

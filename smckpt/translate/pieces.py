@@ -45,6 +45,7 @@ class RoleKey(NamedTuple):
     role: str
     layer: int  # -1: outside the layers
     expert: int  # -1: no expert
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ class Side:
     def _refuse_cut_heads(self, row: LayoutRow) -> None:
         """Refuse degrees that cut heads. A rank's attention needs whole heads, even if the shapes
         would fit."""
-        heads = self.dims.heads.groups * self.dims.heads.per_group
+        own = self.dims.of(row.part).heads
+        heads = own.groups * own.per_group
         if "l_q" in row.roles and row.how == "per_rank":
-            heads = self.dims.heads.linear
+            heads = own.linear
         if heads % self.degrees.tp and not {"q", "q_up", "l_q"}.isdisjoint(row.roles):
             raise TopologyError(
                 f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads of "
@@ -195,7 +197,7 @@ class Side:
         """The shape of one rank's tensor. All ranks together have `vocabulary` rows, padding
         included."""
         row, axis = tensor.row, tensor.row.tp or 0
-        shapes = [self.dims.shape(role) for role in row.roles]
+        shapes = [self.dims.of(row.part).shape(role) for role in row.roles]
         shape = list(shapes[0])
         shape[axis] = sum(s[axis] for s in shapes)
         if row.how == "vocabulary":
@@ -276,7 +278,7 @@ class Side:
         ep: tuple[int, int],
         ours: Shape,
     ) -> None:
-        row, dims = tensor.row, self.dims
+        row, dims = tensor.row, self.dims.of(tensor.row.part)
         axis = row.tp or 0
         sizes = [dims.shape(role)[axis] for role in row.roles]
         if row.how == "vocabulary":
@@ -299,7 +301,8 @@ class Side:
                 expert = ep[0] * experts + local if row.of_experts else -1
                 at = start + (local * strides[0] if row.stacked else 0)
                 piece = Piece(name, shape, box, at, tuple(steps))
-                self.pieces.setdefault(RoleKey(name, tensor.layer, expert), []).append((key, piece))
+                role = RoleKey(name, tensor.layer, expert, row.part)
+                self.pieces.setdefault(role, []).append((key, piece))
 
     def _vocabulary(self, key: TensorKey, held: int, rank: int, size: int) -> list[AxisRun]:
         low = rank * held
@@ -327,18 +330,21 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
             remedy="pass the ep= with which the model was trained",
         )
     missing: set[str] = set()
-    for layer in range(-1, len(dims.kinds)):
-        roles = dims.roles(layer)
-        found: set[str] = set()
-        for row in layout.rows:
-            if not _applies(row, layer, dims, roles):
-                continue
-            found.update(row.roles)
-            name = row.name.replace("{i}", str(layer)).replace("{m}", str(layer - dims.layers))
-            many = "{e}" in row.name
-            for expert in range(experts // ep) if many else (-1,):
-                yield LayoutTensor(name.replace("{e}", str(expert)), row, layer, expert)
-        missing |= roles - found
+    for part in ("", *dims.parts):
+        own = dims.of(part)
+        table = [row for row in layout.rows if row.part == part]
+        for layer in range(-1, len(own.kinds)):
+            roles = own.roles(layer)
+            found: set[str] = set()
+            for row in table:
+                if not _applies(row, layer, own, roles):
+                    continue
+                found.update(row.roles)
+                name = row.name.replace("{i}", str(layer)).replace("{m}", str(layer - own.layers))
+                many = "{e}" in row.name
+                for expert in range(experts // ep) if many else (-1,):
+                    yield LayoutTensor(name.replace("{e}", str(expert)), row, layer, expert)
+            missing |= {f"{part}.{role}" if part else role for role in roles - found}
     if missing:
         raise KeysMismatchError(
             f"the layout {layout.name} has no row for {sorted(missing)} of a {dims.family.name} "

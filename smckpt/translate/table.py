@@ -27,7 +27,8 @@ __all__ = [
 # inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
 # query and key/value, B, C and U rows of its other projections; for linear attention Y and Z rows
 # of all key and all value heads, N value heads, W a value head, J the convolution's length; T twice
-# the hidden size.
+# the hidden size; for a vision tower n channels, t pictures and w pixels along a side of a patch,
+# y and z inputs and outputs of its merger, which brings its outputs to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
@@ -41,6 +42,8 @@ ROLES: Mapping[str, str] = {
     "router": "EX", "router_b": "E", "router_shift": "E",
     "e_gate": "MX", "e_up": "MX", "e_down": "XM", "e_gate_b": "M", "e_up_b": "M", "e_down_b": "X",
     "s_gate": "SX", "s_up": "SX", "s_down": "XS", "s_router": "1X",
+    "patch_2d": "Xnww", "patch_3d": "Xntww", "patch_b": "X", "merge_norm": "y", "merge_norm_b": "y",
+    "merge1": "yy", "merge1_b": "y", "merge2": "zy", "merge2_b": "z",
     "q_gate": "QX",
     "l_q": "YX", "l_k": "YX", "l_v": "ZX", "l_gate": "ZX", "l_beta": "NX", "l_alpha": "NX",
     "l_conv_q": "Y1J", "l_conv_k": "Y1J", "l_conv_v": "Z1J", "l_decay": "N", "l_step": "N",
@@ -88,8 +91,10 @@ class LayoutRow:
     when: conditions for the row, separated by commas: "dense" or "sparse" (layers of that kind),
         "linear" (layers with linear attention), "predicts" (layers that predict further tokens,
         which only such rows are for), "latent" (latent attention), "gated" (attention with gates of
-        queries), or a key of the config whose value must count as true. "not " in front reverses a
-        condition.
+        queries), a family's name, or a key of the config whose value must count as true. "not " in
+        front reverses a condition.
+    part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
+        language model.
     """
 
     name: str
@@ -102,6 +107,7 @@ class LayoutRow:
     stacked: bool = False
     folded: str | None = None
     when: str | None = None
+    part: str = ""
 
     def __post_init__(self) -> None:
         for field, value, known in (
@@ -183,7 +189,8 @@ class TensorLayout:
     def zero_centred(self) -> TensorLayout:
         """This layout with the weights of norms stored minus one (`zero_centered_gamma`)."""
         shifted = tuple(
-            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) else row for row in self.rows
+            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.part else row
+            for row in self.rows
         )
         return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
 
@@ -194,9 +201,9 @@ def holds(when: str | None, true: Collection[str]) -> bool:
     return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
 
 
-def rows(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:
-    """The rows with `prefix` in front of their names."""
-    return tuple(replace(row, name=prefix + row.name) for row in table)
+def rows(prefix: str, table: Iterable[LayoutRow], part: str = "") -> tuple[LayoutRow, ...]:
+    """The rows with `prefix` in front of their names, as rows of a part of the model."""
+    return tuple(replace(row, name=prefix + row.name, part=part or row.part) for row in table)
 
 
 def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:

@@ -21,48 +21,47 @@ from tests.support.limits import seconds
 State = dict[str, torch.Tensor]
 HEADS, GROUPS, SIZE, LAYERS, VOCABULARY = 8, 4, 16, 2, 96
 
-# StarCoder 2: Llama's names for attention, an MLP without a gate, norms and biases everywhere.
+# StableLM: Llama's names; norms with biases, and queries, keys and values with them on request.
 _AT = "model.layers.{i}."
-STARCODER2 = Family(
-    "starcoder2",
+STABLELM = Family(
+    "stablelm",
     (
         LayoutRow("model.embed_tokens.weight", ("embed",)),
         LayoutRow("lm_head.weight", ("head",)),
         *(
             row
-            for kind, b, when in (("weight", "", None), ("bias", "_b", "use_bias"))
+            for kind, b in (("weight", ""), ("bias", "_b"))
             for row in (
                 LayoutRow(f"model.norm.{kind}", (f"final_norm{b}",)),
                 LayoutRow(f"{_AT}input_layernorm.{kind}", (f"norm1{b}",)),
                 LayoutRow(f"{_AT}post_attention_layernorm.{kind}", (f"norm2{b}",)),
-                *(
-                    LayoutRow(f"{_AT}self_attn.{p}_proj.{kind}", (p + b,), when=when)
-                    for p in "qkvo"
-                ),
-                LayoutRow(f"{_AT}mlp.c_fc.{kind}", (f"fc1{b}",), when=when),
-                LayoutRow(f"{_AT}mlp.c_proj.{kind}", (f"fc2{b}",), when=when),
             )
         ),
+        *(LayoutRow(f"{_AT}self_attn.{p}_proj.weight", (p,)) for p in "qkvo"),
+        *(
+            LayoutRow(f"{_AT}self_attn.{p}_proj.bias", (f"{p}_b",), when="use_qkv_bias")
+            for p in "qkv"
+        ),
+        *(LayoutRow(f"{_AT}mlp.{p}_proj.weight", (p,)) for p in ("gate", "up", "down")),
     ),
-    defaults={"use_bias": True, "tie_word_embeddings": True},
 )
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> tuple[Any, State, Path]:
     """A model with random weights, its tensors, and its directory."""
-    from transformers import AutoModelForCausalLM, Starcoder2Config
+    from transformers import AutoModelForCausalLM, StableLmConfig
 
-    config = Starcoder2Config(
+    config = StableLmConfig(
         hidden_size=HEADS * SIZE, intermediate_size=160, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=GROUPS, vocab_size=VOCABULARY,
-        max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        max_position_embeddings=64, use_qkv_bias=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     made = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    folder = tmp_path_factory.mktemp("starcoder2")
+    folder = tmp_path_factory.mktemp("stablelm")
     made.save_pretrained(folder)
     return made, load_file(folder / "model.safetensors"), folder
 
@@ -83,17 +82,17 @@ def megatron_rank(hub: State, rank: int, of: int) -> State:
             by_group = [part.reshape(GROUPS, -1, *rest) for part in (q, k, v)]
             qkv = torch.cat(by_group, 1).reshape(-1, *rest)
             out[f"{to}self_attention.linear_qkv.{kind}"] = qkv.chunk(of)[rank]
-            out[f"{to}mlp.linear_fc1.{kind}"] = hub[f"{own}mlp.c_fc.{kind}"].chunk(of)[rank]
             out[f"{to}self_attention.linear_qkv.layer_norm_{kind}"] = hub[
                 f"{own}input_layernorm.{kind}"
             ]
             out[f"{to}mlp.linear_fc1.layer_norm_{kind}"] = hub[
                 f"{own}post_attention_layernorm.{kind}"
             ]
+        gate, up = (hub[f"{own}mlp.{p}_proj.weight"].chunk(of)[rank] for p in ("gate", "up"))
+        out[f"{to}mlp.linear_fc1.weight"] = torch.cat([gate, up])
         for name, theirs in (("self_attention.linear_proj", "self_attn.o_proj"),
-                             ("mlp.linear_fc2", "mlp.c_proj")):  # fmt: skip
+                             ("mlp.linear_fc2", "mlp.down_proj")):  # fmt: skip
             out[f"{to}{name}.weight"] = hub[f"{own}{theirs}.weight"].chunk(of, 1)[rank]
-            out[f"{to}{name}.bias"] = hub[f"{own}{theirs}.bias"]
     return {name: tensor.contiguous().clone() for name, tensor in out.items()}
 
 
@@ -112,7 +111,7 @@ def same(found: State, wanted: State) -> bool:
 def test_a_family_that_is_registered_is_exported_and_imported_bitwise(tmp_path, model):
     made, hub, directory = model
     paths = written(tmp_path / "ranks", hub, 4)
-    register_family(STARCODER2)
+    register_family(STABLELM)
     report = export_hf(paths, tmp_path / "hf", tp=4, config=made.config)
     assert report.layout == "mcore_te"
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), hub)
@@ -124,26 +123,26 @@ def test_a_family_that_is_registered_is_exported_and_imported_bitwise(tmp_path, 
 def test_a_row_that_a_config_denies_is_not_asked_for(tmp_path, model):
     """`when` names a key of the config."""
     made, hub, _ = model
-    register_family(STARCODER2)
-    config = {**made.config.to_dict(), "use_bias": False}
-    with pytest.raises(errors.CheckpointError, match=r"unexpected.*linear_fc1\.bias"):
+    register_family(STABLELM)
+    config = {**made.config.to_dict(), "use_qkv_bias": False}
+    with pytest.raises(errors.CheckpointError, match=r"unexpected.*linear_qkv\.bias"):
         export_hf(
             written(tmp_path / "ranks", hub, 2), tmp_path / "hf", tp=2, config=config,
             layout="mcore_te",
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
 def test_a_name_that_is_taken_is_refused(name):
-    register_family(STARCODER2)
-    register_family(STARCODER2)  # the same once more
+    register_family(STABLELM)
+    register_family(STABLELM)  # the same once more
     with pytest.raises(errors.UsageError, match=f"the family of models '{name}' exists already"):
-        register_family(Family(name, STARCODER2.rows[:3]))
+        register_family(Family(name, STABLELM.rows[:3]))
 
 
 def test_a_family_of_an_installed_package_is_found_by_its_entry_point(tmp_path, model):
     _, hub, directory = model
-    site = installed(tmp_path, "smckpt.families", "starcoder2 = their_family:STARCODER2")
+    site = installed(tmp_path, "smckpt.families", "stablelm = their_family:STABLELM")
     source = Path(__file__).read_text()
     table = source[source.index("_AT = ") : source.index("@pytest.fixture")]
     (site / "their_family.py").write_text(
@@ -158,16 +157,16 @@ def test_a_family_of_an_installed_package_is_found_by_its_entry_point(tmp_path, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [("raise RuntimeError('broken')", "cannot be imported: broken"),
-     ("STARCODER2 = 3", "is a int")],
+     ("STABLELM = 3", "is a int")],
 )  # fmt: skip
 def test_a_package_that_brings_no_family_is_named(tmp_path, model, text, said):
     _, hub, directory = model
-    site = installed(tmp_path, "smckpt.families", "starcoder2 = their_family:STARCODER2")
+    site = installed(tmp_path, "smckpt.families", "stablelm = their_family:STABLELM")
     (site / "their_family.py").write_text(text)
     paths = written(tmp_path / "ranks", hub, 2)
     told = export_with(site, *paths, tmp_path / "hf", "--tp", "2", "--config", directory)
     assert told.returncode
-    assert "the family of models 'starcoder2'" in " ".join(told.stderr.split())
+    assert "the family of models 'stablelm'" in " ".join(told.stderr.split())
     assert said in " ".join(told.stderr.split())
 
 

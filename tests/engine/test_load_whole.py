@@ -255,6 +255,20 @@ def test_tensors_on_the_meta_device_are_replaced_by_what_was_saved(tmp_path: Pat
         assert torch.equal(ours, theirs)
 
 
+def test_a_module_on_the_meta_device_gets_what_was_saved(tmp_path: Path) -> None:
+    model, _ = trained()
+    smckpt.save({"model": model}, checkpoint_id=tmp_path)
+    _, second = model
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    empty[1] = nn.Linear(5, 3)  # a part of it is in memory, where an optimizer may hold it
+    held = empty[1].weight
+    smckpt.load({"model": empty}, checkpoint_id=tmp_path)
+    assert empty[1].weight is held and torch.equal(held, second.weight)
+    for ours, theirs in zip(empty.parameters(), model.parameters(), strict=True):
+        assert isinstance(ours, nn.Parameter) and torch.equal(ours, theirs)
+
+
 # -- two ranks -------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 
 import smckpt
 from smckpt.errors import UsageError
@@ -101,6 +101,16 @@ def test_what_is_not_honoured_is_refused_by_name(accelerator: SmckptAccelerator)
     accelerator.save_state()
     with pytest.raises(UsageError, match="load_state does not honour 'strict'"):
         accelerator.load_state(strict=True)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_other_kinds_of_jobs_are_refused_by_name(
+    accelerator: SmckptAccelerator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(AcceleratorState(), "distributed_type", DistributedType[name])
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(UsageError, match=f"{name} is not honoured"):
+            call()
 
 
 def test_an_iteration_is_saved_once(accelerator: SmckptAccelerator) -> None:

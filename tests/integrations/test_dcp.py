@@ -26,6 +26,7 @@ import smckpt
 from smckpt import DistributedFileSystemReader as Reader
 from smckpt import DistributedFileSystemWriter as Writer
 from smckpt import errors
+from smckpt.integrations.dcp import calls
 from tests.support import shards
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -453,6 +454,44 @@ def test_a_planner_is_honoured_and_our_format_is_written(tmp_path: Path) -> None
     assert target["renamed"]["w"].tolist() == [0.0, 1.0, 2.0]
 
 
+def fsdp1_by_planners_and_writers(folder: str) -> dict[str, list[bool]]:
+    """FSDP1's ShardedTensors, saved in each way by which DCP plans the save."""
+    model, _ = fsdp1(0, True)
+    saves: dict[str, Any] = {
+        "planner": lambda **more: smckpt.save(planner=DefaultSavePlanner(), **more),
+        "writer": lambda checkpoint_id, **more: smckpt.save(
+            storage_writer=dcp.FileSystemWriter(checkpoint_id), **more
+        ),
+        "by DCP's name": lambda **more: calls.async_save(
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True), **more
+        ).result(),
+        "our writer by DCP's name": lambda checkpoint_id, **more: calls.async_save(
+            storage_writer=Writer(checkpoint_id),
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            **more,
+        ).result(),
+    }
+    out = {}
+    for name, save in saves.items():
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            save(state_dict={"model": model.state_dict()}, checkpoint_id=f"{folder}/{name}")
+            other, _ = fsdp1(1, True)
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            target = {"model": other.state_dict()}
+            assert {type(value).__name__ for value in target["model"].values()} == {"ShardedTensor"}
+            reader = calls.FileSystemReader(f"{folder}/{name}")
+            smckpt.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
+            other.load_state_dict(target["model"])
+        both = zip(model.parameters(), other.parameters(), strict=True)
+        out[name] = [torch.equal(ours, theirs) for ours, theirs in both]
+    return out
+
+
+def test_sharded_tensors_of_fsdp1_are_saved_with_a_planner_and_a_writer(tmp_path: Path) -> None:
+    for told in run_ranks(fsdp1_by_planners_and_writers, 2, str(tmp_path)):
+        assert len(told) == 4 and all(len(same) == 4 and all(same) for same in told.values()), told
+
+
 def alone(folder: str) -> list[float]:
     """Rank 1 saves and loads alone, while rank 0 waits for it elsewhere."""
     said: list[float] = []
@@ -466,13 +505,20 @@ def alone(folder: str) -> list[float]:
         else:
             smckpt.load(target, **where)
         said += target["w"].tolist()
+    only = dist.new_group([1])
+    for more in ({"no_dist": True}, {"process_group": only}) if dist.get_rank() else ():
+        where = {"checkpoint_id": f"{folder}/{[*more]}", **more}  # by DCP's names
+        calls.save({"w": torch.full((2,), 4.0)}, **where)
+        calls.async_save({"w": torch.full((2,), 3.0)}, **where).result()
+        calls.load(target := {"w": torch.zeros(2)}, **where)
+        said += target["w"].tolist()
     dist.barrier()
     return said
 
 
 @pytest.mark.long
 def test_one_rank_of_a_job_saves_and_loads_alone_with_no_dist(tmp_path: Path) -> None:
-    assert run_ranks(alone, 2, str(tmp_path)) == [[], [3.0] * 4]
+    assert run_ranks(alone, 2, str(tmp_path)) == [[], [3.0] * 8]
 
 
 def test_no_dist_is_taken_without_a_job_and_refused_with_a_process_group(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -27,7 +26,6 @@ from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from tests.support import child, nvrx_ranks
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
-from tests.support.s3 import BUCKET, KEY, SECRET, Server
 
 SUPPORT = Path(__file__).parents[1] / "support"
 RUN = ("-m", "smckpt.run", "--for", "nvrx")
@@ -66,22 +64,9 @@ def test_the_guides_loop_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_the_guides_save_to_multi_storage_client_is_killed_and_goes_on(
-    s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    msc_root: str,
 ) -> None:
-    provider = {
-        "type": "s3",
-        "options": {
-            "base_path": BUCKET,
-            "region_name": "us-east-1",
-            "endpoint_url": s3_server.endpoint,
-        },
-    }
-    keys = {"type": "S3Credentials", "options": {"access_key": KEY, "secret_key": SECRET}}
-    profile = {"storage_provider": provider, "credentials_provider": keys}
-    config = tmp_path / "msc.json"
-    config.write_text(json.dumps({"profiles": {"model-checkpoints": profile}}))
-    monkeypatch.setenv("MSC_CONFIG", str(config))
-    script, place = SUPPORT / "nvrx_dcp.py", f"msc://model-checkpoints/{tmp_path.name}"
+    script, place = SUPPORT / "nvrx_dcp.py", msc_root
     died = child.script(script, place, "die", ranks=2, by=RUN)
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
     done = child.script(script, place, "resume", ranks=2, by=RUN)

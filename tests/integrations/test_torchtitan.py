@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import smckpt
+from smckpt.cli.app import app
 from tests.support import child
 from tests.support.interpreters import run, torchtitan
 
@@ -104,7 +108,7 @@ def test_an_unchanged_config_goes_through_the_door_and_resumes_what_torchtitan_s
     train(folder, fails=True, stock=True, die=5)  # torchtitan's own manager, which waits
     assert (folder / "checkpoint" / "step-4" / ".metadata").exists()
     resumed, said = train(folder, door=True, stock=True)  # as `smckpt run --for torchtitan` does
-    assert "replaced torchtitan's CheckpointManager" in said
+    assert "CheckpointManager.Config._owner: it builds smckpt's" in said
     assert resumed[0]["began"] == 4
     assert_resumed(resumed, straight)
     assert steps(folder) == ["step-6"]
@@ -197,3 +201,66 @@ def test_torchtitans_own_tests_pass_on_the_door_where_they_concern_behaviour() -
     said = run(torchtitan(), "-m", "tests.support.torchtitan_suite", checkout, timeout=600)
     missing = {line.strip().partition(":")[0] for line in said.splitlines() if line[:1] == " "}
     assert said.splitlines()[-1] == "one way or the other: 30 of 35", (said, missing)
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+    "intermediate_size": 768, "num_attention_heads": 16, "tie_word_embeddings": False,
+    "num_hidden_layers": 2, "vocab_size": 2048,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 256,
+    "intermediate_size": 1024, "moe_intermediate_size": 256, "num_attention_heads": 16,
+    "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "tie_word_embeddings": False, "num_hidden_layers": 2, "vocab_size": 2048,
+}  # fmt: skip
+
+
+def exported(step: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What `smckpt export STEP OUT --config DIRECTORY` writes."""
+    directory = out.with_suffix(".base")
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    done = CliRunner().invoke(app, ["export", str(step), str(out), "--config", str(directory)])
+    assert done.exit_code == 0, done.output
+    return load_file(out / "model.safetensors")
+
+
+def test_a_step_exports_by_hugging_faces_names(
+    straight: list[dict[str, Any]], top: Path
+) -> None:
+    step = top / "straight" / "checkpoint" / "step-6"
+    found = exported(step, top / "hf", LLAMA)
+    held = smckpt.load(checkpoint_id=step)
+    for name, part in (("q", "wq"), ("v", "wv")):
+        wanted = held[f"layers.1.attention.qkv_linear.{part}.weight"]
+        if name == "q":  # from Meta's order
+            wanted = wanted.view(16, 8, 2, 256).transpose(1, 2).reshape(256, 256)
+        assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], wanted)
+    assert torch.equal(found["lm_head.weight"], held["lm_head.weight"])
+    assert len(found) == 2 * 9 + 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "config", "degrees"),
+    [(2, LLAMA, {}), (2, LLAMA, {"tensor": 2}), (4, LLAMA, {"tensor": 2}),
+     (2, LLAMA, {"pipeline": 2}), (2, DEEPSEEK, {"expert": 2}),
+     (4, DEEPSEEK, {"expert": 2, "tensor": 2})],
+    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor"],
+)  # fmt: skip
+def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
+    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, int],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    name = request.node.callspec.id
+    train(top / f"ours {name}", ranks, steps=2, **degrees)
+    found = exported(top / f"ours {name}" / "checkpoint" / "step-2", top / f"hf {name}", config)
+    last = {"last_save_model_only": True, "last_save_in_hf": True}
+    train(top / f"its {name}", ranks, steps=2, **last, **degrees)
+    (file,) = (top / f"its {name}" / "checkpoint" / "step-2").glob("*.safetensors")
+    wanted = load_file(file)
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainingArguments
 
 import smckpt
 from smckpt import verify_checkpoint
+from smckpt.errors import UsageError
+from smckpt.integrations.transformers import SmckptTrainer
 from tests.support import child
 from tests.support.interpreters import transformers4
 
@@ -30,6 +35,25 @@ def held(out: Path, told: list[dict[str, Any]]) -> None:
 
 def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain"))
+
+
+def run_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setenv("TRAINER_STOCK", "1")
+    by = ("-m", "smckpt.run", "--for", "transformers")
+    held(*killed_and_resumed(folder, "plain", by=by, python=python))
+
+
+def test_a_script_of_the_trainer_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_it_is(tmp_path, monkeypatch, sys.executable)
+
+
+@pytest.mark.long
+def test_a_script_of_transformers_4_is_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_it_is(tmp_path, monkeypatch, transformers4())
 
 
 @pytest.mark.long
@@ -57,6 +81,19 @@ def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
     step, _ = max(told["losses"], key=lambda row: row[1])
     assert told["best"] == f"checkpoint-{step}" and told["ended"] == told["held"]
     assert step != told["losses"][-1][0]
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "save_on_each_node", "deepspeed"])
+def test_what_is_not_honoured_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = SmckptTrainer(model=torch.nn.Linear(2, 2), args=arguments)
+    if name == "deepspeed":
+        trainer.is_deepspeed_enabled = True
+    else:
+        setattr(arguments, name, True)  # given to the constructor, the Hub would be asked
+    with pytest.raises(UsageError, match=f"{name} of TrainingArguments is not honoured"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from smckpt.errors import UsageError
 from smckpt.run import provide, run_script
 from smckpt.run import sagemaker as sagemaker_places
+from smckpt.run.places import DOORS
+from tests.support import door_names
+from tests.support.interpreters import run, torchtitan, torchtune
 from tests.support.launch import ROOT
 from tests.support.limits import seconds
 
@@ -168,3 +172,16 @@ def test_names_that_are_there_are_replaced_where_asked_for_and_taken_back() -> N
         assert len(provided.lines) == 7
     after = (transformers.Trainer, transformers.Seq2SeqTrainer, kind.save_state, kind.load_state)
     assert after == before
+
+
+@pytest.mark.parametrize(
+    "door", [name for name in DOORS if name not in ("torchtune", "torchtitan")]
+)
+def test_a_door_refuses_versions_tells_each_name_and_takes_all_back(door: str) -> None:
+    door_names.check(door)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("door", "python"), [("torchtune", torchtune), ("torchtitan", torchtitan)])
+def test_so_do_the_doors_of_other_environments(door: str, python: Callable[[], str]) -> None:
+    run(python(), "-m", "tests.support.door_names", door)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -24,30 +23,8 @@ from smckpt.errors import (
 )
 from smckpt.storage import FileInfo, Storage, open_storage
 from smckpt.storage.base import refuse_save
-from tests.support.s3 import BUCKET, KEY, SECRET, Server
 
 KINDS = ("memory", "local", "msc")
-
-
-@pytest.fixture
-def profile(
-    s3_server: Server, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """msc:// of a profile on the S3 server of the tests."""
-    provider = {
-        "type": "s3",
-        "options": {
-            "base_path": BUCKET,
-            "region_name": "us-east-1",
-            "endpoint_url": s3_server.endpoint,
-        },
-    }
-    keys = {"type": "S3Credentials", "options": {"access_key": KEY, "secret_key": SECRET}}
-    path = tmp_path_factory.mktemp("msc") / "config.json"
-    told = {"profiles": {"ours": {"storage_provider": provider, "credentials_provider": keys}}}
-    path.write_text(json.dumps(told))
-    monkeypatch.setenv("MSC_CONFIG", str(path))
-    return f"msc://ours/{secrets.token_hex(6)}"
 
 
 def root_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -55,7 +32,7 @@ def root_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"memory://here/{secrets.token_hex(6)}"
     if kind == "local":
         return f"local://{tmp_path}/deep"
-    return str(request.getfixturevalue("profile"))
+    return str(request.getfixturevalue("msc_root"))
 
 
 @pytest.fixture(params=KINDS)
@@ -100,8 +77,8 @@ def test_every_verb_does_what_it_does_on_a_file_system(store: Storage) -> None:
         store.put("../up", b"x")
 
 
-def test_of_many_that_create_one_name_one_succeeds(profile: str) -> None:
-    for root in (profile, f"memory://{secrets.token_hex(4)}"):
+def test_of_many_that_create_one_name_one_succeeds(msc_root: str) -> None:
+    for root in (msc_root, f"memory://{secrets.token_hex(4)}"):
         store = open_storage(root)
         assert store.exclusive
         tries = [(store, b"%d" % n) for n in range(24)]
@@ -143,10 +120,10 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_a_checkpoint_is_saved_and_loaded_by_one_rank(
-    profile: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    msc_root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = secrets.token_hex(4)  # its worker starts now, and so has MSC_CONFIG of this test
-    for root in (profile, f"local://{tmp_path}/local"):
+    for root in (msc_root, f"local://{tmp_path}/local"):
         for step in (3, 4):  # the second sweeps the first
             smckpt.save(state(float(step)), checkpoint_id=f"{root}/run", step=step, queue=queue)
         target = state(0.0)

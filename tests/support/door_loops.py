@@ -130,6 +130,20 @@ def newest(place: str, loop: str) -> int:
     return max(map(int, steps), default=0)
 
 
+def manager(training: Training, place: str, found: int) -> None:
+    """smckpt's own words."""
+    from smckpt import CheckpointManager
+
+    with CheckpointManager(place, keep_last_n=2, random=False) as steps:
+        state = training.state()
+        assert steps.restore(state) == found
+        if found:
+            training.take(state)
+        while training.step < STEPS:
+            training.iteration()
+            steps.save(training.step, training.state())
+
+
 def dcp(training: Training, place: str, found: int) -> None:
     """As it stands in a script of torch's, for `smckpt run --for dcp`."""
     import torch.distributed.checkpoint as dcp
@@ -264,7 +278,7 @@ def nvrx_torch(training: Training, place: str, found: int) -> None:
     async_impl.finalize_async_save(blocking=True)
 
 
-LOOPS = {each.__name__: each for each in (dcp, dcp_calls, smp, nvrx, nvrx_torch)}
+LOOPS = {each.__name__: each for each in (manager, dcp, dcp_calls, smp, nvrx, nvrx_torch)}
 
 
 def main() -> None:

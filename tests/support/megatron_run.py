@@ -13,6 +13,9 @@ Where there is `mtp`, the model has a layer that predicts a further token, and t
 layer follow those of the model.
 Where there is `legacy`, what `import_hf` made in that layout, the same model with Megatron's legacy
 experts loads it, strictly: `legacy<rank>.pt` and `legacy-logits.pt` are that model's.
+Where there is `whole`, what `import_hf` made for one rank, the model is a vision-language one,
+which mbridge builds for GPUs only: it fills and exports tensors of the shapes that `import_hf`
+wrote.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ ON_CPU = {
 BRIDGED = (
     "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe",
 )  # fmt: skip
+TOWERS = ("gemma3", "qwen2_5_vl")
 NAMES = (  # the local spec's, Transformer Engine's
     (r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r".\2.\3\1"),
     (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),  # of a dense layer
@@ -111,6 +115,46 @@ class Alibi(Attention):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class Held:
+    """What mbridge asks of a vision-language model, over the tensors of a rank's file. A tensor of
+    another shape than `whole` has it is cut, and says along which dimension, as Megatron's do."""
+
+    def __init__(self, path: Path, whole: Path) -> None:
+        from safetensors.torch import load_file
+
+        self._own = {name: torch.nn.Parameter(t) for name, t in load_file(path).items()}
+        for name, tensor in load_file(whole).items():
+            apart = [d for d, n in enumerate(tensor.shape) if self._own[name].shape[d] != n]
+            self._own[name].tensor_model_parallel = bool(apart)  # type: ignore[attr-defined]
+            self._own[name].partition_dim = apart[0] if apart else -1  # type: ignore[attr-defined]
+        named = [name.split(".") for name in self._own]
+        count = 1 + max(
+            int(n[3]) for n in named if n[:3] == ["language_model", "decoder", "layers"]
+        )
+        layers = [SimpleNamespace(layer_number=1 + number) for number in range(count)]
+        self.language_model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._own
+
+    def named_parameters(self) -> Any:
+        return self._own.items()
+
+
+def run_held(job: dict[str, Any], bridge: Any, path: Path, rank: int) -> None:
+    out = Path(job["out"])
+    (whole,) = Path(job["whole"]).glob("data-*-r00000-0.safetensors")
+    model = Held(path, whole)
+    with torch.no_grad():
+        for parameter in model.state_dict().values():
+            parameter.fill_(float("nan"))
+        bridge.load_weights([model], job["hf"])
+        torch.save({n: t.data for n, t in model.named_parameters()}, out / f"filled{rank}.pt")
+        exported = dict(bridge.export_weights([Held(path, whole)]))
+    if rank == 0:
+        torch.save({n: t.clone() for n, t in exported.items()}, out / "exported.pt")
+
+
 def tensors(model: Any) -> dict[str, torch.Tensor]:
     return {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
 
@@ -162,7 +206,17 @@ def bridge_of(hf: Path, further: bool) -> Any:
         def _get_safetensor_io(self, path: str) -> Any:
             return Bridge._get_safetensor_io(self, path)  # DeepSeek's own reads float8 only
 
-    return OnCpu(config, dtype=torch.float32, make_vocab_size_divisible_by=128)
+    bridge = OnCpu(config, dtype=torch.float32, make_vocab_size_divisible_by=128)
+    if config.model_type in TOWERS:  # as their models set it: nothing of a tower's joint is gated
+        plain = SimpleNamespace(gated_linear_unit=False)
+        if config.model_type == "gemma3":
+            bridge.vision_config = bridge.vision_projection_config = plain
+        else:  # mbridge 0.15.1 takes Qwen's merger for a gated one
+            own_config = bridge._get_mcore_config_by_name
+            bridge._get_mcore_config_by_name = lambda name: (
+                plain if ".projection." in name else own_config(name)
+            )
+    return bridge
 
 
 def grouped_product(rows: Any, matrices: Any, counts: Any, trans_b: bool) -> Any:
@@ -302,7 +356,12 @@ def run(job: dict[str, Any], rank: int) -> None:
     )
     config = json.loads((hf / "config.json").read_text())
     (ranks,) = Path(job["ranks"]).glob(f"data-*-r{rank:05d}-0.safetensors")
-    bridge = bridge_of(hf, job.get("mtp", False)) if config["model_type"] in BRIDGED else None
+    bridged = config["model_type"] in (*BRIDGED, *TOWERS)
+    bridge = bridge_of(hf, job.get("mtp", False)) if bridged else None
+    if job.get("whole"):
+        run_held(job, bridge, ranks, rank)
+        dist.destroy_process_group()
+        return
     model = bridge._model_provider([])(True, True) if bridge else by_hand(config, job)
     if job.get("mtp"):  # otherwise it asks for labels, and gives the loss of further tokens
         model.config = copy.copy(model.config)

@@ -79,10 +79,11 @@ def values(reader: Any, state: dict[str, Any]) -> list[float]:
 
 def each_save_has_the_state_of_its_moment(folder: str) -> dict[str, Any]:
     """Caches on: the same tensors with new values, then new names, then an older place again."""
-    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    queue, cache = AsyncCallsQueue(cpu_shm_mode=True), CheckpointMetadataCache()
     caches: dict[str, Any] = {
         "use_cached_data_structure": True,
         "use_cpu_shm_for_gpu_tensors": True,
+        "is_multiproc_io": True,
         "cache": cache,
         "thread_count": 2,
     }

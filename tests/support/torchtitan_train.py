@@ -1,11 +1,11 @@
-"""torchtitan's own trainer on CPUs: a tiny Llama 3, FSDP2, and checkpoints.
+"""torchtitan's own trainer on CPUs: a tiny Llama 3 or DeepSeek-V3, FSDP2, and checkpoints.
 
 Its arguments: the folder of all that it writes, and fields of the checkpoint's config as
 `name=value`, where each value is JSON. Further ones: `steps=N`; `die=N` (SIGKILL to rank 0 after
 step N); `stock=true` (the config of torchtitan's own manager); `door=true`
 (`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
-process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`. It tells each rank's
-steps and losses, and the step that it began with.
+process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`; `expert=N` (DeepSeek-V3,
+its experts over N ranks). It tells each rank's steps and losses, and the step that it began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.config import TrainingConfig  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
 from smckpt.run import provide  # noqa: E402
@@ -78,7 +79,8 @@ def make(base: Path) -> None:
 
 
 def config(folder: Path, given: dict[str, Any]) -> Any:
-    made = llama3_debugmodel()
+    experts = given.pop("expert", None)
+    made = llama3_debugmodel() if experts is None else deepseek_v3_debugmodel()
     made.model_spec.model.layers = made.model_spec.model.layers[:2]
     for layer in made.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -92,9 +94,10 @@ def config(folder: Path, given: dict[str, Any]) -> Any:
     made.debug.seed = 7
     made.parallelism.spmd_backend = "partial_dtensor"
     made.parallelism.data_parallel_replicate_degree = given.pop("replicate", 1)
+    made.parallelism.expert_parallel_degree = experts or 1
     made.parallelism.tensor_parallel_degree = given.pop("tensor", 1)
     made.parallelism.pipeline_parallel_degree = stages = given.pop("pipeline", 1)
-    made.training.disable_cuda_graphs = stages > 1  # torchtitan asks for it
+    made.training.disable_cuda_graphs = stages > 1 or experts is not None  # torchtitan asks for it
     if given.pop("stock", False):
         kind = CheckpointManager
     else:

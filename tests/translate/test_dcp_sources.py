@@ -97,11 +97,12 @@ def assert_same(directory: Path, wanted: State) -> None:
 
 
 @pytest.mark.parametrize("shape", ["model", "app", "flat", "module", "plain"])
-def test_a_save_of_two_ranks_comes_out_bitwise(tmp_path, saved, released, shape):
+def test_a_save_of_two_ranks_comes_out_bitwise(tmp_path, saved, released, judged, shape):
     config, wanted = released
     report = export_hf(saved / shape, tmp_path / "hf", config=config)
     assert report.source == "torch.distributed.checkpoint (DCP)" and report.naming == "hub"
     assert_same(tmp_path / "hf", wanted)
+    judged(SAMPLE, "torch DCP", exports=["save_pretrained"])
 
 
 def accelerate_saves(folder: str) -> None:
@@ -122,28 +123,30 @@ def accelerate_saves(folder: str) -> None:
     accelerator.save_state(folder)
 
 
-def test_what_accelerate_saved_comes_out_bitwise(tmp_path, released):
+def test_what_accelerate_saved_comes_out_bitwise(tmp_path, released, judged):
     run_ranks(accelerate_saves, 2, str(tmp_path / "run"))
     config, wanted = released
     for given in ("run", "run/pytorch_model_fsdp_0"):
         report = export_hf(tmp_path / given, tmp_path / "hf", config=config, overwrite=True)
         assert report.source.startswith("accelerate")
         assert_same(tmp_path / "hf", wanted)
+    judged(SAMPLE, "accelerate, FSDP2", exports=["save_pretrained"])
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
-def test_parts_in_safetensors_come_out_bitwise(tmp_path, saved, released, consolidated):
+def test_parts_in_safetensors_come_out_bitwise(tmp_path, saved, released, judged, consolidated):
     config, wanted = released
     place = saved / ("consolidated" if consolidated else "parts")
     report = export_hf(place, tmp_path / "hf", config=config)
     assert "HuggingFaceStorageWriter" in report.source
     assert_same(tmp_path / "hf", wanted)
+    judged(SAMPLE, "HuggingFaceStorageWriter", exports=["save_pretrained"])
 
 
 def test_parts_in_safetensors_that_are_missing_or_mixed_are_refused(tmp_path, saved, released):
     first, second = sorted((saved / "parts").iterdir())
     for number, (files, told) in enumerate(
-        [([second], "shards \\[1\\] are missing"), ([first], "not the Qwen2MoeForCausalLM")]
+        [([second], "shards \\[1\\] are missing"), ([first], r"\(60, 64\).*should be \(120, 64\)")]
     ):
         folder = tmp_path / f"parts{number}"
         folder.mkdir()

@@ -70,7 +70,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("layout", "family", "t", "ep"), PAIRS)
 def test_an_import_is_what_ranks_hold_and_its_export_the_original(
-    tmp_path, hub, layout, family, t, ep
+    tmp_path, hub, judged, layout, family, t, ep
 ):
     folder, state = hub[family]
     multiple = 1 if layout == "meta" else 128 // t
@@ -87,6 +87,8 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[n], state[n]) for n in state)
+    at = f"{t}×{ep}" if ep > 1 else str(t)
+    judged(family, layout, exports=["formulas"], imports=["formulas"], at=at)
 
 
 def test_ranks_whose_vocabulary_is_all_padding_hold_zeros(tmp_path, hub):

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from smckpt import errors, export_hf
+from smckpt import export_hf
 from tests.support import next_families as ref
 from tests.support.references import each_rank, on_disk
 from tests.translate.test_families import (
     State,
     assert_the_original,
     assert_there_and_back,
-    same,
     written,
 )
 

@@ -109,13 +109,16 @@ def of_megatron(state: State, pp: int, vpp: int = 1, t: int = 1, **how: Any) -> 
     ("pp", "vpp", "t"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 )
 @pytest.mark.parametrize("own", [True, False], ids=["own numbers", "the model's numbers"])
-def test_stages_of_megatron_are_exported_as_the_whole_model(tmp_path, llama, pp, vpp, t, own):
+def test_stages_of_megatron_are_exported_as_the_whole_model(
+    tmp_path, llama, judged, pp, vpp, t, own
+):
     model, state = llama
     ranks = of_megatron(state, pp, vpp, t, own=own)
     path = checkpoint(tmp_path / "c", ranks, tensor_parallel_degree=t, pipeline_parallel_degree=pp)
     report = export_hf(path, tmp_path / "hf", config=model.config)
     assert report.layout == "mcore_te"
     assert_same(tmp_path / "hf", state)
+    judged("llama", "pipeline stages", exports=["formulas"], at=str(t))
 
 
 def test_chunks_under_keys_of_their_own_and_those_that_only_the_caller_knows(tmp_path, llama):
@@ -139,12 +142,13 @@ def test_chunks_under_keys_of_their_own_and_those_that_only_the_caller_knows(tmp
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-def test_stages_with_hugging_faces_names_need_no_layout(tmp_path, llama, pp):
+def test_stages_with_hugging_faces_names_need_no_layout(tmp_path, llama, judged, pp):
     model, state = llama
     ranks = stages_of(state, "model.layers.", pp)
     path = checkpoint(tmp_path / "c", ranks, pipeline_parallel_degree=pp)
     assert export_hf(path, tmp_path / "hf", config=model.config).layout is None
     assert_same(tmp_path / "hf", state)
+    judged("llama", "pipeline stages", exports=["save_pretrained"])
 
 
 def gpt2() -> Any:
@@ -162,7 +166,7 @@ def gpt2() -> Any:
 @pytest.mark.parametrize(
     "head", ["none", "output_layer.weight", "embedding.word_embeddings.weight"]
 )
-def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, head):
+def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, judged, head):
     model = gpt2()
     state = ref.on_disk(model, tmp_path / "hub")
     layers = {n.split(".")[2] for n in state if n.startswith("transformer.h.")}
@@ -186,6 +190,7 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, head):
         path = checkpoint(tmp_path / "other", ranks, **degrees)
         with pytest.raises(errors.TensorMismatchError, match="differ"):
             export_hf(path, tmp_path / "no", config=model.config)
+    judged("gpt2", "pipeline stages", exports=["formulas"])
 
 
 def test_wrong_stages_are_refused_by_name(tmp_path, llama):
@@ -250,7 +255,7 @@ def megatron_lm(folder: Path, ranks: list[list[State]], t: int, pp: int) -> Path
 
 
 @pytest.mark.parametrize(("pp", "vpp", "t"), [(2, 1, 2), (2, 2, 1)])
-def test_a_directory_of_megatron_in_stages_is_exported(tmp_path, llama, pp, vpp, t):
+def test_a_directory_of_megatron_in_stages_is_exported(tmp_path, llama, judged, pp, vpp, t):
     model, state = llama
     root = megatron_lm(tmp_path / "m", of_megatron(state, pp, vpp, t), t, pp)
     export_hf(root, tmp_path / "hf", config=model.config)
@@ -261,6 +266,7 @@ def test_a_directory_of_megatron_in_stages_is_exported(tmp_path, llama, pp, vpp,
     place.unlink()
     with pytest.raises(errors.UsageError, match=r"file of stage 1, tensor-parallel rank.*missing"):
         export_hf(root, tmp_path / "no", config=model.config)
+    judged("llama", "Megatron-LM directory, stages", exports=["formulas"], at=str(t))
 
 
 # -- stages that Megatron-core cuts ----------------------------------------------------------------
@@ -278,7 +284,7 @@ JOBS = (
 
 
 @pytest.mark.long
-def test_stages_that_megatron_core_itself_cuts_are_exported_as_the_whole_model(tmp_path):
+def test_stages_that_megatron_core_itself_cuts_are_exported_as_the_whole_model(tmp_path, judged):
     model = ref.model("llama", num_hidden_layers=8)
     state = ref.on_disk(model, tmp_path / "hub")
     whole = {n: t.contiguous() for n, t in ref.mcore(state, 1, 0, local=True).items()}
@@ -292,3 +298,4 @@ def test_stages_that_megatron_core_itself_cuts_are_exported_as_the_whole_model(t
         report = export_hf(tmp_path / str(number), out, config=model.config)
         assert report.layout == "mcore_local", job
         assert_same(out, state)
+    judged("llama", "pipeline stages", exports=["Megatron-core"])

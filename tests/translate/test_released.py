@@ -124,7 +124,7 @@ def round_trip(folder: Path, tmp_path: Path, **degrees: int) -> tuple[State, Pat
 # -- float8 in blocks ------------------------------------------------------------------------------
 
 
-def test_a_release_in_float8_becomes_the_numbers_that_transformers_reads(tmp_path):
+def test_a_release_in_float8_becomes_the_numbers_that_transformers_reads(tmp_path, judged):
     even = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
     wanted = deepseek(tmp_path / "release", **even)
     found, folder = round_trip(tmp_path / "release", tmp_path, tp=2, ep=2)
@@ -138,6 +138,8 @@ def test_a_release_in_float8_becomes_the_numbers_that_transformers_reads(tmp_pat
         {KV + "_scale_inv": s[KV + "_scale_inv"] * 2}))  # fmt: skip
     problems = verify_hf(other, against=tmp_path / "ranks").problems
     assert len(problems) == 1 and problems[0].startswith(f"{KV}: differs from the checkpoint")
+    judges = ["transformers 5, its numbers", "logits"]
+    judged("deepseek_v3", "release in float8", exports=judges, imports=judges, at="2×2")
 
 
 def test_blocks_at_ragged_edges_are_smaller(tmp_path):
@@ -306,12 +308,14 @@ def test_an_adapter_is_merged_into_a_release_in_float8(tmp_path, release):
 # -- mxfp4 -----------------------------------------------------------------------------------------
 
 
-def test_a_release_in_mxfp4_becomes_the_numbers_that_transformers_reads(tmp_path):
+def test_a_release_in_mxfp4_becomes_the_numbers_that_transformers_reads(tmp_path, judged):
     wanted = gpt_oss(tmp_path / "release")
     found, folder = round_trip(tmp_path / "release", tmp_path, tp=2, ep=2)
     assert same(found, wanted)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     assert torch.equal(logits(folder), logits(tmp_path / "release"))
+    judges = ["transformers 5, its numbers", "logits"]
+    judged("gpt_oss", "release in mxfp4", exports=judges, imports=judges, at="2×2")
 
 
 UNPACKS = """
@@ -363,7 +367,7 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(tmp_path, change, text):
 # -- other forms of a release ----------------------------------------------------------------------
 
 
-def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path):
+def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path, judged):
     state = ref.on_disk(ref.model("llama"), tmp_path / "release")
     folder, names = tmp_path / "release", sorted(state)
     (folder / "model.safetensors").unlink()
@@ -384,9 +388,10 @@ def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path):
     index.unlink()
     with pytest.raises(errors.UsageError, match="none of model.safetensors, .*pytorch_model.bin"):
         import_hf(folder, tmp_path / "r", "mcore_te")
+    judged("llama", "release in .bin files", imports=["save_pretrained"], at="2")
 
 
-def test_a_bin_file_of_an_old_torch_is_imported(tmp_path):
+def test_a_bin_file_of_an_old_torch_is_imported(tmp_path, judged):
     folder = tmp_path / "release"
     state = ref.on_disk(families.model("gpt2"), folder)
     (folder / "model.safetensors").unlink()
@@ -394,9 +399,10 @@ def test_a_bin_file_of_an_old_torch_is_imported(tmp_path):
     short["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
     torch.save(short, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert same(round_trip(folder, tmp_path, tp=2)[0], state)
+    judged("gpt2", "release in .bin files", imports=["save_pretrained"], at="2")
 
 
-def test_buffers_of_gpt_neox_are_left_out_and_its_weights_are_not(tmp_path):
+def test_buffers_of_gpt_neox_are_left_out_and_its_weights_are_not(tmp_path, judged):
     """As in the releases of Pythia and GPT-NeoX-20B."""
     folder = tmp_path / "release"
     state = ref.on_disk(ref.model("gpt_neox"), folder)
@@ -411,6 +417,7 @@ def test_buffers_of_gpt_neox_are_left_out_and_its_weights_are_not(tmp_path):
               folder / "model.safetensors")  # fmt: skip
     with pytest.raises(errors.KeysMismatchError, match="attention.other"):
         import_hf(folder, tmp_path / "r", "mcore_te")
+    judged("gpt_neox", "release with buffers", imports=["save_pretrained"], at="2")
 
 
 def further_layer(state: State) -> State:

@@ -199,7 +199,7 @@ def legacy(state: State, family: str, t: int, r: int, ep: int, er: int) -> State
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(("t", "ep"), [(1, 1), (2, 2), (1, 4)])
-def test_legacy_grouped_experts_are_unfolded(tmp_path, directory, family, t, ep):
+def test_legacy_grouped_experts_are_unfolded(tmp_path, directory, judged, family, t, ep):
     model, (folder, state) = _model(family), directory(family)
     cuts = ref.each_rank(lambda r, e: legacy(state, family, t, r, ep, e), t, ep)
     paths = written(tmp_path / "in", cuts)
@@ -211,6 +211,8 @@ def test_legacy_grouped_experts_are_unfolded(tmp_path, directory, family, t, ep)
         found = load_file(tmp_path / "back" / name)
         for key in (f"decoder.layers.{i}.mlp.experts.weight{n}" for i in range(2) for n in (1, 2)):
             assert torch.equal(found[key], cut[key])
+    at = f"{t}×{ep}" if ep > 1 else str(t)
+    judged(family, "mcore_te_legacy", exports=["formulas"], imports=["formulas"], at=at)
 
 
 def test_legacy_experts_in_a_checkpoint_of_plain_tensors(tmp_path, directory):

@@ -34,7 +34,7 @@ def saved_by_a_rank(directory: str, out: str) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_live_models_checkpoints_export_to_the_original(tmp_path, family):
+def test_a_live_models_checkpoints_export_to_the_original(tmp_path, judged, family):
     model = ref.model(family)
     state = ref.on_disk(model, tmp_path / "hf")
     results = run_ranks(saved_by_a_rank, 2, str(tmp_path / "hf"), str(tmp_path))
@@ -49,3 +49,4 @@ def test_a_live_models_checkpoints_export_to_the_original(tmp_path, family):
         found = load_file(tmp_path / f"{kind}-hf" / "model.safetensors")
         assert found.keys() == state.keys()
         assert [n for n in state if not torch.equal(found[n], state[n])] == []
+    judged(family, "hf_tp", exports=["transformers 5, live ranks"], at="2")

@@ -120,7 +120,7 @@ def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
 
 @pytest.mark.parametrize(("family", "layout", "t"), CASES)
 def test_its_layers_load_an_import_and_compute_what_transformers_do(
-    tmp_path, engine, family, layout, t
+    tmp_path, engine, judged, family, layout, t
 ):
     hub, at = engine
     folder, state, wanted, _ = hub[family]
@@ -135,3 +135,5 @@ def test_its_layers_load_an_import_and_compute_what_transformers_do(
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == state.keys()
     assert [n for n in state if not torch.equal(out[n], state[n])] == []
+    family, judge = family.removesuffix("_biased"), ["Transformer Engine"]
+    judged(family, layout, exports=judge, imports=judge, at=str(t))

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from smckpt.engine import api
 from smckpt.engine.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.integrations.dcp.foreign import CopyStager
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.meeting.group import group_of
@@ -198,7 +199,8 @@ def async_save(
             planner=planner,
             process_group=process_group,
             async_checkpointer_type=async_checkpointer_type,
-            async_stager=async_stager,
+            async_stager=async_stager
+            or (None if isinstance(storage_writer, AsyncStager) else CopyStager()),
             no_dist=no_dist,
             use_collectives=use_collectives,
         )

@@ -18,7 +18,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import (
+    AsyncStager,
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -30,8 +35,9 @@ from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.layout.entries import dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.select import is_sharded_tensor
 
-__all__ = ["ForeignQueue", "load_with_dcp"]
+__all__ = ["CopyStager", "ForeignQueue", "load_with_dcp"]
 
 log = logging.getLogger("smckpt")
 
@@ -182,6 +188,19 @@ class ForeignQueue:
         handle.finish(Timings(blocked, 0.0, blocked, committed, committed, 0), error)
 
 
+class CopyStager(DefaultStager):
+    """torch's stager, and for states of FSDP1 the one that DCP's own writer has: `DefaultStager`
+    of torch 2.13 cannot copy ShardedTensors."""
+
+    def __init__(self) -> None:
+        super().__init__(StagingOptions(False, False, False, False))
+
+    def stage(self, state_dict: dict[str, Any], **more: Any) -> Any:
+        if _holds_sharded_tensor(state_dict):
+            return BlockingAsyncStager().stage(state_dict)
+        return super().stage(state_dict, **more)
+
+
 def load_with_dcp(
     state_dict: MutableMapping[str, Any],
     group: Group,
@@ -260,7 +279,7 @@ def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict
         )
     plain = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
     its_own = isinstance(writer, AsyncStager)
-    stager: Any = writer if its_own else DefaultStager(StagingOptions(False, False, False, False))
+    stager: Any = writer if its_own else CopyStager()
     try:
         staged: Any = stager.stage(plain)
         whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
@@ -268,6 +287,14 @@ def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict
     finally:
         if not its_own:
             stager.close()
+
+
+def _holds_sharded_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_sharded_tensor, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_sharded_tensor, value))
+    return is_sharded_tensor(value)
 
 
 def _place(checkpoint_id: Any, storage: Any) -> str:

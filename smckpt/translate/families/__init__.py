@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
-from smckpt.translate.families import gpt, llama, mixtures
+from smckpt.translate.families import gpt, llama, mixtures, vision
 from smckpt.translate.family import Family
 
 __all__ = ["family_of", "find_family", "is_built_in", "register_family"]
 
-_BUILT_IN = {family.name: family for family in (*llama.FAMILIES, *mixtures.FAMILIES, *gpt.FAMILIES)}
+_BUILT_IN = {
+    family.name: family for module in (llama, mixtures, gpt, vision) for family in module.FAMILIES
+}
 _FAMILIES = Registry("family of models", Family, "smckpt.families", _BUILT_IN)
 
 

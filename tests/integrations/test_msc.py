@@ -1,0 +1,234 @@
+"""msc://profile/path wherever a checkpoint is named, against a real S3 server that only the profile
+knows, and against a directory."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import smckpt
+from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.cli.app import app
+from smckpt.errors import StorageError
+from smckpt.storage import Storage, open_storage
+from smckpt.storage.base import refuse_save
+from tests.support import child
+from tests.support.limits import seconds
+from tests.support.msc import configured, on_disk, on_s3
+from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.s3 import Server
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((1000, 3), value)}, "step": int(value)}
+
+
+def value_of(found: Any) -> float:
+    weights = found["model"]["w"]
+    assert torch.equal(weights, torch.full((1000, 3), float(weights[0, 0])))
+    return float(weights[0, 0])
+
+
+@pytest.fixture(params=["s3", "disk"])
+def root(request: pytest.FixtureRequest, msc_root: str, tmp_path: Path) -> str:
+    """A place in a profile of each kind."""
+    return msc_root if request.param == "s3" else f"{configured(on_disk(tmp_path))}/deep/run"
+
+
+def test_calls_take_it_for_the_name_of_a_checkpoint(root: str, tmp_path: Path) -> None:
+    smckpt.save(state(1.0), checkpoint_id=f"{root}/steps/1")
+    handle = smckpt.async_save(state(2.0), checkpoint_id=f"{root}/steps/2")
+    assert handle is not None
+    handle.wait()
+    assert handle.checkpoint_id.rstrip("/") == f"{root}/steps/2"
+    target = state(0.0)
+    smckpt.load(target, checkpoint_id=f"{root}/steps/2")
+    assert (value_of(target), target["step"]) == (2.0, 2)
+    assert value_of(smckpt.load(checkpoint_id=f"{root}/steps/1")) == 1.0
+    found = smckpt.find_checkpoints(f"{root}/steps")
+    assert {(one.path, one.step) for one in found} == {(f"{root}/steps/{n}", n) for n in (1, 2)}
+    assert smckpt.latest_checkpoint(f"{root}/steps") == f"{root}/steps/2"
+    assert smckpt.verify_checkpoint(f"{root}/steps/2").ok
+    copy_checkpoint(f"{root}/steps/2", tmp_path / "here")
+    assert value_of(smckpt.load(checkpoint_id=tmp_path / "here")) == 2.0
+    smckpt.remove(f"{root}/steps/2")
+    assert smckpt.latest_checkpoint(f"{root}/steps") == f"{root}/steps/1"
+
+
+def test_the_manager_keeps_its_steps_there_and_goes_on_from_them(root: str) -> None:
+    told = {"keep_last_n": 2, "signals": ()}
+    with smckpt.CheckpointManager(root, **told) as manager:
+        assert manager.restore(state(0.0)) == 0
+        for step in (1, 2, 3):
+            manager.save(step, state(float(step)), metrics={"loss": -step})
+    with smckpt.CheckpointManager(root, **told) as manager:
+        into = state(0.0)
+        assert manager.restore(into) == 3 and value_of(into) == 3.0
+        assert [one.step for one in manager.all()] == [2, 3]
+
+
+def test_a_model_goes_there_is_exported_there_and_comes_back(root: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    smckpt.save({"model": model.state_dict()}, checkpoint_id=f"{root}/3")
+    smckpt.export_hf(f"{root}/3", f"{root}/out", config=config)
+    out = open_storage(f"{root}/out")
+    assert {"config.json", "model.safetensors"} <= set(out.names())
+    for name in out.names():
+        (tmp_path / name).write_bytes(out.read(name))
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    smckpt.import_hf(tmp_path, f"{root}/imported", "mcore_te", tp=2)
+    assert all(smckpt.verify_checkpoint(one.path).ok for one in smckpt.find_checkpoints(root))
+    smckpt.convert(f"{root}/3", tmp_path / "dcp", to="dcp")
+    smckpt.convert(tmp_path / "dcp", f"{root}/4", to="smckpt")
+    again.load_state_dict(smckpt.load(checkpoint_id=f"{root}/4")["model"])
+
+
+def test_commands_take_it(root: str, tmp_path: Path) -> None:
+    def told(*words: str, status: int = 0) -> str:
+        done = CliRunner().invoke(app, [*words])
+        assert done.exit_code == status, (done.output, done.exception)
+        return done.output
+
+    for step in (6, 7):
+        smckpt.save(state(float(step)), checkpoint_id=f"{root}/run/{step}")
+    place = f"{root}/run/7"
+    listed = json.loads(told("ls", "--json", f"{root}/run"))
+    assert [one["step"] for one in listed] == [7, 6]
+    assert "model.w" in told("show", place)
+    assert told("verify", place).startswith("ok: 1 tensor")
+    assert "3000 of 3000 elements differ" in told("diff", f"{root}/run/6", place, status=1)
+    assert told("cp", place, str(tmp_path / "here")).startswith("4 files")
+    assert told("cp", str(tmp_path / "here"), f"{root}/copy").startswith("4 files")
+    assert "equal: " in told("diff", place, f"{root}/copy")
+    assert "1 tensor" in told("export", place, f"{root}/out")
+    assert "the newest is" in told("status", root)
+    assert "restorable: 7" in told("doctor", f"{root}/run")
+    assert "1 step" in told("prune", f"{root}/run", "--keep-last", "1", "--yes")
+    assert "removed 4 files" in told("rm", f"{root}/copy", "--yes")
+    assert "all: " in told("publish", f"{root}/out", f"{root}/published")
+    told("apply", f"{root}/published", str(tmp_path / "served"))
+    assert (tmp_path / "served" / "latest" / "model.safetensors").exists()
+    told("reshard", place, f"{root}/resharded", "--shard", "2")
+    assert "equal: " in told("diff", place, f"{root}/resharded")
+
+
+def test_of_many_that_create_one_name_one_succeeds(root: str) -> None:
+    store = open_storage(root)
+    assert store.exclusive and not store.one_process
+    refuse_save(store, 8)
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda n: store.put_exclusive("one", b"%d" % n), range(24)))
+    assert won.count(True) == 1
+    assert store.read("one") == b"%d" % won.index(True)
+
+
+@pytest.fixture
+def wire(s3_server: Server, msc_root: str) -> Any:
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        yield proxy
+
+
+def large(proxy: FaultyProxy) -> str:
+    """A place to which a file of 24 MiB goes in parts. No request is sent twice."""
+    once = {"total_max_attempts": 1, "mode": "standard"}
+    profile = on_s3(proxy.endpoint, retries=once, multipart_threshold=6 << 20)
+    profile["retry"] = {"attempts": 1, "delay": 0.1}
+    return f"{configured(profile)}/{secrets.token_hex(6)}"
+
+
+def written(store: Storage, mib: int) -> None:
+    writer = store.create_file("data", mib << 20)
+    writer.write_at(0, memoryview(bytes(mib << 20)))
+    try:
+        writer.finish()
+    except StorageError:
+        writer.abort()
+        raise
+
+
+@pytest.mark.parametrize("mib", [1, 24])
+def test_a_write_that_breaks_off_publishes_nothing(
+    wire: FaultyProxy, s3_server: Server, mib: int
+) -> None:
+    store = open_storage(large(wire))
+    wire.spoil("PUT", "before")
+    with pytest.raises(StorageError, match="cannot write"):
+        written(store, mib)
+    assert store.list() == []
+    assert wire.left == 0
+    written(store, mib)
+    assert [info.size for info in store.list()] == [mib << 20]
+
+
+def test_a_writer_that_is_killed_publishes_nothing(wire: FaultyProxy) -> None:
+    place = large(wire)
+    code = """
+        import sys
+        from smckpt.storage import open_storage
+        writer = open_storage(sys.argv[1]).create_file("data", 24 << 20)
+        writer.write_at(0, memoryview(bytes(24 << 20)))
+        writer.finish()
+    """
+    for number in (2, 3, 4):  # of its requests: begun is the upload, and parts of it are sent
+        ready = threading.Event()
+        wire.end_at(number, ready.set)
+        with subprocess.Popen(child.command(code, place)) as process:
+            assert ready.wait(seconds(60))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+        wire.end_at(1 << 30, ready.set)
+        assert open_storage(place).list() == []
+
+
+def test_a_cache_and_replicas_do_not_hide_what_others_wrote(
+    s3_server: Server, msc_root: str, tmp_path: Path
+) -> None:
+    other = configured(on_disk(tmp_path / "copy"))
+    copies = [{"replica_profile": other.removeprefix("msc://"), "read_priority": 1}]
+    cache = {
+        "size": "1G", "check_source_version": False,
+        "cache_backend": {"cache_path": str(tmp_path / "cache")},
+    }  # fmt: skip
+    profile = {**on_s3(s3_server.endpoint), "caching_enabled": True, "replicas": copies}
+    name = f"run{secrets.token_hex(6)}"
+    place = f"{configured(profile, cache=cache)}/{name}"
+    source = f"{msc_root.rpartition('/')[0]}/{name}"  # the same without them
+    for value in (1.0, 2.0):
+        smckpt.save(state(value), checkpoint_id=source)
+        assert value_of(smckpt.load(checkpoint_id=place)) == value
+    open_storage(f"{other}/{name}").put("one", b"stale")
+    for text in (b"first", b"other"):
+        writer = open_storage(source).create_file("one", 5, replace=True)
+        writer.write_at(0, memoryview(text))
+        writer.finish()
+        assert open_storage(place).read("one") == text
+
+
+def test_profiles_that_cannot_hold_checkpoints_are_refused(
+    s3_server: Server, msc_root: str
+) -> None:
+    listed = {"type": "manifest", "options": {"manifest_path": ".msc_manifests"}}
+    listing = configured({**on_s3(s3_server.endpoint), "metadata_provider": listed})
+    with pytest.raises(smckpt.UsageError, match=r"has a metadata_provider.*without it"):
+        smckpt.save(state(1.0), checkpoint_id=f"{listing}/run")
+    with pytest.raises(smckpt.UsageError, match=r'"nobody" not found.*MSC_CONFIG'):
+        open_storage("msc://nobody/run")
+    with pytest.raises(smckpt.UsageError, match=r"s3client_config"):
+        smckpt.save(state(1.0), checkpoint_id=f"{msc_root}/run", s3_region="us-east-1")

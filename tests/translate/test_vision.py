@@ -1,0 +1,217 @@
+"""Vision-language models: language model and tower come out of each layout as the original, and an
+import of the original is what the ranks held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from smckpt import errors, export_hf
+from smckpt.translate import import_hf
+from smckpt.translate.dims import read_dims
+from smckpt.translate.model import hub_side
+from tests.support import judges, vision
+from tests.support.references import each_rank
+
+State = dict[str, torch.Tensor]
+Cut = Callable[[int, int], State]
+MOE = "qwen3_vl_moe"
+PADDED = ("word_embeddings.weight", "output_layer.weight")  # the padding is an import's own
+CUT = ("gemma3", "qwen2_5_vl")  # mbridge 0.15.1 has no other
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
+    """A family's model, its state dict as a release has it, and where."""
+
+    @cache
+    def made(family: str) -> tuple[Any, State, Path]:
+        model, folder = vision.model(family), tmp_path_factory.mktemp(family)
+        return model, vision.released(model, folder), folder
+
+    return made
+
+
+def written(folder: Path, states: list[State]) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"rank{number:02d}.safetensors" for number in range(len(states))]
+    for path, state in zip(paths, states, strict=True):
+        save_file({n: t.contiguous().clone() for n, t in state.items()}, path)
+    return paths
+
+
+def assert_the_original(folder: Path, model: Any, state: State) -> None:
+    """Names, bytes, and what is computed of tokens alone and of a picture among them."""
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+    again, info = AutoModelForImageTextToText.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    picture = vision.picture(model.config.model_type)
+    with torch.no_grad():
+        for given in ({"input_ids": picture["input_ids"] % 110}, picture):
+            apart = again.eval()(**given).logits - model(**given).logits
+            assert apart.abs().max() <= 1e-5
+
+
+def assert_there_and_back(
+    folder: Path, hub: tuple[Any, State, Path], layout: str, cuts: list[State], t: int, ep: int = 1
+) -> None:
+    model, state, directory = hub
+    report = export_hf(
+        written(folder / "in", cuts), folder / "hf", tp=t, ep=ep, config=model.config
+    )
+    assert report.layout == layout  # the names are enough
+    assert_the_original(folder / "hf", model, state)
+    done = import_hf(directory, folder / "back", layout, tp=t, ep=ep, prefix="")
+    for name, cut in zip(done.files, cuts, strict=True):
+        found = load_file(folder / "back" / name)
+        assert found.keys() == cut.keys()
+        differ = [n for n in cut if not n.endswith(PADDED) and not torch.equal(found[n], cut[n])]
+        assert differ == []
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
+    cuts = each_rank(lambda r, e: vision.hf_tp(family, hub(family)[0], t, r), t)
+    model, state, _ = hub(family)
+    report = export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", tp=t, config=model.config)
+    assert report.layout == "hf_tp"
+    assert_the_original(tmp_path / "hf", model, state)
+    judged(family, "hf_tp", exports=["formulas", "save_pretrained", "logits"], at=str(t))
+
+
+@pytest.mark.parametrize(
+    ("family", "t", "ep"),
+    [(f, t, 1) for f in vision.FAMILIES for t in (2, 4)] + [(MOE, 2, 2), (MOE, 1, 8)],
+)
+def test_megatrons_names_beside_a_whole_tower(tmp_path, hub, judged, family, t, ep):
+    cuts = each_rank(lambda r, e: vision.bridge(family, hub(family)[1], t, r, ep, e), t, ep)
+    assert_there_and_back(tmp_path, hub(family), "mcore_te", cuts, t, ep)
+    at = f"{t}×{ep}" if family == MOE else str(t)
+    exports = ["formulas", "save_pretrained", "logits"]
+    judged(family, "mcore_te", exports=exports, imports=["formulas"], at=at)
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("family", CUT)
+def test_megatrons_names_of_the_tower_too(tmp_path, hub, judged, family, t):
+    cuts = each_rank(lambda r, e: vision.mbridge(family, hub(family)[1], t, r), t)
+    assert_there_and_back(tmp_path, hub(family), "mcore_te_tower", cuts, t)
+    exports = ["formulas", "save_pretrained", "logits"]
+    judged(family, "mcore_te_tower", exports=exports, imports=["formulas"], at=str(t))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_the_table_of_a_release_s_own_config_has_all_its_names_and_its_size(family, judged):
+    whole = judges.Whole.of(family)
+    assert whole is not None
+    shapes = hub_side(read_dims(judges.read("released")[family]["config"])).shapes
+    assert whole.problems({key.name: math.prod(shape) for key, shape in shapes.items()}) == []
+    judged(family, "released names", exports=["release"])
+
+
+def test_a_release_s_config_may_have_the_language_model_s_keys_at_the_top():
+    """As Qwen2.5-VL's releases have them."""
+    nested = vision.config("qwen2_5_vl").to_dict()
+    flat = {**nested.pop("text_config"), **nested, "model_type": "qwen2_5_vl"}
+    nested = vision.config("qwen2_5_vl").to_dict()
+    assert "text_config" not in flat
+    assert hub_side(read_dims(flat)).shapes == hub_side(read_dims(nested)).shapes
+
+
+# -- controls --------------------------------------------------------------------------------------
+
+
+def refused(
+    folder: Path, model: Any, cuts: list[State], error: Any, said: str, **given: Any
+) -> None:
+    with pytest.raises(error, match=said):
+        export_hf(written(folder / "in", cuts), folder / "hf", config=model.config, **given)
+    assert not (folder / "hf").exists()
+
+
+def test_a_picture_reaches_the_logits(hub):
+    """Else no comparison of logits could tell a wrong tower."""
+    for family in vision.FAMILIES:
+        model, given = hub(family)[0], vision.picture(family)
+        with torch.no_grad():
+            wanted = model(**given).logits
+            other = model(**{**given, "pixel_values": given["pixel_values"].flip(0, -1)}).logits
+        assert (wanted - other).abs().max() > 1e-3, family
+
+
+def test_swapped_tensors_of_a_tower_are_seen_by_bytes_and_logits(tmp_path, hub):
+    model, state, _ = hub("qwen2_5_vl")
+    cuts = [vision.mbridge("qwen2_5_vl", state, 1, 0)]
+    one, two = (
+        f"vision_model.decoder.layers.{i}.self_attention.linear_proj.weight" for i in (0, 1)
+    )
+    cuts[0][one], cuts[0][two] = cuts[0][two], cuts[0][one]
+    export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", config=model.config)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    differ = [name for name in state if not torch.equal(found[name], state[name])]
+    assert differ == [f"visual.blocks.{i}.attn.proj.weight" for i in (0, 1)]
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    picture = vision.picture("qwen2_5_vl")
+    with torch.no_grad():
+        assert (again.eval()(**picture).logits - model(**picture).logits).abs().max() > 1e-4
+
+
+def test_towers_of_two_models_are_refused(tmp_path, hub):
+    model, state, _ = hub("qwen3_vl")
+    cuts = each_rank(lambda r, e: vision.bridge("qwen3_vl", state, 2, r), 2)
+    name = "vision_model.deepstack_merger_list.1.linear_fc2.bias"
+    cuts[1][name] = cuts[1][name] + 1
+    refused(tmp_path, model, cuts, errors.TensorMismatchError, f"copies differ: {name}", tp=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", 64, r"patch_embed.proj.weight .*\(48, 3, 2, 4, 4\).*\(64, 3, 2, 4, 4\)"),
+        ("depth", 2, r"unexpected.*vision_model.decoder.layers.2."),
+        ("depth", 4, r"missing.*vision_model.decoder.layers.3."),
+        ("out_hidden_size", 64, r"linear_fc2.weight .*\(128, 96\).*\(64, 96\)"),
+        ("num_heads", 3, "does not divide the 3 heads of vision_model"),
+        ("depth", None, "num_hidden_layers=None, which is not a size"),
+        (None, None, "the config has no section vision_config"),
+    ],
+)
+def test_a_tower_of_another_model_is_refused(tmp_path, hub, key, value, said):
+    _, state, _ = hub("qwen2_5_vl")
+    other = vision.model("qwen2_5_vl").config.to_dict()
+    other["vision_config"] = key and {**other["vision_config"], key: value}
+    paths = each_rank(lambda r, e: vision.mbridge("qwen2_5_vl", state, 2, r), 2)
+    with pytest.raises(errors.CheckpointError, match=said):
+        export_hf(written(tmp_path / "in", paths), tmp_path / "hf", tp=2, config=other)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_wrong_degree_and_a_wrong_order_are_refused(tmp_path, hub):
+    model, state, _ = hub("gemma3")
+    cuts = each_rank(lambda r, e: vision.mbridge("gemma3", state, 4, r), 4)
+    refused(tmp_path, model, cuts[:2], errors.TensorMismatchError, "has 64 rows in total", tp=2)
+    cuts[1], cuts[2] = cuts[2], cuts[1]
+    paths = written(tmp_path / "in", cuts)
+    paths = [paths[0], paths[2], paths[1], paths[3]]
+    with pytest.raises(errors.UsageError, match="in the order 0, 2, 1, 3"):
+        export_hf(paths, tmp_path / "hf", tp=4, config=model.config)
+
+
+@pytest.mark.parametrize("layout", ["mcore_te_tower", "mcore_local", "te_split"])
+def test_a_layout_without_rows_for_a_tower_says_so(tmp_path, hub, layout):
+    directory = hub("qwen3_vl")[2]
+    with pytest.raises(errors.CheckpointError, match=r"no row for \['deepstack|is not known for"):
+        import_hf(directory, tmp_path / "in", layout)

@@ -94,7 +94,9 @@ def spec(config: Any) -> Any:
         ),
     )
     found.layer_norm = ZeroCentred
-    found.layer_specs = [copy.deepcopy(layer) for layer in found.layer_specs]  # some were one object
+    found.layer_specs = [
+        copy.deepcopy(layer) for layer in found.layer_specs
+    ]  # some were one object
     for layer, linear in zip(found.layer_specs, config.linear_attention_freq, strict=True):
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ZeroCentred
         if linear:

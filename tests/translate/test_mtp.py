@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 import smckpt
 from smckpt import errors, export_hf
 from smckpt.translate import import_hf, verify_hf
-from tests.support import families, interpreters, megatron_run
+from tests.support import families
 from tests.support import next_families as ref
 from tests.support.launch import run_ranks
 from tests.support.references import each_rank, on_disk
 from tests.translate.test_families import PADDED, State, same, written
-from tests.translate.test_megatron import HELD, OLD_KEYS, assert_same
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 LAYERS = "num_nextn_predict_layers"
@@ -283,90 +282,3 @@ def test_verification_compares_them_where_both_sides_have_them(tmp_path, release
     report = verify_hf(folder, against=tmp_path / "ranks")
     assert report.compared == len(state) + len(more) * kept
     assert [text for text in report.problems if "checkpoint" in text] == []
-
-
-# -- Megatron-core and mbridge ---------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[Callable[[dict[str, Any]], None]]:
-    with interpreters.serving(interpreters.megatron(), megatron_run.__file__) as ask:
-        yield ask
-
-
-def predicted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The logits of a model, and behind them those of its further layer, by transformers 5."""
-    from transformers import AutoModelForCausalLM, Glm4MoePreTrainedModel
-    from transformers.modeling_layers import MtpModel
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
-
-    number = config_of(folder)["num_hidden_layers"]
-    for kind in (Glm4MoePreTrainedModel, DeepseekV3PreTrainedModel):  # it finds the layer by this
-        monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"layers\.{number}\."])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    further = MtpModel.from_pretrained(model).eval()
-    tokens = torch.arange(40).reshape(2, 20) % ref.V
-    places = torch.arange(1, 20)[None].expand(2, -1)
-    with torch.no_grad():
-        found = model(tokens, output_hidden_states=True)
-        hidden = found.hidden_states[-1][:, :-1]
-        last = further.forward_layer(0, hidden, places, None, input_ids=tokens[:, 1:])
-        return torch.cat([found.logits, model.lm_head(last)], 1)
-
-
-@pytest.mark.parametrize(
-    ("family", "t", "ep"),
-    [
-        ("glm4_moe", 2, 1),
-        ("glm4_moe", 2, 2),
-        pytest.param("deepseek_v3", 1, 2, marks=pytest.mark.long),
-    ],
-)
-def test_megatron_and_the_tables_agree_both_ways(
-    tmp_path, monkeypatch, megatron, judged, family, t, ep
-):
-    """mbridge 0.15.1 maps a further layer of GLM-4-MoE, and of a DeepSeek-V3 with 61 layers. It
-    gives the copies of the embedding and the head of the latter only."""
-    own = {"n_shared_experts": 1} if family == "glm4_moe" else {"n_group": 1}
-    layers = 61 if family == "deepseek_v3" else ref.LAYERS
-    folder, degrees = tmp_path / "release", {"tp": t, "ep": ep, "etp": t}
-    state = on_disk(families.model(family, num_hidden_layers=layers, **own), folder)
-    monkeypatch.setattr(ref, "LAYERS", layers)
-    more = ref.further(family, state)
-    save_file({**state, **more}, folder / "model.safetensors")
-    with_config(folder, **OLD_KEYS, **{LAYERS: 1})
-    written = {
-        layout: import_hf(folder, tmp_path / layout, layout, prefix="", mtp="keep",
-                          pad_vocab_to_multiple_of=128 // t, **degrees)
-        for layout in ("mcore_te", "mcore_local")
-    }  # fmt: skip
-    world = t * ep
-    megatron({
-        "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
-        "legacy": None, "world": world, "seconds": 200, **degrees, "mtp": True,
-        "dist": str(tmp_path / "dist") if world == 2 else None,
-    })  # fmt: skip
-    logits, wanted = torch.load(tmp_path / "logits.pt"), predicted(folder, monkeypatch)
-    assert logits.shape[:2] == (2, 40)  # of its last place, Megatron has no next token
-    assert (logits[:, :39, : ref.V] - wanted).abs().max() <= 1e-5
-    whole = {**state, **more}
-    for layout, done in written.items():
-        states = [tmp_path / f"{HELD[layout]}{rank}.pt" for rank in range(world)]
-        for path, file in zip(states, done.files, strict=True):
-            assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
-        out = tmp_path / f"{layout}-hf"
-        export_hf(states, out, config=folder, mtp="keep", **degrees)
-        assert_same(load_file(out / "model.safetensors"), whole)
-        judged(family, f"{layout}, MTP", exports=["Megatron-core", "logits"],
-               imports=["mbridge", "Megatron-core"], at=f"{t}×{ep}")  # fmt: skip
-    if world == 2:
-        report = export_hf(tmp_path / "dist", tmp_path / "dist-hf", config=folder, mtp="keep")
-        assert "torch_dist" in report.source and report.layout == "mcore_te"
-        assert_same(load_file(tmp_path / "dist-hf" / "model.safetensors"), whole)
-    exported = torch.load(tmp_path / "exported.pt")
-    if family == "glm4_moe":
-        shared = ("layers.2.embed_tokens.weight", "shared_head.head.weight")
-        whole = {name: tensor for name, tensor in whole.items() if not name.endswith(shared)}
-    else:  # what it gives under two names keeps its padding
-        exported = {name: tensor[: len(whole[name])] for name, tensor in exported.items()}
-    assert_same(exported, whole)

@@ -9,6 +9,8 @@ state as mbridge filled it (`filled<rank>.pt`, the names of Transformer Engine's
 `local<rank>.pt`, the local spec's) and, once the model has loaded `ranks`, strictly, what mbridge
 exports of it (`exported.pt`). A family without a bridge is set up by hand, and loads `ranks` only.
 Where there is `dist`, the model is saved there as Megatron-core's distributed checkpoint.
+Where there is `mtp`, the model has a layer that predicts a further token, and the logits of that
+layer follow those of the model.
 Where there is `legacy`, what `import_hf` made in that layout, the same model with Megatron's legacy
 experts loads it, strictly: `legacy<rank>.pt` and `legacy-logits.pt` are that model's.
 Where there is `whole`, what `import_hf` made for one rank, the model is a vision-language one,
@@ -63,13 +65,16 @@ class TeNames:
         self.decoder, self._model, self._own = model.decoder, model, set(model.state_dict())
 
     def named(self, name: str) -> str:
-        layer = ".".join(name.split(".")[:3])
+        # the further layers' own is one name deeper
+        layer = ".".join(name.split(".")[: 4 if name.startswith("mtp.") else 3])
         compressed = f"{layer}.self_attention.linear_kv_up_proj.weight" in self._own
         sparse = f"{layer}.mlp.router.weight" in self._own
         for (old, new), here in zip(
             NAMES, (True, not sparse, not compressed, compressed), strict=True
         ):
             name = re.sub(old, new, name) if here else name
+        if f"{layer}.self_attention.in_proj.weight" in self._own:  # of the gated delta net
+            name = name.replace(".linear_qkv.layer_norm_", ".in_proj.layer_norm_")
         return name
 
     def named_parameters(self) -> Any:
@@ -154,19 +159,22 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
     return {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
 
 
-def bridge_of(hf: Path) -> Any:
+def bridge_of(hf: Path, further: bool) -> Any:
     """mbridge's bridge for the model in that directory, for the CPU."""
     from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
     from mbridge.core.llm_bridge import LLMBridge
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(hf)
     own: dict[str, Any] = {}
     if config.model_type == "mixtral":
         own["moe_router_pre_softmax"] = False  # mbridge 0.15.1 has True: other logits
-    if config.model_type == "deepseek_v3":
-        own["mtp_num_layers"] = None
+    if config.model_type == "deepseek_v3" or further:
+        own["mtp_num_layers"] = 1 if further else None
     if config.model_type == "qwen2_moe":
         own["moe_shared_expert_gate"] = True  # mbridge maps its weight, and leaves it out
 
@@ -184,6 +192,13 @@ def bridge_of(hf: Path) -> Any:
                 for layer in spec.layer_specs:
                     layer.submodules.self_attention.submodules.core_attention = Attention
             return spec
+
+        def _get_gptmodel_args(self) -> dict[str, Any]:
+            given: dict[str, Any] = super()._get_gptmodel_args()
+            if further:
+                layers = self._get_transformer_layer_spec()
+                given["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, layers, False)
+            return given
 
         def _model_provider(self, callbacks: Any) -> Any:
             return LLMBridge._model_provider(self, callbacks)  # DeepSeek's own does not pad
@@ -271,6 +286,10 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
+    if hf["model_type"] in ("llama4_text", "qwen3_next"):
+        import megatron_next  # beside this script
+
+        return megatron_next.model(hf, job, ON_CPU)
     family, functional = hf["model_type"], torch.nn.functional
     hidden, heads = hf.get("hidden_size", hf.get("n_embd")), hf.get("num_attention_heads", 0)
     rope = hf.get("rope_parameters") or {}
@@ -337,12 +356,16 @@ def run(job: dict[str, Any], rank: int) -> None:
     )
     config = json.loads((hf / "config.json").read_text())
     (ranks,) = Path(job["ranks"]).glob(f"data-*-r{rank:05d}-0.safetensors")
-    bridge = bridge_of(hf) if config["model_type"] in (*BRIDGED, *TOWERS) else None
+    bridged = config["model_type"] in (*BRIDGED, *TOWERS)
+    bridge = bridge_of(hf, job.get("mtp", False)) if bridged else None
     if job.get("whole"):
         run_held(job, bridge, ranks, rank)
         dist.destroy_process_group()
         return
     model = bridge._model_provider([])(True, True) if bridge else by_hand(config, job)
+    if job.get("mtp"):  # otherwise it asks for labels, and gives the loss of further tokens
+        model.config = copy.copy(model.config)
+        model.config.mtp_num_layers = None
     model.eval()
     named = TeNames(model)
     with torch.no_grad():

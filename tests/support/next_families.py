@@ -4,9 +4,12 @@ cut from a Hugging Face state dict by straight torch code that knows nothing of 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.support import families
 from tests.support.references import D, G, H, State, V, _chunk, padded
@@ -203,3 +206,23 @@ def mcore_further(
         out |= {f"{at}enorm.weight": e, f"{at}hnorm.weight": h, f"{at}final_layernorm.weight": norm,
                 f"{at}eh_proj.weight": _chunk(join, t, r)}  # fmt: skip
     return out
+
+
+def predicted(folder: Path, monkeypatch: Any) -> Tensor:
+    """The logits of a model, and behind them those of its further layer, by transformers 5."""
+    from transformers import AutoModelForCausalLM, Glm4MoePreTrainedModel
+    from transformers.modeling_layers import MtpModel
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+    number = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for kind in (Glm4MoePreTrainedModel, DeepseekV3PreTrainedModel):  # it finds the layer by this
+        monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"layers\.{number}\."])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    further = MtpModel.from_pretrained(model).eval()
+    tokens = torch.arange(40).reshape(2, 20) % V
+    places = torch.arange(1, 20)[None].expand(2, -1)
+    with torch.no_grad():
+        found = model(tokens, output_hidden_states=True)
+        hidden = found.hidden_states[-1][:, :-1]
+        last = further.forward_layer(0, hidden, places, None, input_ids=tokens[:, 1:])
+        return torch.cat([found.logits, model.lm_head(last)], 1)

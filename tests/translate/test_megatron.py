@@ -39,11 +39,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smckpt.translate import export_hf, import_hf
 from smckpt.translate.config import read_config
-from tests.support import families, interpreters, megatron_run, vision
+from tests.support import families, interpreters, megatron_run, next_families, vision
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
@@ -55,6 +55,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_shared_experts": 1},
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
+    "llama4_text": {"attention_chunk_size": 64},  # Megatron has no attention in chunks
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = (
@@ -76,6 +77,10 @@ CASES = [
     *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)),
     *(pytest.param(family, 2, 2) for family in ("qwen2_moe", "glm4_moe")),
     pytest.param("gpt_oss", 1, 2),
+    ("llama4_text", 2, 1), ("qwen3_next", 4, 1),
+    *(
+        pytest.param(family, 2, 2, marks=pytest.mark.long) for family in next_families.FAMILIES
+    ),
     *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
         for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
@@ -99,6 +104,7 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
         if family not in known:
             folder = tmp_path_factory.mktemp(family)
             source: Any = families if family in families.FAMILIES else ref
+            source = next_families if family in next_families.FAMILIES else source
             model = source.model(family.removesuffix("_sequential"), **MORE.get(family, {}))
             known[family] = (model, ref.on_disk(model, folder), folder)
             if family in BRIDGED:
@@ -235,3 +241,64 @@ def as_nemo_has_it(dist: Path, weights: Path) -> None:
 def assert_same(found: State, wanted: State) -> None:
     assert found.keys() == wanted.keys()
     assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "t", "ep"),
+    [
+        ("glm4_moe", 2, 1),
+        pytest.param("glm4_moe", 2, 2, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", 1, 2, marks=pytest.mark.long),
+    ],
+)
+def test_megatron_and_the_tables_agree_on_layers_that_predict_further_tokens(
+    tmp_path, monkeypatch, megatron, judged, family, t, ep
+):
+    """mbridge 0.15.1 maps a further layer of GLM-4-MoE, and of a DeepSeek-V3 with 61 layers. It
+    gives the copies of the embedding and the head of the latter only."""
+    own = {"n_shared_experts": 1} if family == "glm4_moe" else {"n_group": 1, "n_routed_experts": 4}
+    layers = 61 if family == "deepseek_v3" else next_families.LAYERS
+    folder, degrees = tmp_path / "release", {"tp": t, "ep": ep, "etp": t}
+    state = ref.on_disk(families.model(family, num_hidden_layers=layers, **own), folder)
+    monkeypatch.setattr(next_families, "LAYERS", layers)
+    more = next_families.further(family, state)
+    save_file({**state, **more}, folder / "model.safetensors")
+    path = folder / "config.json"
+    more_said = {"rope_theta": OLD_KEYS["rope_theta"], "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more_said}))
+    written = {
+        layout: import_hf(folder, tmp_path / layout, layout, prefix="", mtp="keep",
+                          pad_vocab_to_multiple_of=128 // t, **degrees)
+        for layout in ("mcore_te", "mcore_local")
+    }  # fmt: skip
+    world = t * ep
+    megatron({
+        "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
+        "legacy": None, "world": world, "seconds": 200, **degrees, "mtp": True,
+        "dist": str(tmp_path / "dist") if world == 2 else None,
+    })  # fmt: skip
+    logits = torch.load(tmp_path / "logits.pt")
+    wanted = next_families.predicted(folder, monkeypatch)
+    assert logits.shape[:2] == (2, 40)  # of its last place, Megatron has no next token
+    assert (logits[:, :39, : ref.V] - wanted).abs().max() <= 1e-5
+    whole = {**state, **more}
+    for layout, done in written.items():
+        states = [tmp_path / f"{HELD[layout]}{rank}.pt" for rank in range(world)]
+        for path, file in zip(states, done.files, strict=True):
+            assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
+        out = tmp_path / f"{layout}-hf"
+        export_hf(states, out, config=folder, mtp="keep", **degrees)
+        assert_same(load_file(out / "model.safetensors"), whole)
+        judged(family, f"{layout}, MTP", exports=["Megatron-core", "logits"],
+               imports=["mbridge", "Megatron-core"], at=f"{t}×{ep}")  # fmt: skip
+    if world == 2:
+        report = export_hf(tmp_path / "dist", tmp_path / "dist-hf", config=folder, mtp="keep")
+        assert "torch_dist" in report.source and report.layout == "mcore_te"
+        assert_same(load_file(tmp_path / "dist-hf" / "model.safetensors"), whole)
+    exported = torch.load(tmp_path / "exported.pt")
+    if family == "glm4_moe":
+        shared = ("layers.2.embed_tokens.weight", "shared_head.head.weight")
+        whole = {name: tensor for name, tensor in whole.items() if not name.endswith(shared)}
+    else:  # what it gives under two names keeps its padding
+        exported = {name: tensor[: len(whole[name])] for name, tensor in exported.items()}
+    assert_same(exported, whole)

@@ -93,8 +93,8 @@ class Family:
     @property
     def words(self) -> dict[str, str]:
         """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
-        Face's outer modules. `layers`: the text before a layer's number. `language`: the text before
-        Megatron's names of the language model."""
+        Face's outer modules. `layers`: the text before a layer's number. `language`: the text
+        before Megatron's names of the language model."""
         names = {row.roles[0]: row.name for row in self.rows if "{i}" not in row.name}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
         language = "language_model." if self.parts else ""

@@ -107,7 +107,7 @@ def _deepstack(config: Mapping[str, Any]) -> dict[str, Any]:
 def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     """A picture is square; the projector's output has the language model's size."""
     side, patch, text = (config.get(k) for k in ("image_size", "patch_size", "text_config"))
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if isinstance(side, int) and isinstance(patch, int) and patch > 0:
         sizes["max_position_embeddings"] = (side // patch) ** 2
     if isinstance(text, Mapping):

@@ -22,8 +22,8 @@ class Dims:
     """Sizes of a model, by the letters of `ROLES`, and the roles that it has.
 
     true: the words that are true in a row's `when`, except "dense" and "sparse". once: roles
-        outside the layers. dense, sparse: all roles of a layer of that kind. parts: the sizes of
-        the family's further parts.
+        outside the layers. dense, sparse: all roles of a layer of that kind. towers: the sizes
+        of the family's towers.
     """
 
     family: Family
@@ -36,10 +36,10 @@ class Dims:
     dense: frozenset[str]
     sparse: frozenset[str]
     sparse_layers: frozenset[int]
-    parts: Mapping[str, Dims] = field(default_factory=dict)
+    towers: Mapping[str, Dims] = field(default_factory=dict)
 
-    def of(self, part: str) -> Dims:
-        return self.parts[part] if part else self
+    def of(self, tower: str) -> Dims:
+        return self.towers[tower] if tower else self
 
     def shape(self, role: str) -> Shape:
         return tuple(self.sizes[letter] for letter in ROLES[role])
@@ -68,8 +68,8 @@ def read_dims(config: Mapping[str, Any], where: str | None = None) -> Dims:
     return _dims(family_of(str(config["model_type"]), where), config)
 
 
-def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims:
-    if part and not isinstance(config.get(family.section), Mapping):
+def _dims(family: Family, config: Mapping[str, Any], tower: bool = False) -> Dims:
+    if tower and not isinstance(config.get(family.section), Mapping):
         raise UsageError(
             f"the config has no section {family.section}, which describes {family.name}",
             remedy="pass the model's own, complete config",
@@ -89,7 +89,7 @@ def _dims(family: Family, config: Mapping[str, Any], part: bool = False) -> Dims
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, dense, sparse, _sparse_layers(said, family, layers),
-        {name: _dims(further, config, True) for name, further in family.parts.items()},
+        {name: _dims(tower, config, True) for name, tower in family.towers.items()},
     )  # fmt: skip
 
 

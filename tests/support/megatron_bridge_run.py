@@ -93,9 +93,7 @@ def run(job: dict[str, Any], rank: int) -> None:
 
     out, tp = Path(job["out"]), job["tp"]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=tp
-    )
+    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=tp)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     scatter = dist.scatter  # gloo sends memory as it lies, also that of a view
 

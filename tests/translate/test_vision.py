@@ -159,7 +159,11 @@ def test_megatron_bridge_makes_of_each_tensor_what_the_table_says(tmp_path, hub,
 
 def in_stages(state: State) -> list[State]:
     """Two stages of one layer each, which both number from 0; the tower is in the first."""
-    late = ("language_model.decoder.layers.1.", "language_model.decoder.final", "language_model.out")
+    late = (
+        "language_model.decoder.layers.1.",
+        "language_model.decoder.final",
+        "language_model.out",
+    )
     stages: list[State] = [{}, {}]
     for name, tensor in state.items():
         stages[name.startswith(late)][name.replace(late[0], late[0].replace("1", "0"))] = tensor

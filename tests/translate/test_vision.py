@@ -29,6 +29,10 @@ PADDED = ("word_embeddings.weight", "output_layer.weight")  # the padding is an 
 CUT = ("gemma3", "qwen2_5_vl")  # mbridge 0.15.1 has no other
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
     """A family's model, its state dict as a release has it, and where."""
@@ -85,7 +89,7 @@ def assert_there_and_back(
         assert differ == []
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, long(4)])
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
     cuts = each_rank(lambda r, e: vision.hf_tp(family, hub(family)[0], t, r), t)
@@ -98,7 +102,8 @@ def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
 
 @pytest.mark.parametrize(
     ("family", "t", "ep"),
-    [(f, t, 1) for f in vision.FAMILIES for t in (2, 4)] + [(MOE, 2, 2), (MOE, 1, 8)],
+    [(family, 2, 1) for family in vision.FAMILIES]
+    + [(MOE, 2, 2), long(MOE, 1, 8), *(long(family, 4, 1) for family in vision.FAMILIES)],
 )
 def test_megatrons_names_beside_a_whole_tower(tmp_path, hub, judged, family, t, ep):
     cuts = each_rank(lambda r, e: vision.bridge(family, hub(family)[1], t, r, ep, e), t, ep)
@@ -108,7 +113,7 @@ def test_megatrons_names_beside_a_whole_tower(tmp_path, hub, judged, family, t, 
     judged(family, "mcore_te", exports=exports, imports=["formulas"], at=at)
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("t", [long(1), 2, long(4)])
 @pytest.mark.parametrize("family", CUT)
 def test_megatrons_names_of_the_tower_too(tmp_path, hub, judged, family, t):
     cuts = each_rank(lambda r, e: vision.mbridge(family, hub(family)[1], t, r), t)

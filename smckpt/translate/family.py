@@ -41,12 +41,12 @@ class Family:
         bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
-    parts: further parts of the model, such as a vision tower, by name. Each has rows, layers and
-        sizes of its own.
-    section: the section of the config that describes this part, where the config has it.
+    towers: what the model has beside its language model, by name: a vision tower and the like.
+        Each has rows, layers and sizes of its own.
+    section: the section of the config that describes the language model, or this tower.
     in_memory: the parts of released names that are otherwise in the memory of transformers 5, each
         with what stands there, in this order.
-    in_bridge: the same for the names of further parts in Megatron Bridge.
+    in_bridge: the same for the names of towers in Megatron Bridge.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Family:
     fp32: tuple[str, ...] = ()
     fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
-    parts: Mapping[str, Family] = field(default_factory=dict)
+    towers: Mapping[str, Family] = field(default_factory=dict)
     section: str = ""
     in_memory: tuple[tuple[str, str], ...] = ()
     in_bridge: tuple[tuple[str, str], ...] = ()
@@ -66,12 +66,12 @@ class Family:
     @cached_property
     def hub(self) -> TensorLayout:
         """The table of the released checkpoints, as a layout of one rank."""
-        return TensorLayout(self.name, self.rows + self.further_rows, self.drop)
+        return TensorLayout(self.name, self.rows + self.tower_rows, self.drop)
 
     @property
-    def further_rows(self) -> tuple[LayoutRow, ...]:
-        """The rows of the further parts."""
-        return tuple(row for name, part in self.parts.items() for row in rows("", part.rows, name))
+    def tower_rows(self) -> tuple[LayoutRow, ...]:
+        """The rows of all towers."""
+        return tuple(row for name, own in self.towers.items() for row in rows("", own.rows, name))
 
     @property
     def live(self) -> TensorLayout | None:
@@ -88,7 +88,7 @@ class Family:
                 continue
             how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
             out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
-        table = (*out, *self.further_rows)
+        table = (*out, *self.tower_rows)
         return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
             "hf_tp", *self.in_memory
         )
@@ -100,7 +100,7 @@ class Family:
         before Megatron's names of the language model."""
         names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
-        language = "language_model." if self.parts else ""
+        language = "language_model." if self.towers else ""
         return {**names, "layers": layer.split(".{i}")[0], "language": language}
 
     @property

@@ -451,13 +451,12 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
 
 
 def _with_tower(layout: TensorLayout, family: Family) -> TensorLayout:
-    """The layout with Hugging Face's own modules, whole on each rank, for the family's further
-    parts. What is a transposed parameter there is a linear layer of Megatron's in the bridge."""
-    further = tuple(
-        replace(row, transposed=False, tp=0) if row.transposed else row
-        for row in family.further_rows
+    """The layout with Hugging Face's own modules, whole on each rank, for the family's towers. What
+    is a transposed parameter there is a linear layer of Megatron's in the bridge."""
+    towers = tuple(
+        replace(row, transposed=False, tp=0) if row.transposed else row for row in family.tower_rows
     )
-    named = replace(layout, rows=further).renamed(layout.name, *family.in_bridge)
+    named = replace(layout, rows=towers).renamed(layout.name, *family.in_bridge)
     return replace(layout, rows=layout.rows + named.rows)
 
 

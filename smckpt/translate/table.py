@@ -93,8 +93,7 @@ class LayoutRow:
         which only such rows are for), "latent" (latent attention), "gated" (attention with gates of
         queries), a family's name, or a key of the config whose value must count as true. "not " in
         front reverses a condition.
-    part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
-        language model.
+    tower: the tower that it belongs to, by its name in `Family.towers`; "" for the language model.
     """
 
     name: str
@@ -107,7 +106,7 @@ class LayoutRow:
     stacked: bool = False
     folded: str | None = None
     when: str | None = None
-    part: str = ""
+    tower: str = ""
 
     def __post_init__(self) -> None:
         for field, value, known in (
@@ -189,7 +188,7 @@ class TensorLayout:
     def zero_centred(self) -> TensorLayout:
         """This layout with the weights of norms stored minus one (`zero_centered_gamma`)."""
         shifted = tuple(
-            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.part else row
+            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.tower else row
             for row in self.rows
         )
         return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
@@ -201,9 +200,9 @@ def holds(when: str | None, true: Collection[str]) -> bool:
     return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
 
 
-def rows(prefix: str, table: Iterable[LayoutRow], part: str = "") -> tuple[LayoutRow, ...]:
-    """The rows with `prefix` in front of their names, as rows of a part of the model."""
-    return tuple(replace(row, name=prefix + row.name, part=part or row.part) for row in table)
+def rows(prefix: str, table: Iterable[LayoutRow], tower: str = "") -> tuple[LayoutRow, ...]:
+    """The rows with `prefix` in front of their names, as rows of a tower if it is given."""
+    return tuple(replace(row, name=prefix + row.name, tower=tower or row.tower) for row in table)
 
 
 def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:

@@ -107,7 +107,8 @@ def _sizes(
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
-        "1": 1, "H": heads.groups * heads.per_group, **(_latent(config) if family.latent else {}),
+        "1": 1, "H": heads.groups * heads.per_group, "G": heads.groups,
+        **(_latent(config) if family.latent else {}),
     }  # fmt: skip
 
 

@@ -9,21 +9,25 @@ from typing import Any
 
 from smckpt.translate.table import LayoutRow, TensorLayout
 
-__all__ = ["HF_TP", "Family"]
+__all__ = ["HF_TP", "Family", "in_memory"]
 
 # The dimension of a role that transformers' own tensor parallelism cuts.
 HF_TP: Mapping[str, int] = {
-    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("embed", "head", "head_b", "q", "k", "v", "gate", "up", "fc1"), 0),
     **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
     **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
-_PACKED = (  # as transformers 5 holds experts in memory
-    LayoutRow("{layers}.{i}.mlp.gate.weight", ("router",)),
-    LayoutRow(
-        "{layers}.{i}.mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True
-    ),
-    LayoutRow("{layers}.{i}.mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
-)
+
+
+def in_memory(block: str = "mlp", router: str = "gate") -> tuple[LayoutRow, ...]:
+    """A layer's router and experts as transformers 5 has them in memory."""
+    at = f"{{layers}}.{{i}}.{block}"
+    gate_up = ("e_gate", "e_up")
+    return (
+        LayoutRow(f"{at}.{router}.weight", ("router",)),
+        LayoutRow(f"{at}.experts.gate_up_proj", gate_up, "per_rank", 0, stacked=True),
+        LayoutRow(f"{at}.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Family:
         bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
+    packed: the router and the experts as transformers 5 has them in memory.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Family:
     fp32: tuple[str, ...] = ()
     fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
+    packed: tuple[LayoutRow, ...] = in_memory()
 
     @cached_property
     def hub(self) -> TensorLayout:
@@ -64,12 +70,13 @@ class Family:
         """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
         if self.hf_tp is None:
             return None
+        packed = {role for row in self.packed for role in row.roles}
         dense = tuple(
             replace(row, tp=self.hf_tp.get(row.roles[0]))
             for row in self.rows
-            if not row.of_experts and row.roles != ("router",)
+            if not row.of_experts and packed.isdisjoint(row.roles)
         )
-        return TensorLayout("hf_tp", dense + _PACKED, self.drop, joined=False)
+        return TensorLayout("hf_tp", dense + self.packed, self.drop, joined=False)
 
     @property
     def words(self) -> dict[str, str]:

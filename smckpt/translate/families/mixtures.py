@@ -14,7 +14,7 @@ from smckpt.translate.families.llama import (
     TOP,
     WIDE_NORMS,
 )  # fmt: skip
-from smckpt.translate.family import HF_TP, Family
+from smckpt.translate.family import HF_TP, Family, in_memory
 from smckpt.translate.table import LayoutRow as Row
 from smckpt.translate.table import rows
 
@@ -74,7 +74,19 @@ _DEEPSEEK = (
     Row("self_attn.kv_b_proj.weight", ("kv_up",)),
     Row("self_attn.o_proj.weight", ("o",)),
 )
-# transformers leaves DeepSeek's attention whole on each rank
+_PHIMOE_TOP = (
+    *TOP,
+    Row("model.norm.bias", ("final_norm_b",)),
+    Row("lm_head.bias", ("head_b",), when="lm_head_bias"),
+)
+_PHIMOE = (
+    Row("input_layernorm.bias", ("norm1_b",)),
+    Row("post_attention_layernorm.bias", ("norm2_b",)),
+    *_MIXTRAL,
+)
+# transformers leaves attention whole on each rank: beside experts, it cuts only these
+_ENDS = dict.fromkeys(("embed", "head", "head_b"), 0)
+# and of DeepSeek these
 _CUT = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
 
 
@@ -89,7 +101,8 @@ FAMILIES = (
         _mixture("gpt_oss", *ATTENTION, *_GPT_OSS),
         defaults={"attention_bias": True},
         fp32_beside_float16=("norm",),
-        hf_tp=None,  # transformers has a plan only for its experts, which smckpt does not read yet
+        hf_tp={"head": 0},  # experts are cut by expert parallelism alone
+        packed=rows("{layers}.{i}.", _GPT_OSS[1:]),
     ),
     replace(
         _mixture("deepseek_v3", *_DEEPSEEK, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
@@ -110,5 +123,16 @@ FAMILIES = (
         hf_tp={role: at for role, at in HF_TP.items() if not role.startswith("s_")},
     ),
     _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
-    replace(_mixture("granitemoe", *ATTENTION, *_GRANITE), hf_tp=None),  # it cuts experts alone
+    replace(
+        _mixture("granitemoe", *ATTENTION, *_GRANITE),
+        hf_tp=_ENDS,
+        packed=in_memory("block_sparse_moe", "router"),
+    ),
+    Family(
+        "phimoe",
+        _PHIMOE_TOP + rows("model.layers.{i}.", (*NORMS, *ATTENTION, *_PHIMOE)),
+        NO_WEIGHTS,
+        hf_tp=_ENDS,
+        packed=in_memory(router="router"),
+    ),
 )

@@ -140,7 +140,7 @@ def _sizes(
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
-        "1": 1, "H": heads.groups * heads.per_group, "T": 2 * hidden,
+        "1": 1, "H": heads.groups * heads.per_group, "G": heads.groups, "T": 2 * hidden,
         **(_latent(config) if family.latent else {}), **_linear(config), **_tower(config, hidden),
     }  # fmt: skip
 

@@ -9,20 +9,25 @@ from typing import Any
 
 from smckpt.translate.table import LayoutRow, TensorLayout, predicting, rows
 
-__all__ = ["HF_TP", "Family"]
+__all__ = ["HF_TP", "Family", "packed_experts"]
 
 # The dimension of a role that transformers' own tensor parallelism cuts.
 HF_TP: Mapping[str, int] = {
-    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("embed", "head", "head_b", "q", "k", "v", "gate", "up", "fc1"), 0),
     **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
     **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
 _TIED = "tie_word_embeddings"
-_PACKED = (  # as transformers 5 holds experts in memory
-    LayoutRow("mlp.gate.weight", ("router",)),
-    LayoutRow("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
-    LayoutRow("mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
-)
+
+
+def packed_experts(block: str = "mlp", router: str = "gate") -> tuple[LayoutRow, ...]:
+    """A layer's router and experts as transformers 5 has them in memory."""
+    gate_up = ("e_gate", "e_up")
+    return (
+        LayoutRow(f"{block}.{router}.weight", ("router",)),
+        LayoutRow(f"{block}.experts.gate_up_proj", gate_up, "per_rank", 0, stacked=True),
+        LayoutRow(f"{block}.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Family:
         bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
+    packed: a layer's router and experts as transformers 5 has them in memory.
     towers: what the model has beside its language model, by name: a vision tower and the like.
         Each has rows, layers and sizes of its own.
     section: the section of the config that describes the language model, or this tower.
@@ -58,6 +64,7 @@ class Family:
     fp32: tuple[str, ...] = ()
     fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
+    packed: tuple[LayoutRow, ...] = packed_experts()
     towers: Mapping[str, Family] = field(default_factory=dict)
     section: str = ""
     in_memory: tuple[tuple[str, str], ...] = ()
@@ -78,16 +85,14 @@ class Family:
         """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
         if self.hf_tp is None:
             return None
+        packed = {role for row in self.packed for role in row.roles}
         out: list[LayoutRow] = []
-        packed = "e_down" not in self.hf_tp
         for row in self.rows:
-            if packed and (row.of_experts or row.roles == ("router",)):
-                if row.roles == ("router",):
-                    layer = row.name[: row.name.index("}.") + 2]
-                    out += (predicting if row.predicts else rows)(layer, _PACKED)
-                continue
-            how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
-            out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
+            if row.roles == ("router",):
+                layer = row.name[: row.name.index("}.") + 2]
+                out += (predicting if row.predicts else rows)(layer, self.packed)
+            elif not row.of_experts and packed.isdisjoint(row.roles):
+                out.append(replace(row, tp=self.hf_tp.get(row.roles[0])))
         table = (*out, *self.tower_rows)
         return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
             "hf_tp", *self.in_memory

@@ -23,18 +23,20 @@ __all__ = [
 ]
 
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
-# experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
-# inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
-# query and key/value, B, C and U rows of its other projections; for linear attention Y and Z rows
-# of all key and all value heads, N value heads, W a value head, J the convolution's length; T twice
-# the hidden size; for a vision tower n channels, t pictures and w pixels along a side of a patch,
-# y and z inputs and outputs of its merger, which brings its outputs to the language model's size.
+# experts' and the shared experts' MLP, H heads, G key/value heads, Q and K rows of all query and
+# all key heads, O inputs of the output projection, D a head, E experts, 1 one; for latent attention
+# A and R ranks of query and key/value, B, C and U rows of its other projections; for linear
+# attention Y and Z rows of all key and all value heads, N value heads, W a value head, J the
+# convolution's length; T twice the hidden size; for a vision tower n channels, t pictures and w
+# pixels along a side of a patch, y and z inputs and outputs of its merger, which brings its outputs
+# to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
+    "embed_norm": "X", "embed_norm_b": "X", "head_b": "V",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
     "q": "QX", "k": "KX", "v": "KX", "q_b": "Q", "k_b": "K", "v_b": "K",
     "o": "XO", "o_b": "X", "q_norm": "D", "k_norm": "D", "sinks": "H",
-    "q_norm_all": "Q", "k_norm_all": "K",
+    "q_norm_all": "Q", "k_norm_all": "K", "q_norm_each": "HD", "k_norm_each": "GD",
     "q_down": "AX", "q_down_norm": "A", "q_up": "BA",
     "kv_down": "CX", "kv_down_norm": "R", "kv_up": "UR",
     "gate": "FX", "up": "FX", "down": "XF", "gate_b": "F", "up_b": "F", "down_b": "X",
@@ -54,8 +56,8 @@ ROLES: Mapping[str, str] = {
 ZERO_CENTRED = "_zero_centred"
 NORMS = frozenset({
     "final_norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "q_down_norm",
-    "kv_down_norm", "q_norm_all", "k_norm_all", "l_norm", "mtp_embed_norm", "mtp_hidden_norm",
-    "mtp_norm",
+    "kv_down_norm", "q_norm_all", "k_norm_all", "q_norm_each", "k_norm_each", "l_norm",
+    "mtp_embed_norm", "mtp_hidden_norm", "mtp_norm",
 })  # fmt: skip
 
 

@@ -227,9 +227,7 @@ def exported(step: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
     return load_file(out / "model.safetensors")
 
 
-def test_a_step_exports_by_hugging_faces_names(
-    straight: list[dict[str, Any]], top: Path
-) -> None:
+def test_a_step_exports_by_hugging_faces_names(straight: list[dict[str, Any]], top: Path) -> None:
     step = top / "straight" / "checkpoint" / "step-6"
     found = exported(step, top / "hf", LLAMA)
     held = smckpt.load(checkpoint_id=step)

@@ -1,8 +1,8 @@
 """torchtitan 0.3's adapters and the tables agree, bitwise; so do its models' logits.
 
 The adapter for Llama 3 moves the rotary rows of query and key as Meta's order wants it. Up to 0.2
-torchtitan's names were Meta's (`meta`); they are `torchtitan` now, in the same order. Its Qwen 3 and
-GPT-OSS have Hugging Face's order, and so has DeepSeek, which pairs neighbours in both.
+torchtitan's names were Meta's (`meta`); they are `torchtitan` now, in the same order. Its Qwen 3
+and GPT-OSS have Hugging Face's order, and so has DeepSeek, which pairs neighbours in both.
 """
 
 from __future__ import annotations
@@ -189,4 +189,6 @@ def test_a_state_that_is_not_torchtitans_is_seen(tmp_path, titans):
             if not n.endswith("expert_bias_E")}  # fmt: skip
     save_file(lost, tmp_path / "lost.safetensors")
     with pytest.raises(CheckpointError, match="expert_bias_E"):
-        export_hf([tmp_path / "lost.safetensors"], tmp_path / "no", config=titans["deepseek_v3"].folder)
+        export_hf(
+            [tmp_path / "lost.safetensors"], tmp_path / "no", config=titans["deepseek_v3"].folder
+        )

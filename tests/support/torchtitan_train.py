@@ -5,7 +5,8 @@ Its arguments: the folder of all that it writes, and fields of the checkpoint's 
 step N); `stock=true` (the config of torchtitan's own manager); `door=true`
 (`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
 process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`; `expert=N`
-(DeepSeek-V3, its experts over N ranks). It tells each rank's steps and losses, and the step that it began with.
+(DeepSeek-V3, its experts over N ranks). It tells each rank's steps and losses, and the step that it
+began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no

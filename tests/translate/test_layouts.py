@@ -276,8 +276,8 @@ def test_a_transformed_model_without_a_config_or_of_an_unknown_family_is_refused
     paths = written(tmp_path / "in", [ref.mcore(state, 1, 0)])
     with pytest.raises(errors.UsageError, match="no config was given"):
         export_hf(paths, tmp_path / "hf")
-    with pytest.raises(errors.UsageError, match="'bloom'.*gpt_neox"):
-        export_hf(paths, tmp_path / "hf", config={"model_type": "bloom"})
+    with pytest.raises(errors.UsageError, match="'xglm'.*gpt_neox"):
+        export_hf(paths, tmp_path / "hf", config={"model_type": "xglm"})
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path, hub):

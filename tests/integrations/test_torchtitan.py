@@ -227,9 +227,7 @@ def exported(step: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
     return load_file(out / "model.safetensors")
 
 
-def test_a_step_exports_by_hugging_faces_names(
-    straight: list[dict[str, Any]], top: Path
-) -> None:
+def test_a_step_exports_by_hugging_faces_names(straight: list[dict[str, Any]], top: Path) -> None:
     step = top / "straight" / "checkpoint" / "step-6"
     found = exported(step, top / "hf", LLAMA)
     held = smckpt.load(checkpoint_id=step)
@@ -248,13 +246,16 @@ def test_a_step_exports_by_hugging_faces_names(
     ("ranks", "config", "degrees"),
     [(2, LLAMA, {}), (2, LLAMA, {"tensor": 2}), (4, LLAMA, {"tensor": 2}),
      (2, LLAMA, {"pipeline": 2}), (2, DEEPSEEK, {"expert": 2}),
-     (4, DEEPSEEK, {"expert": 2, "tensor": 2})],
-    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor"],
+     (4, DEEPSEEK, {"expert": 2, "tensor": 2}), (2, DEEPSEEK, {"expert": 2, "stock": True})],
+    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor",
+         "torchtitan's own"],
 )  # fmt: skip
 def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
-    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, int],
-    request: pytest.FixtureRequest,
+    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, Any],
+    request: pytest.FixtureRequest, judged: Any,
 ) -> None:  # fmt: skip
+    source = "torchtitan, DCP" if "stock" in degrees else "torchtitan, its trainer"
+    judged(config["model_type"], source, exports=["torchtitan"])
     name = request.node.callspec.id
     train(top / f"ours {name}", ranks, steps=2, **degrees)
     found = exported(top / f"ours {name}" / "checkpoint" / "step-2", top / f"hf {name}", config)

@@ -41,7 +41,8 @@ def build(hf: dict[str, Any]) -> Any:
         "vocab_size": hf["vocab_size"], "num_layers": hf["num_hidden_layers"],
         "num_heads": hf["num_attention_heads"], "num_kv_heads": hf["num_key_value_heads"],
         "embed_dim": hf["hidden_size"], "max_seq_len": 64, "norm_eps": hf["rms_norm_eps"],
-        "intermediate_dim": hf["intermediate_size"], "rope_base": hf["rope_parameters"]["rope_theta"],
+        "intermediate_dim": hf["intermediate_size"],
+        "rope_base": hf["rope_parameters"]["rope_theta"],
     }  # fmt: skip
     if kind.startswith("gemma"):
         sizes["head_dim"] = hf["head_dim"]

@@ -246,13 +246,16 @@ def test_a_step_exports_by_hugging_faces_names(straight: list[dict[str, Any]], t
     ("ranks", "config", "degrees"),
     [(2, LLAMA, {}), (2, LLAMA, {"tensor": 2}), (4, LLAMA, {"tensor": 2}),
      (2, LLAMA, {"pipeline": 2}), (2, DEEPSEEK, {"expert": 2}),
-     (4, DEEPSEEK, {"expert": 2, "tensor": 2})],
-    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor"],
+     (4, DEEPSEEK, {"expert": 2, "tensor": 2}), (2, DEEPSEEK, {"expert": 2, "stock": True})],
+    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor",
+         "torchtitan's own"],
 )  # fmt: skip
 def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
-    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, int],
-    request: pytest.FixtureRequest,
+    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, Any],
+    request: pytest.FixtureRequest, judged: Any,
 ) -> None:  # fmt: skip
+    source = "torchtitan, DCP" if "stock" in degrees else "torchtitan, its trainer"
+    judged(config["model_type"], source, exports=["torchtitan"])
     name = request.node.callspec.id
     train(top / f"ours {name}", ranks, steps=2, **degrees)
     found = exported(top / f"ours {name}" / "checkpoint" / "step-2", top / f"hf {name}", config)

@@ -45,10 +45,12 @@ def test_the_calls_of_torchtunes_checkpointer(told: list[dict[str, Any]], folder
             assert its[f"epochs {epoch}"] == epoch + 1
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "torchtune's own"])
 def test_an_intermediate_checkpoint_exports_to_what_torchtunes_converter_makes(
-    told: list[dict[str, Any]], folder: Path, tmp_path: Path
+    told: list[dict[str, Any]], folder: Path, tmp_path: Path, own: bool, judged: Any
 ) -> None:
-    step, out = folder / "calls" / "dist_epoch_1", tmp_path / "out"
+    judged("llama", "torchtune, DCP" if own else "torchtune, its door", exports=["torchtune"])
+    step, out = folder / "calls" / ("own" if own else ".") / "dist_epoch_1", tmp_path / "out"
     wanted = torch.load(folder / "calls" / "hf-0.pt")
     gate = wanted["model.layers.0.mlp.gate_proj.weight"]
     config = {

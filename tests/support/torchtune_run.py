@@ -194,6 +194,9 @@ def calls(out: str) -> dict[str, Any]:
         told[f"kept {epoch}"] = bits(model, optimizer)
     whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     torch.save(convert_weights.tune_to_hf(whole, **HEADS), f"{out}/hf-{dist.get_rank()}.pt")
+    own = training.DistributedCheckpointer(f"{out}/own", f"{out}/own")
+    Path(f"{out}/own").mkdir(exist_ok=True)
+    own.save_checkpoint(taken(model, optimizer, 2), epoch=1, save_async=False)
     stepped(model, optimizer)  # the save has the state as it was
     smckpt.maybe_finalize_async_calls()
 

@@ -43,6 +43,7 @@ __all__ = [
     "GivenLayout",
     "find_contents",
     "head_notes",
+    "renamed",
     "whole_tensors",
 ]
 
@@ -310,7 +311,7 @@ def _named(
             if settings is not None:
                 notes.append(f"the names are those of the state dict: {found}")
         elif found is not None:
-            targets = targets if found.hub is None else _renamed(found.hub, targets)
+            targets = targets if found.hub is None else renamed(found.hub, targets)
             kept = _kept_of_model(found, targets)
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
@@ -319,7 +320,7 @@ def _named(
     return ExportContents(source, targets, left_out, tuple(notes), naming, kept=kept)
 
 
-def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
+def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
     """The hub's tensors, made from those of a state dict, and proven before anything is read.
     Tensors that the model does not have keep their names."""
     stored = {target.name: target for target in targets}

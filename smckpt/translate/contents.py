@@ -44,6 +44,7 @@ __all__ = [
     "GivenLayout",
     "find_contents",
     "head_notes",
+    "renamed",
     "whole_tensors",
 ]
 
@@ -331,7 +332,7 @@ def _named(
             if settings is not None:
                 notes.append(f"the names are those of the state dict: {fit}")
         elif fit is not None:
-            targets = targets if fit.hub is None else _renamed(fit.hub, targets)
+            targets = targets if fit.hub is None else renamed(fit.hub, targets)
             kept = _kept_of_model(fit, [*targets, *further])
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
@@ -344,7 +345,7 @@ def _named(
     )  # fmt: skip
 
 
-def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
+def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
     """The hub's tensors, made from those of a state dict, and proven before anything is read.
     Tensors that the model does not have keep their names."""
     stored = {target.name: target for target in targets}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.family import Family
 from smckpt.translate.quantized import dequantized
-from smckpt.translate.rank_files import RankFiles, TensorReader, open_directory
+from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.table import TensorLayout
 
 __all__ = ["PREDICTION_LAYERS", "open_release", "weights_of"]
@@ -31,7 +32,7 @@ def open_release(
 
 
 def weights_of(
-    files: RankFiles, settings: ModelConfig, family: Family | None
+    files: BoxTensors, settings: ModelConfig, family: Family | None
 ) -> tuple[TensorReader, list[str]]:
     """As `open_release`, of files that are open. Without a family, no layer is left out."""
     extra = [] if family is None else _prediction_layers(files, settings, family)
@@ -45,7 +46,7 @@ def weights_of(
     return dequantized(files, settings), notes
 
 
-def _with_outer_name(files: RankFiles, hub: TensorLayout) -> RankFiles:
+def _with_outer_name(files: BoxTensors, hub: TensorLayout) -> BoxTensors:
     """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
     outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
     heads = {row.name for row in hub.rows if row.roles == ("head",)}
@@ -54,7 +55,7 @@ def _with_outer_name(files: RankFiles, hub: TensorLayout) -> RankFiles:
     return files.renamed({n: n if n in heads else f"{outer}.{n}" for n in files.held})
 
 
-def _prediction_layers(files: RankFiles, settings: ModelConfig, family: Family) -> list[str]:
+def _prediction_layers(files: BoxTensors, settings: ModelConfig, family: Family) -> list[str]:
     """The names of the layers that the config says follow the model's own."""
     first, more = (settings.values.get(k) for k in ("num_hidden_layers", PREDICTION_LAYERS))
     if not isinstance(first, int) or not isinstance(more, int):

@@ -162,6 +162,29 @@ def test_megatron_bridge_makes_of_each_tensor_what_the_table_says(tmp_path, hub,
         judged(family, "mcore_te", exports=exports, imports=["megatron-bridge"], at=str(t))
 
 
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_a_checkpoint_of_an_import_exports_to_the_original(tmp_path, hub, judged, family):
+    model, state, directory = hub(family)
+    ep = 2 if family == MOE else 1
+    import_hf(directory, tmp_path / "in", "mcore_te", tp=2, ep=ep)
+    report = export_hf(tmp_path / "in", tmp_path / "hf", config=model.config)
+    assert report.layout == "mcore_te"
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), state)
+    at = "2×2" if family == MOE else "2"
+    judged(family, "mcore_te, checkpoint", exports=["save_pretrained"], at=at)
+
+
+def test_the_whole_config_says_whether_embeddings_are_tied(tmp_path):
+    """As in releases of Qwen2.5-VL and Qwen3-VL, where a section says nothing of it."""
+    model = vision.model("qwen3_vl", tie_word_embeddings=True)
+    state = vision.released(model, tmp_path / "hub")
+    assert "lm_head.weight" not in state
+    assert "tie_word_embeddings" not in model.config.to_dict()["text_config"]
+    cuts = each_rank(lambda r, e: vision.bridge("qwen3_vl", state, 2, r), 2)
+    known = model, state, tmp_path / "hub"
+    assert_there_and_back(tmp_path, known, "mcore_te", cuts, 2)
+
+
 def in_stages(state: State) -> list[State]:
     """Two stages of one layer each, which both number from 0; the tower is in the first."""
     late = (

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import smckpt
 from smckpt import LOCAL, SHARDED, sm_state_dict_type
 from smckpt.translate import export_hf
+from tests.support import next_families
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 
@@ -33,9 +34,16 @@ def saved_by_a_rank(directory: str, out: str) -> Any:
         return cut, model(TOKENS).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mixtral",
+        *(pytest.param(f, marks=pytest.mark.long) for f in next_families.FAMILIES),
+    ],
+)
 def test_a_live_models_checkpoints_export_to_the_original(tmp_path, judged, family):
-    model = ref.model(family)
+    model = (next_families if family in next_families.FAMILIES else ref).model(family)
     state = ref.on_disk(model, tmp_path / "hf")
     results = run_ranks(saved_by_a_rank, 2, str(tmp_path / "hf"), str(tmp_path))
     with torch.no_grad():

@@ -77,7 +77,7 @@ CASES = [
     *(pytest.param("deepseek_v3", t, 2) for t in (1, 2)),
     *(pytest.param(family, 2, 2) for family in ("qwen2_moe", "glm4_moe")),
     pytest.param("gpt_oss", 1, 2),
-    ("llama4_text", 2, 1), ("qwen3_next", 4, 1),
+    ("llama4_text", 2, 1), ("qwen3_next", 2, 1),
     *(
         pytest.param(family, 2, 2, marks=pytest.mark.long) for family in next_families.FAMILIES
     ),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import smckpt
 from smckpt import errors, export_hf
+from smckpt.cli.app import app
 from smckpt.translate import import_hf, verify_hf
 from tests.support import families
 from tests.support import next_families as ref
@@ -163,6 +165,7 @@ def saved_by_a_rank(folder: str, more: State, out: str) -> None:
     smckpt.save({"model": {**model.state_dict(), **own}}, checkpoint_id=out, step=1)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_fsdp2_keeps_them_bitwise(tmp_path, release, judged):
     _, state, more, folder = release("deepseek_v3")
     run_ranks(saved_by_a_rank, 2, str(folder), more, str(tmp_path / "saved"))
@@ -182,6 +185,32 @@ def test_layers_whose_experts_are_packed_come_out_one_by_one(tmp_path, release):
     packed[f"{at}down_proj"] = torch.stack([three[2] for three in each])
     smckpt.save({"model": {**model.state_dict(), **packed}}, checkpoint_id=str(tmp_path / "saved"))
     export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, mtp="keep")
+    assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
+
+
+def test_pipeline_stages_have_them_at_the_end(tmp_path, release):
+    """Megatron numbers them on their own, beside the layers of the last stage."""
+    _, state, more, folder = release("deepseek_v3")
+    (whole,) = cuts_of("deepseek_v3", state, more, 1, 1)
+    stages: list[State] = [{}, {}]
+    for name, tensor in whole.items():
+        last = not name.startswith(("embedding.", "decoder.layers.0."))
+        own = name.replace("decoder.layers.1.", "decoder.layers.0.")
+        stages[last][own] = tensor
+    paths = written(tmp_path / "in", stages)
+    export_hf(paths, tmp_path / "hf", pp=2, config=folder, mtp="keep")
+    assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
+    export_hf(paths, tmp_path / "left", pp=2, config=folder)
+    assert same(load_file(tmp_path / "left" / "model.safetensors"), state)
+
+
+def test_the_command_keeps_them_on_request(tmp_path, release):
+    _, state, more, folder = release("glm4_moe")
+    run = partial(CliRunner().invoke, app, catch_exceptions=False)
+    ranks, hf = str(tmp_path / "ranks"), str(tmp_path / "hf")
+    given = ["--layout", "mcore_te", "--tp", "2", "--mtp", "keep"]
+    assert run(["import", str(folder), ranks, *given]).exit_code == 0
+    assert run(["export", ranks, hf, "--config", ranks, "--mtp", "keep"]).exit_code == 0
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
 
 

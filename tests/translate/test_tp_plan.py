@@ -12,7 +12,7 @@ from torch import distributed as dist
 import smckpt
 from smckpt import LOCAL, SHARDED, sm_state_dict_type
 from smckpt.translate import export_hf
-from tests.support import families, vision
+from tests.support import families, next_families, vision
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 
@@ -55,14 +55,14 @@ def saved_by_a_rank(
             for family, experts in (
                 ("cohere", False), ("cohere2", False), ("phimoe", False), ("gpt_oss", False),
                 ("gpt_oss", True), ("granitemoe", False), ("granitemoe", True), ("phimoe", True),
-                ("mixtral", True),
+                ("mixtral", True), *((family, False) for family in next_families.FAMILIES),
             )
         ),
     ],
 )  # fmt: skip
 def test_a_live_models_checkpoints_export_to_the_original(tmp_path, family, experts, judged):
-    source: Any = families if family in families.FAMILIES else ref
-    model = source.model(family)
+    sources: tuple[Any, ...] = (families, next_families)
+    model = next((s for s in sources if family in s.FAMILIES), ref).model(family)
     state = ref.on_disk(model, tmp_path / "hf")
     results = run_ranks(saved_by_a_rank, 2, str(tmp_path / "hf"), str(tmp_path), experts)
     with torch.no_grad():

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from smckpt import export_hf
-from tests.support import families, interpreters, references, vision
+from tests.support import families, interpreters, next_families, references, vision
 from tests.support.references import V, each_rank, on_disk
 
 FIRST = (
     "llama", "llama_biased", "mistral", "qwen2", "qwen3", "gpt_neox", "mixtral", "qwen3_moe",
 )  # fmt: skip
-FAMILIES = (*FIRST, *families.FAMILIES, *vision.FAMILIES)
+FAMILIES = (*FIRST, *families.FAMILIES, *next_families.FAMILIES, *vision.FAMILIES)
 LOADS = """
 import json, sys
 from pathlib import Path
@@ -51,6 +51,7 @@ def exported(family: str, folder: Path) -> None:
     """From two ranks with Megatron's names."""
     seen = family in vision.FAMILIES
     source: Any = vision if seen else references if family in FIRST else families
+    source = next_families if family in next_families.FAMILIES else source
     torch.manual_seed(0)
     model = source.model(family)
     (folder / "state").mkdir(parents=True)
@@ -62,7 +63,7 @@ def exported(family: str, folder: Path) -> None:
     elif family in families.WIDE_NORMS:
         cuts = each_rank(lambda r, e: families.hf_tp(family, model, 2, r), 2)
     else:
-        cuts = each_rank(lambda r, e: families.mcore(family, state, 2, r), 2)
+        cuts = each_rank(lambda r, e: source.mcore(family, state, 2, r), 2)
     paths = [folder / f"rank{r}.safetensors" for r in range(2)]
     for path, cut in zip(paths, cuts, strict=True):
         save_file({n: t.contiguous().clone() for n, t in cut.items()}, path)

@@ -23,7 +23,11 @@ _SMALL = 1 << 20  # bytes
 # Layers of one kind are one tensor whose first dimension counts them; so are experts, behind them.
 _LAYERS = re.compile(r"((?:.*\.)?layers\.)((?!\d+\.).*)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
+# Parts of a fused tensor of the gated delta net, each saved as a tensor of its own.
+_PARTS = ("query", "key", "value", "z", "beta", "alpha")
+_PART = re.compile(rf"(.*\.self_attention\.(?:in_proj|conv1d)\.weight)\.({'|'.join(_PARTS)})")
 _FUSED = re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)")
+_FIRST = re.compile(r"(.*\.self_attention)\.linear_qkv\.layer_norm_(weight|bias)")
 _BEFORE = MappingProxyType(
     {
         "pre_mlp_layernorm": "mlp.linear_fc1",
@@ -92,7 +96,33 @@ def unstacked(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
                         remedy="use another checkpoint",
                     )
                 out[one.name] = one
+    out = _joined(out)
     return {_named(name, out): tensor for name, tensor in out.items()}
+
+
+def _joined(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """The parts of fused tensors in order, one after the other."""
+    out: dict[str, SavedTensor] = {}
+    parts: dict[str, dict[str, SavedTensor]] = {}
+    for name, tensor in saved.items():
+        if (match := _PART.fullmatch(name)) and tensor.shape:
+            parts.setdefault(match.group(1), {})[match.group(2)] = tensor
+        else:
+            out[name] = tensor
+    for name, found in parts.items():
+        boxes: list[SavedBox] = []
+        at = 0
+        for part in (found[word] for word in _PARTS if word in found):
+            for saved_box in part.boxes:
+                first, *rest = saved_box.box.offsets
+                box = Box((at + first, *rest), saved_box.box.sizes)
+                boxes.append(replace(saved_box, box=box))
+            at += part.shape[0]
+        one = next(iter(found.values()))
+        out[name] = replace(
+            one, name=name, path=(name,), shape=(at, *one.shape[1:]), boxes=tuple(boxes)
+        )
+    return out
 
 
 def _without_outer_name(saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
@@ -109,11 +139,16 @@ def _without_outer_name(saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedT
 
 def _named(name: str, all_names: Collection[str]) -> str:
     """By the names of Transformer Engine's spec. Megatron's local spec has modules of their own for
-    some norms, and calls the norm before experts after a matrix that is not there."""
+    some norms, and calls the norms before experts and before a gated delta net after matrices that
+    are not there."""
     if match := _FUSED.fullmatch(name):
         layer, kind = match.groups()
         if f"{layer}.mlp.linear_fc1.weight" not in all_names:
             return f"{layer}.pre_mlp_layernorm.{kind}"
+    elif match := _FIRST.fullmatch(name):
+        layer, kind = match.groups()
+        if f"{layer}.in_proj.weight" in all_names:
+            return f"{layer}.in_proj.layer_norm_{kind}"
     elif match := _NORM.fullmatch(name):
         layer, norm, kind = match.groups()
         if f"{layer}.{_BEFORE[norm]}.weight" in all_names:

@@ -51,7 +51,8 @@ def saved_by_a_rank(directory: str, out: str, experts: bool = False) -> Any:
             pytest.param(family, experts, marks=pytest.mark.long)
             for family, experts in (
                 ("cohere", False), ("cohere2", False), ("phimoe", False), ("gpt_oss", False),
-                ("gpt_oss", True), ("granitemoe", False), ("granitemoe", True), ("phimoe", True), ("mixtral", True),
+                ("gpt_oss", True), ("granitemoe", False), ("granitemoe", True), ("phimoe", True),
+                ("mixtral", True),
             )
         ),
     ],

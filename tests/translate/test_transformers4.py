@@ -79,7 +79,9 @@ def found(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", [*FIRST, *families.FAMILIES])
-def test_transformers_4_loads_it_with_the_same_logits(found, family):
+def test_transformers_4_loads_it_with_the_same_logits(found, family, judged):
     assert "error" not in found[family], found[family]
     assert not any(found[family]["lists"].values()), found[family]["lists"]
     assert found[family]["apart"] <= 1e-5
+    layout = "hf_tp" if family in families.WIDE_NORMS else "mcore_te"
+    judged(family, layout, exports=["transformers 4"], at="2")

@@ -16,11 +16,15 @@ Where mbridge and Hugging Face differ, which the tests go around:
   reads float8 only; here it reads and pads as for the others.
 - mbridge does not export experts cut otherwise than layers where ep is 1 or etp above tp.
 And Megatron-core: its all-to-all dispatcher needs a GPU, so the experts' tokens are gathered; its
-local attention takes no values of another width than keys and no ALiBi, so DeepSeek's and Falcon
-RW's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon), so the sum of the two is
-here, over modules that are all its own; it refuses experts with biases (GPT-OSS) that tensor
-parallelism would cut. Its legacy experts need a GPU's package for one product, which is here a loop
-over experts; the model's other names are the local spec's, renamed as for mbridge.
+local attention takes no values of another width than keys and no ALiBi, so DeepSeek's, Falcon RW's
+and BLOOM's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon, GPT-J, Cohere), so
+the sum of the two is here, over modules that are all its own; its biases are everywhere or nowhere,
+so GPT-J's and PhiMoE's attention has a config of its own; its GPTModel has no bias of the output
+(GPT-J, PhiMoE), no norm of the embedding (BLOOM) and no norm without a bias (Cohere), so these are
+put in; PhiMoE's choice of experts is transformers'; OPT's positions are counted from 2; it refuses
+experts with biases (GPT-OSS) that tensor parallelism would cut. Its legacy experts need a GPU's
+package for one product, which is here a loop over experts; the model's other names are the local
+spec's, renamed as for mbridge.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_shared_experts": 1},
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
+    "cohere2": {"sliding_window": 64},
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = (
@@ -61,6 +66,7 @@ BY_HAND = (
     "gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "starcoder2", "falcon", "falcon_7b",
     "falcon_rw",
 )  # fmt: skip
+MORE_BY_HAND = ("gptj", "opt", "bloom", "cohere", "cohere2")
 CASES = [
     *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
     *(
@@ -72,9 +78,15 @@ CASES = [
     *(pytest.param(family, 2, 2) for family in ("qwen2_moe", "glm4_moe")),
     pytest.param("gpt_oss", 1, 2),
     *(
+        pytest.param(family, 2, 1, marks=[] if family in ("gptj", "bloom") else [pytest.mark.long])
+        for family in MORE_BY_HAND
+    ),
+    pytest.param("phimoe", 2, 2),
+    pytest.param("phimoe", 2, 1, marks=pytest.mark.long),
+    *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
-        for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
-                            (1, 8, ("gpt_oss", "deepseek_v3")))
+        for t, ep, some in ((4, 1, (*BY_HAND, *MORE_BY_HAND, "deepseek_v3")),
+                            (1, 8, ("gpt_oss", "deepseek_v3", "phimoe")))
         for family in some
     ),
 ]  # fmt: skip
@@ -105,8 +117,9 @@ def hub(tmp_path_factory) -> Callable[[str], tuple[Any, State, Path]]:
 
 
 @pytest.mark.parametrize(("family", "t", "ep"), CASES)
-def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family, t, ep):
+def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family, t, ep, judged):
     agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, t)
+    say(judged, family, t, ep)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +132,20 @@ def test_megatron_and_the_tables_agree_both_ways(tmp_path, megatron, hub, family
     ],
 )
 def test_megatron_agrees_where_experts_are_cut_otherwise_than_layers(
-    tmp_path, megatron, hub, family, t, ep, etp
+    tmp_path, megatron, hub, family, t, ep, etp, judged
 ):
     agree_both_ways(tmp_path, megatron, hub(family), family, t, ep, etp)
+    say(judged, family, t, ep)
+
+
+def say(judged: Callable[..., None], family: str, t: int, ep: int) -> None:
+    """What `agree_both_ways` compared."""
+    for layout in HELD:
+        legacy = layout == "mcore_te_legacy"
+        if family in SPARSE or not legacy:
+            judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED and not legacy else [])]
+            at = f"{t}×{ep}" if ep > 1 else f"{t}"
+            judged(family, layout, exports=judges, imports=judges, at=at)
 
 
 def agree_both_ways(

@@ -20,11 +20,15 @@ Where mbridge and Hugging Face differ, which the tests go around:
 - mbridge builds vision-language models with Transformer Engine alone, so it fills and exports
   tensors of the shapes that `import_hf` wrote, and no model.
 And Megatron-core: its all-to-all dispatcher needs a GPU, so the experts' tokens are gathered; its
-local attention takes no values of another width than keys and no ALiBi, so DeepSeek's and Falcon
-RW's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon), so the sum of the two is
-here, over modules that are all its own; it refuses experts with biases (GPT-OSS) that tensor
-parallelism would cut. Its legacy experts need a GPU's package for one product, which is here a loop
-over experts; the model's other names are the local spec's, renamed as for mbridge.
+local attention takes no values of another width than keys and no ALiBi, so DeepSeek's, Falcon RW's
+and BLOOM's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon, GPT-J, Cohere), so
+the sum of the two is here, over modules that are all its own; its biases are everywhere or nowhere,
+so GPT-J's and PhiMoE's attention has a config of its own; its GPTModel has no bias of the output
+(GPT-J, PhiMoE), no norm of the embedding (BLOOM) and no norm without a bias (Cohere), so these are
+put in; PhiMoE's choice of experts is transformers'; OPT's positions are counted from 2; it refuses
+experts with biases (GPT-OSS) that tensor parallelism would cut. Its legacy experts need a GPU's
+package for one product, which is here a loop over experts; the model's other names are the local
+spec's, renamed as for mbridge.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
     "llama4_text": {"attention_chunk_size": 64},  # Megatron has no attention in chunks
+    "cohere2": {"sliding_window": 64},
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = (
@@ -67,6 +72,7 @@ BY_HAND = (
     "gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "starcoder2", "falcon", "falcon_7b",
     "falcon_rw",
 )  # fmt: skip
+MORE_BY_HAND = ("gptj", "opt", "bloom", "cohere", "cohere2")
 CASES = [
     *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
     *(
@@ -82,9 +88,15 @@ CASES = [
         pytest.param(family, 2, 2, marks=pytest.mark.long) for family in next_families.FAMILIES
     ),
     *(
+        pytest.param(family, 2, 1, marks=[] if family in ("gptj", "bloom") else [pytest.mark.long])
+        for family in MORE_BY_HAND
+    ),
+    pytest.param("phimoe", 2, 2),
+    pytest.param("phimoe", 2, 1, marks=pytest.mark.long),
+    *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
-        for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
-                            (1, 8, ("gpt_oss", "deepseek_v3")))
+        for t, ep, some in ((4, 1, (*BY_HAND, *MORE_BY_HAND, "deepseek_v3")),
+                            (1, 8, ("gpt_oss", "deepseek_v3", "phimoe")))
         for family in some
     ),
 ]  # fmt: skip
@@ -141,9 +153,10 @@ def say(judged: Callable[..., None], family: str, t: int, ep: int, etp: int | No
     at = f"{t}×{ep}" if ep > 1 else str(t)
     at = at if etp is None else f"{t}×{ep}×{etp}"
     family = family.removesuffix("_sequential")
-    judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED else [])]
     for layout in HELD:
-        if family in SPARSE or layout != "mcore_te_legacy":
+        legacy = layout == "mcore_te_legacy"
+        judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED and not legacy else [])]
+        if family in SPARSE or not legacy:
             judged(family, layout, exports=judges, imports=judges, at=at)
     if math.lcm(t, ep * (t if etp is None else etp)) == 2:
         judged(family, "Megatron torch_dist", exports=["Megatron-core"], at=at)

@@ -157,11 +157,12 @@ FAMILIES = (
         in_bridge=(("model.visual.", "vision_model."),),
     ),
     Family(
-        "gemma3", _renamed("gemma3_text", *_GEMMA_TEXT), _TEXT["gemma3_text"].drop, section="text_config",
+        "gemma3", _renamed("gemma3_text", *_GEMMA_TEXT), _TEXT["gemma3_text"].drop,
+        section="text_config",
         defaults={"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4,
                   "head_dim": 256, "vocab_size": 262208},  # which releases leave out
         towers={"vision": Family("SigLIP", (*_SIGLIP, *_PROJECTOR), derive=_siglip,
-                                defaults={"in_channels": 3}, keys={"in_channels": "num_channels"},
+                                defaults={"num_channels": 3}, keys={"in_channels": "num_channels"},
                                 section="vision_config")},
         in_memory=(
             ("language_model.lm_head.", "lm_head."),

@@ -162,6 +162,21 @@ def test_megatron_bridge_makes_of_each_tensor_what_the_table_says(tmp_path, hub,
         judged(family, "mcore_te", exports=exports, imports=["megatron-bridge"], at=str(t))
 
 
+def test_a_gemma_with_a_head_of_its_own(tmp_path):
+    """No release has one; its name is that of `save_pretrained`."""
+    model = vision.model("gemma3", tie_word_embeddings=False)
+    state = vision.released(model, tmp_path / "hub")
+    assert "language_model.lm_head.weight" in state
+    cuts = each_rank(lambda r, e: vision.bridge("gemma3", state, 2, r), 2)
+    known = model, state, tmp_path / "hub"
+    assert_there_and_back(tmp_path, known, "mcore_te", cuts, 2)
+    paths = written(
+        tmp_path / "live", each_rank(lambda r, e: vision.hf_tp("gemma3", model, 2, r), 2)
+    )
+    export_hf(paths, tmp_path / "live-hf", tp=2, config=model.config)
+    assert_the_original(tmp_path / "live-hf", model, state)
+
+
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_a_checkpoint_of_an_import_exports_to_the_original(tmp_path, hub, judged, family):
     model, state, directory = hub(family)

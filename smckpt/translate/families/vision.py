@@ -115,6 +115,9 @@ def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes
 
 
+_GEMMA_TEXT = tuple((name, f"language_model.{name}") for name in ("model.", "lm_head."))
+
+
 def _renamed(family: str, *changes: tuple[str, str]) -> tuple[Row, ...]:
     """The language model's table under the names that it has beside a tower."""
     return _TEXT[family].hub.renamed(family, *changes).rows
@@ -154,14 +157,15 @@ FAMILIES = (
         in_bridge=(("model.visual.", "vision_model."),),
     ),
     Family(
-        "gemma3", _renamed("gemma3_text", ("model.", "language_model.model.")),
-        _TEXT["gemma3_text"].drop, section="text_config",
+        "gemma3", _renamed("gemma3_text", *_GEMMA_TEXT), _TEXT["gemma3_text"].drop,
+        section="text_config",
         defaults={"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4,
                   "head_dim": 256, "vocab_size": 262208},  # which releases leave out
         towers={"vision": Family("SigLIP", (*_SIGLIP, *_PROJECTOR), derive=_siglip,
-                                defaults={"in_channels": 3}, keys={"in_channels": "num_channels"},
+                                defaults={"num_channels": 3}, keys={"in_channels": "num_channels"},
                                 section="vision_config")},
         in_memory=(
+            ("language_model.lm_head.", "lm_head."),
             ("language_model.model.", "model.language_model."),
             ("vision_tower.vision_model.", "model.vision_tower."),
             ("multi_modal_projector.", "model.multi_modal_projector."),

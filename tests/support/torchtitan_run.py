@@ -3,7 +3,7 @@
 Run with the folder of a Hugging Face model and a file of torchtitan's names. Writes into the folder
 the state of the model that the adapter filled and its logits, with query, key and value in one
 module (`titan1.pt`, `logits1.pt`) and in three (`…0.pt`); and the file by Hugging Face's names, as
-the adapter has them (`hf.pt`); and `dcp`, which torchtitan's checkpointer would have written.
+the adapter has them (`hf.pt`), and beside each further file the same of it; and `dcp`, which torchtitan's checkpointer would have written.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def save_as_trainer(model: Any, folder: Path) -> None:
     dcp.save({**others, **ModelWrapper(model).state_dict()}, checkpoint_id=folder)
 
 
-def main(folder: Path, theirs: Path) -> None:
+def main(folder: Path, theirs: Path, *others: Path) -> None:
     from safetensors.torch import load_file
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
@@ -86,7 +86,9 @@ def main(folder: Path, theirs: Path) -> None:
         torch.save({"model": model.state_dict()}, folder / f"titan{int(fused)}.pt")
     save_as_trainer(model, folder / "dcp")
     torch.save(adapter.to_hf(load_file(theirs)), folder / "hf.pt")
+    for path in others:
+        torch.save(adapter.to_hf(load_file(path)), path.with_suffix(".pt"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

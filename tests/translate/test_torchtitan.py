@@ -6,18 +6,41 @@ names were Meta's (`meta`); they are `torchtitan` now, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smckpt.translate import export_hf, import_hf
 from tests.support import interpreters, torchtitan_run
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
+
+
+def swapped(held: State) -> State:
+    one, two = (f"layers.{i}.feed_forward.w1.weight" for i in (0, 1))
+    return {one: held[two], two: held[one]}
+
+
+def in_the_hubs_order(held: State) -> State:
+    """A head's rotary rows in two halves, as Hugging Face has them, and not in pairs."""
+    name = "layers.0.attention.qkv_linear.wq.weight"
+    halves = held[name].view(ref.H, ref.D // 2, 2, -1).transpose(1, 2)
+    return {name: halves.reshape(held[name].shape).contiguous()}
+
+
+def of_one_rank_of_two(held: State) -> State:
+    name = "layers.1.feed_forward.w3.weight"
+    return {name: held[name].chunk(2)[0].contiguous()}
+
+
+WRONG: dict[str, Callable[[State], State]] = {
+    "swapped": swapped, "order": in_the_hubs_order, "degree": of_one_rank_of_two,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +52,11 @@ def titan(tmp_path_factory) -> tuple[Any, State, Path]:
     state = ref.on_disk(model, folder)
     report = import_hf(folder, folder / "theirs", "torchtitan", prefix="")
     theirs = folder / "theirs" / report.files[0]
-    interpreters.run(python, torchtitan_run.__file__, folder, theirs)
+    others = [folder / f"{name}.safetensors" for name in WRONG]
+    for path, change in zip(others, WRONG.values(), strict=True):
+        held = load_file(theirs)
+        save_file(held | change(held), path)
+    interpreters.run(python, torchtitan_run.__file__, folder, theirs, *others)
     return model, state, folder
 
 
@@ -62,6 +89,21 @@ def test_an_import_is_what_torchtitans_adapter_reads(titan):
     (read,) = (folder / "theirs").glob("data-*.safetensors")
     assert_same(load_file(read), theirs)
     assert_same(torch.load(folder / "hf.pt"), state)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("swapped", [f"model.layers.{i}.mlp.gate_proj.weight" for i in (0, 1)]),
+        ("order", ["model.layers.0.self_attn.q_proj.weight"]),
+        ("degree", ["model.layers.1.mlp.up_proj.weight"]),
+    ],
+)
+def test_torchtitans_adapter_sees_what_is_wrong(titan, what, names):
+    _, state, folder = titan
+    found = torch.load(folder / f"{what}.pt")
+    assert found.keys() == state.keys()
+    assert [n for n in sorted(state) if not torch.equal(found[n], state[n])] == names
 
 
 def test_metas_names_are_the_same_in_other_words(tmp_path, titan):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
 from smckpt import errors, export_hf
@@ -228,6 +228,36 @@ def test_bit_for_bit_what_peft_merges_and_saves(tmp_path, kind, monkeypatch, jud
     assert_same_files(tmp_path / "hf", tmp_path / "merged")
     assert_same_files(tmp_path / "hf2", tmp_path / "merged")
     judged(family, "PEFT", exports=["PEFT", "save_pretrained"])
+
+
+@pytest.mark.parametrize("what", ["a swapped tensor", "a wrong rank's scale", "a lost tensor"])
+def test_peft_sees_what_is_wrong_in_an_adapter(tmp_path, what):
+    """Its own merge of such a directory is another model than ours of the right one."""
+    model = changed("linear")
+    given = {"lora_config": model.peft_config}
+    checkpoint = saved(tmp_path, model.state_dict())
+    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    export_hf(checkpoint, tmp_path / "adapter", lora="adapter", **given)
+
+    def merged() -> Path:
+        made = PeftModel.from_pretrained(tiny("llama", "bfloat16"), str(tmp_path / "adapter"))
+        made.merge_and_unload().save_pretrained(tmp_path / "merged")
+        return tmp_path / "merged"
+
+    assert_same_files(tmp_path / "hf", merged())
+    at = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(at)
+    one, two = (f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in (0, 1))
+    config = tmp_path / "adapter" / "adapter_config.json"
+    if what == "a wrong rank's scale":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
+    elif what == "a lost tensor":
+        del state[one]
+    else:
+        state[one], state[two] = state[two], state[one]
+    save_file(state, at, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        assert_same_files(tmp_path / "hf", merged())
 
 
 def test_experts_whose_order_does_not_show_are_refused(tmp_path):

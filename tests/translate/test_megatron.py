@@ -37,6 +37,7 @@ import dataclasses
 import json
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,39 @@ def say(judged: Callable[..., None], family: str, t: int, ep: int, etp: int | No
             judged(family, layout, exports=judges, imports=judges, at=at)
     if math.lcm(t, ep * (t if etp is None else etp)) == 2:
         judged(family, "Megatron torch_dist", exports=["Megatron-core"], at=at)
+
+
+@pytest.mark.parametrize("what", ["a swapped tensor", "ranks in another order", "a wrong degree"])
+def test_megatron_sees_what_is_wrong(tmp_path, megatron, hub, what):
+    """It refuses shards of another degree, and writes another model from the others."""
+    _, state, folder = hub("llama")
+    t = 1 if what == "a wrong degree" else 2
+    report = import_hf(folder, tmp_path / "in", "mcore_local", tp=t, prefix="",
+                       pad_vocab_to_multiple_of=64)  # fmt: skip
+    files = [tmp_path / "in" / name for name in report.files]
+    if what == "a swapped tensor":
+        one, two = (f"decoder.layers.{i}.self_attention.linear_qkv.weight" for i in (0, 1))
+        for path in files:
+            held = load_file(path)
+            save_file({**held, one: held[two], two: held[one]}, path)
+    elif what == "ranks in another order":
+        held = load_file(files[0])
+        save_file(load_file(files[1]), files[0])
+        save_file(held, files[1])
+    else:  # both ranks would read the whole model
+        shutil.copy(files[0], files[0].with_name("data-000000000000-r00001-0.safetensors"))
+    job = {"hf": str(folder), "ranks": str(tmp_path / "in"), "out": str(tmp_path), "legacy": None,
+           "world": 2, "seconds": 100, "tp": 2, "ep": 1, "etp": 2, "dist": None}  # fmt: skip
+    if what == "a wrong degree":
+        with pytest.raises(AssertionError, match="size mismatch"):
+            megatron(job)
+        return
+    megatron(job)
+    found = torch.load(tmp_path / "exported.pt")
+    assert found.keys() == state.keys()
+    differ = {n.split(".")[-2] for n in state if not torch.equal(found[n], state[n])}
+    assert differ >= {"q_proj", "k_proj", "v_proj"}
+    assert ("o_proj" in differ) == (what == "ranks in another order")
 
 
 def agree_both_ways(

@@ -169,6 +169,25 @@ def test_a_real_torch_sagemaker_is_not_shadowed_unless_told(
     del sys.modules["torch.sagemaker"], torch.sagemaker
 
 
+@pytest.mark.parametrize(
+    ("door", "real"), [("nvrx", "nvidia_resiliency_ext.checkpointing"), ("nemo", "nemo.utils")]
+)
+def test_real_packages_of_other_doors_are_not_shadowed_unless_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, door: str, real: str
+) -> None:
+    (tmp_path / real.replace(".", "/")).mkdir(parents=True)
+    for folder in (tmp_path / real.replace(".", "/"), tmp_path / real.partition(".")[0]):
+        (folder / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="--shadow"):
+        provide([door])
+    with provide([door], shadow=True):
+        assert not hasattr(importlib.import_module(real), "real")
+    assert importlib.import_module(real).real
+    for name in [name for name in sys.modules if name.partition(".")[0] == real.partition(".")[0]]:
+        del sys.modules[name]
+
+
 def test_another_torch_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker_places, "TESTED", ("2.1",))
     before = names()

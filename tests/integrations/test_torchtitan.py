@@ -17,6 +17,7 @@ import smckpt
 from smckpt.cli.app import app
 from tests.support import child
 from tests.support.interpreters import run, torchtitan
+from tests.translate.test_released import deepseek
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_train.py"
 
@@ -176,6 +177,22 @@ def test_torchtitans_own_fields_decide_when_it_saves_and_when_it_waits(top: Path
     assert steps(folder) == ["step-1", "step-2"]
     _, said = train(folder, ranks=1, fails=True, initial_load_in_hf_quantized=True)
     assert "initial_load_in_hf_quantized requires initial_load_in_hf" in said
+
+
+@pytest.mark.long
+def test_a_run_begins_with_a_release_in_float8(tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    wanted = deepseek(released, (128, 128), hidden_size=192, moe_intermediate_size=136)
+    names = dict.fromkeys(load_file(released / "model.safetensors"), "model.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (released / "model.safetensors.index.json").write_text(json.dumps(index))
+    script = SCRIPT.parent / "torchtitan_float8.py"
+    done = child.script(script, str(released), str(tmp_path), python=torchtitan(), ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    held = load_file(tmp_path / "held.safetensors")
+    assert held.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(held[name].to(tensor.dtype), tensor), name
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
+from smckpt.translate.deepspeed import open_universal, open_zero3
 from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.pickled import Inert
@@ -28,9 +29,8 @@ _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")  # tensor, pipeline, 
 _NEMO_RANK = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 _MODEL = "model_optim_rng.pt"
 _NEMO = "model_weights.ckpt"
-_DEEPSPEED_LATEST = "latest"
+_DEEPSPEED_LATEST = ("latest", "latest_universal")
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt")
-_ZERO3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 _STAGE = re.compile(r"layer_\d+-.*model_.*states\.pt")
 _SHORT = 64 << 10  # bytes of a file with a name in it
 
@@ -154,19 +154,23 @@ def _refuse_order(paths: Sequence[str]) -> None:
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
 
-def _deepspeed(folder: Folder) -> RankFilesFound | None:
+def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
     rank's file has the whole of its weights."""
-    if _DEEPSPEED_LATEST in folder.files:
-        tag = folder.read(_DEEPSPEED_LATEST, _SHORT).decode(errors="replace").strip()
-        if tag in folder.folders:
-            folder = folder.at(tag)
-    if any(_ZERO3.fullmatch(name) or _STAGE.fullmatch(name) for name in folder.files):
+    for latest in _DEEPSPEED_LATEST:
+        if latest in folder.files:
+            tag = folder.read(latest, _SHORT).decode(errors="replace").strip()
+            if tag in folder.folders:
+                folder = folder.at(tag)
+                break
+    # a universal checkpoint has copies of stage 3's model_states
+    parts = open_universal(folder) or open_zero3(folder)
+    if parts is not None:
+        return parts
+    if any(map(_STAGE.fullmatch, folder.files)):
         raise UsageError(
-            "this is a checkpoint of DeepSpeed, in ZeRO stage 3 or pipeline stages: the weights "
-            "are in parts that smckpt does not join",
-            remedy="run DeepSpeed's own zero_to_fp32.py, which is in the directory above, and pass "
-            "the files that it writes",
+            "this is a checkpoint of DeepSpeed in pipeline stages: each layer has files of its own",
+            remedy="make a universal checkpoint (DeepSpeed's ds_to_universal.py), and pass that",
             path=folder.url,
         )
     found = [name for name in folder.files if _DEEPSPEED.fullmatch(name)]

@@ -142,15 +142,6 @@ def test_deepspeeds_weights_are_exported_up_to_stage_2(tmp_path, llama):
         export_hf(tmp_path / "ranks", tmp_path / "no", config=model.config)
 
 
-@pytest.mark.parametrize(
-    "name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
-)
-def test_deepspeeds_parts_of_weights_are_refused_by_name(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(errors.UsageError, match=r"DeepSpeed.*zero_to_fp32\.py"):
-        export_hf(tmp_path, tmp_path / "hf")
-
-
 def test_other_formats_are_refused_by_name(tmp_path):
     for folder, file, told in (
         ("zarr", "common.pt", "in its format zarr.*torch_dist"),

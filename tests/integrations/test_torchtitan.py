@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import smckpt
 from smckpt.cli.app import app
+from smckpt.translate import import_hf
 from tests.support import child
 from tests.support.interpreters import run, torchtitan
 from tests.translate.test_released import deepseek
@@ -282,3 +283,20 @@ def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
     wanted = load_file(file)
     assert found.keys() == wanted.keys()
     assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
+@pytest.mark.long
+def test_a_run_begins_with_an_import_from_hugging_face(
+    straight: list[dict[str, Any]], top: Path, judged: Any
+) -> None:
+    """As one begins that torchtitan reads from the same files itself."""
+    judged("llama", "torchtitan, its trainer", imports=["torchtitan"])
+    base = top / "to import"
+    exported(top / "straight" / "checkpoint" / "step-6", base, LLAMA)
+    import_hf(base, top / "imported", "torchtitan", prefix="")
+    ours, _ = train(top / "from ours", steps=2, initial_load_path=str(top / "imported"))
+    given = {"initial_load_path": str(base), "initial_load_in_hf": True}
+    theirs, _ = train(top / "from theirs", steps=2, **given)
+    assert [its["losses"] for its in ours] == [its["losses"] for its in theirs]
+    assert [its["digest"] for its in ours] == [its["digest"] for its in theirs]
+    assert ours[0]["loaded"] is True and ours[0]["began"] == 0

@@ -125,10 +125,10 @@ class LayoutRow:
         unknown = [role for role in self.roles if role not in ROLES]
         least, most = _HOW[self.how]
         if unknown or not least <= len(self.roles) <= most:
+            counts = {least: f"{least}", least + 1: f"{least} or {most}"}
             raise UsageError(
                 f"the row {self.name} has roles={self.roles!r}, how={self.how!r}",
-                remedy=f"it takes {least if least == most else f'{least} or more'} of "
-                f"{', '.join(ROLES)}",
+                remedy=f"it takes {counts.get(most, f'{least} or more')} of {', '.join(ROLES)}",
             )
         if self.copies != "equal" and self.tp is not None:
             raise UsageError(

@@ -143,7 +143,7 @@ def test_a_row_that_says_two_things_at_once_is_refused():
         LayoutRow("w", ("e_up",), stacked=True, folded="up")
     for wrong, words in (
         ({"how": "interlaved"}, "how='interlaved'"),
-        ({"how": "interleaved"}, "it takes 3 or more of"),
+        ({"how": "interleaved"}, "it takes 3 or 4 of"),
         ({"roles": ("query",)}, "roles=.'query'"),
         ({"roles": ()}, "roles=..,"),
         ({"tp": 2}, "tp=2"),

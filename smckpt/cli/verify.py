@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -57,6 +58,8 @@ def verify(
 ) -> None:
     """Compare every byte of CHECKPOINT with its checksum, or check an exported model with --hf.
 
+    CHECKPOINT may also be of torch (DCP, torch.save): its tensors are compared with its CRC-32s.
+
     Exit status: 0 all is right, 1 something is wrong (with --restorable-at: it does not load), 2 it
     could not be checked.
     """
@@ -77,9 +80,22 @@ def verify(
             raise click.UsageError("--restorable-at reads no data: leave --quick out")
         _restorable(checkpoint, geometry, as_json)
     from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.errors import CheckpointNotFoundError, StorageError
 
     with progress_bar("verifying", quiet=as_json or quick) as progress:
-        report = verify_checkpoint(checkpoint, quick=quick, threads=threads, progress=progress)
+        try:
+            report = verify_checkpoint(checkpoint, quick=quick, threads=threads, progress=progress)
+        except (CheckpointNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and not os.path.isfile(checkpoint):
+                raise
+            from smckpt.translate.verify_foreign import verify_foreign
+
+            found = (
+                None if quick else verify_foreign(checkpoint, threads=threads, progress=progress)
+            )
+            if found is None:
+                raise
+            report = found
     if as_json:
         print_json(report.to_json())
     else:

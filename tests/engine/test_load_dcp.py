@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 import smckpt
 import smckpt.engine.load as engine_load
+from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.engine.test_load_whole import equal
 from tests.support import make_fixture
@@ -223,6 +225,28 @@ def test_what_an_older_torch_saved_is_loaded_and_converted(fixture, tmp_path):
         assert equal(part["model"], wanted["model"])
     smckpt.convert(tmp_path / "ours", tmp_path / "back", to="dcp")
     assert equal(smckpt.load(checkpoint_id=tmp_path / "back"), wanted)
+
+
+def test_verify_reads_what_torch_saved_and_tells_a_changed_byte(tmp_path, capsys):
+    def verified(place: Path) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            app(["verify", str(place)])
+        return ended.value.code, capsys.readouterr().out
+
+    place = tmp_path / "dcp"
+    shutil.copytree(make_fixture.ROOT / "dcp-2.6.0", place)
+    assert verified(place) == (
+        0,
+        "ok: 7 tensors in 2 files, 326 B, of torch.distributed.checkpoint (DCP)\n",
+    )
+    torch.save({"w": torch.ones(3)}, tmp_path / "one.pt")
+    assert verified(tmp_path / "one.pt")[0] == 0
+    file = place / "__1_0.distcp"
+    data = file.read_bytes()
+    at = data.index(torch.tensor([66.0, 68.0]).numpy().tobytes())
+    file.write_bytes(data[:at] + b"\1" + data[at + 1 :])
+    status, said = verified(place)
+    assert status == 1 and "optimizer.state.weight.exp_avg" in said and "__1_0.distcp" in said
 
 
 def test_older_releases_of_torch_are_among_the_fixtures():

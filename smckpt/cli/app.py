@@ -72,7 +72,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal must not end in a traceback
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(format="smckpt: %(message)s", level=logging.WARNING)
     try:
         app()
     except CheckpointError as error:
@@ -91,8 +90,11 @@ def _options(command: list[str]) -> list[str]:
 
 @click.group(name="smckpt", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
-def app() -> None:
+@click.pass_context
+def app(context: click.Context) -> None:
     """Find, show, verify and export smckpt checkpoints."""
+    if context.invoked_subcommand != "run":  # a script sets up its own log, and only once
+        logging.basicConfig(format="smckpt: %(message)s", level=logging.WARNING)
 
 
 @app.command()

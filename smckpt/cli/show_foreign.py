@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +50,11 @@ def _of_files(source: RankFilesFound) -> dict[str, Any]:
     degrees = Degrees.of(source.tp or 1, source.ep or 1)
     reader: TensorReader
     if (pp := source.pp or 1) > 1:
-        stages = open_stages(source.paths, degrees, pp)
-        reader = merged(stages, None, None, os.fspath(source.paths[0]))
+        stages = open_stages(source.files, degrees, pp, source.source)
+        reader = merged(stages, None, None, source.url)
     else:
-        reader = open_files(source.paths, degrees)
-    sizes = {os.fspath(path): os.path.getsize(path) for path in source.paths}
+        reader = open_files(source.files, degrees, source.source)
+    sizes = {name: record.nbytes for name, record in source.files.items()}
     return {
         "path": reader.url,
         "format": source.format,

@@ -114,7 +114,8 @@ def provide(
 
     Raises:
         UsageError: a door is unknown; or a version is untested and `force` is not set; or the real
-            package is installed and `shadow` is not set. Nothing is changed then.
+            package is installed and `shadow` is not set; or the door's framework is not installed.
+            Nothing is changed then.
     """
     chosen = list(_BY_DEFAULT if doors is None else doors)
     for name in chosen:
@@ -125,7 +126,13 @@ def provide(
         for name in chosen:
             module, _, function = DOORS[name].partition(":")
             put = getattr(importlib.import_module(module), function)
-            put(provided, force=force, shadow=shadow)
+            try:
+                put(provided, force=force, shadow=shadow)
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"the door to {name} needs {error.name}, which is not installed here",
+                    remedy=f"install it, or leave {name} out of --for",
+                ) from error
     except BaseException:
         provided.undo()
         raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
-from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import (
     Box,
@@ -15,16 +16,14 @@ from smckpt.layout.strided import (
     Piece,
     Strided,
     covered,
-    elements,
-    execute,
     row_major_strides,
 )
 from smckpt.translate.compile import Block
-from smckpt.translate.mapped import MappedFiles
-from smckpt.translate.pieces import RankTensors
+from smckpt.translate.pieces import RankTensors, TensorKey
+from smckpt.translate.source_files import SourceFiles
 from smckpt.translate.torch_archive import StoredTensor
 
-__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "place_of", "refuse_gaps"]
+__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "place_of", "refuse_gaps", "whole_tensor"]
 
 
 @dataclass(frozen=True)
@@ -61,32 +60,51 @@ class BoxTensors:
     """A `TensorReader` of such tensors. Each box is found when it is first needed, and the CRC of
     its bytes, if there is one, compared when they are first read."""
 
-    def __init__(self, url: str, tensors: Mapping[str, SavedTensor]) -> None:
+    def __init__(
+        self, url: str, tensors: Mapping[TensorKey, SavedTensor], source: SourceFiles
+    ) -> None:
         """
+        Args:
+            tensors: those of each rank, or of all ranks.
+
         Raises:
             CorruptCheckpointError: elements of a tensor are in no box, or in several.
         """
         self.url = url
-        self.held: Mapping[str, RankTensors] = {
-            name: RankTensors(name, t.dtype, {}, t.shape) for name, t in tensors.items()
-        }
         self._tensors = tensors
-        self._files = MappedFiles()
-        self._pieces: dict[tuple[str, int], tuple[Piece, StoredTensor]] = {}
-        for tensor in tensors.values():
+        self._source = source
+        self._pieces: dict[tuple[TensorKey, int], tuple[Piece, StoredTensor]] = {}
+        held: dict[str, RankTensors] = {}
+        for key, tensor in tensors.items():
             refuse_gaps(tensor, url)
+            if key.tp < 0:
+                held[key.name] = RankTensors(key.name, tensor.dtype, {}, tensor.shape)
+                continue
+            others = held[key.name].shards if key.name in held else {}
+            shards = {**others, (key.tp, key.ep): tensor.shape}
+            held[key.name] = RankTensors(key.name, tensor.dtype, shards)
+        self.held: Mapping[str, RankTensors] = held
+
+    def renamed(self, names: Mapping[str, str]) -> BoxTensors:
+        """The tensors of these names under other names: old → new."""
+        tensors = {
+            key._replace(name=names[key.name]): tensor
+            for key, tensor in self._tensors.items()
+            if key.name in names
+        }
+        return BoxTensors(self.url, tensors, self._source)
 
     def plan(self, blocks: Sequence[Block]) -> Sequence[_Taken]:
         out = []
         for block in blocks:
-            tensor = self._tensors[block.source.name]
+            tensor = self._tensors[block.source]
             left = block.copy.numel
             for number, saved in enumerate(tensor.boxes):
                 dense = row_major_strides(saved.box.sizes)
                 copy = self._cut(block, Piece(tensor.name, tensor.shape, saved.box, 0, dense))
                 if copy is None:
                     continue
-                piece, stored = self._found(tensor, number, saved)
+                piece, stored = self._found(block.source, number)
                 if (piece.start, piece.strides) != (0, dense):
                     copy = self._cut(block, piece)
                     assert copy is not None
@@ -103,13 +121,11 @@ class BoxTensors:
     def read(self, plan: Sequence[_Taken], buffers: Sequence[memoryview]) -> None:
         for stored, copy, buffer in plan:
             itemsize = DTYPES[stored.dtype].itemsize
-            memory = self._files.bytes_of(stored.record)
-            memory = memory[: len(memory) // itemsize * itemsize]
-            execute(copy, elements(memory, itemsize), elements(buffers[buffer], itemsize))
-        self._files.let_go(sum(len(buffer) for buffer in buffers))
+            self._source.copy(stored.record, copy, itemsize, buffers[buffer])
+        self._source.let_go(sum(len(buffer) for buffer in buffers))
 
     def close(self) -> None:
-        self._files.close()
+        self._source.close()
 
     def _cut(self, block: Block, piece: Piece) -> Copy | None:
         """As `CheckpointTensors`: a whole tensor is read in any shape, a part in its own."""
@@ -121,18 +137,28 @@ class BoxTensors:
             return block.copy.read_from(piece)
         except ValueError as error:
             raise TopologyError(
-                f"{piece.name} is in several parts, but its experts are folded into its memory",
-                remedy="save it whole, or export the files of ranks",
+                f"{piece.name} is in several parts, or transposed, but its experts are folded into "
+                "its memory",
+                remedy="save it whole and contiguous, or export the files of ranks",
                 path=self.url,
             ) from error
 
-    def _found(
-        self, tensor: SavedTensor, number: int, saved: SavedBox
-    ) -> tuple[Piece, StoredTensor]:
-        key = tensor.name, number
+    def _found(self, source: TensorKey, number: int) -> tuple[Piece, StoredTensor]:
+        key = source, number
         if key not in self._pieces:
-            self._pieces[key] = place_of(tensor, saved)
+            tensor = self._tensors[source]
+            self._pieces[key] = place_of(tensor, tensor.boxes[number])
         return self._pieces[key]
+
+
+def whole_tensor(path: Path, stored: StoredTensor) -> SavedTensor:
+    """A tensor that lies in one place."""
+    box = SavedBox(Box.whole(stored.shape), stored.record.path, partial(_same, stored))
+    return SavedTensor(dotted(path), path, stored.dtype, stored.shape, (box,))
+
+
+def _same(stored: StoredTensor) -> StoredTensor:
+    return stored
 
 
 def place_of(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:
@@ -165,6 +191,8 @@ def refuse_gaps(tensor: SavedTensor, url: str) -> None:
     """
     whole = Box.whole(tensor.shape)
     boxes = [saved.box for saved in tensor.boxes]
+    if boxes == [whole]:
+        return
     outside = [box for box in boxes if box.numel and whole.intersect(box) != box]
     found = covered(whole, [] if outside else boxes)
     if outside or not found.exact:

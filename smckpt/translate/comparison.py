@@ -70,9 +70,15 @@ class Comparison:
             if self._table is None and self._found is None:
                 self._begin(config)
 
-    def names(self, targets: Sequence[Target], where: str) -> Fit | str | None:
+    def names(
+        self, targets: Sequence[Target], where: str, *, memory: bool = False
+    ) -> Fit | str | None:
         """How the tensors of a state dict fit the released model, and which of its tensors they
         make.
+
+        Args:
+            memory: the tensors may be those of a released model; tell how they are made from those
+                in memory.
 
         Returns:
             None if they are those of a family's table; a text with the reason if it is not known.
@@ -80,10 +86,10 @@ class Comparison:
         Raises:
             KeysMismatchError: they are not those of the config's model.
         """
-        if self._is_table({target.name: target.shape for target in targets}):
+        if not memory and self._is_table({target.name: target.shape for target in targets}):
             self._told = True
             return None
-        self._tell(targets, where)
+        self._tell(targets, where, memory)
         self._wait()
         return self._found
 
@@ -161,7 +167,7 @@ class Comparison:
         if self._child is not None:
             self._child.close()
 
-    def _tell(self, targets: Sequence[Target], where: str) -> None:
+    def _tell(self, targets: Sequence[Target], where: str, memory: bool = False) -> None:
         self._where, self._told = where, True
         if self._found is None and any(map(is_quantized, targets)):
             self._found = "the weights are quantized"
@@ -170,9 +176,9 @@ class Comparison:
         shapes = {target.name: tuple(target.shape) for target in targets}
         self._begin(self._config)
         if self._child is not None:
-            self._child.tell(shapes)
+            self._child.tell(shapes, memory)
         else:
-            self._found = compare(self._config, shapes)
+            self._found = compare(self._config, shapes, memory)
 
     def _begin(self, config: Mapping[str, Any]) -> None:
         if self._child is None and not {"torch", "transformers"} <= sys.modules.keys():
@@ -224,8 +230,8 @@ class _Child:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def tell(self, shapes: Mapping[str, Shape]) -> None:
-        self._send(json.dumps(shapes))
+    def tell(self, shapes: Mapping[str, Shape], memory: bool) -> None:
+        self._send(json.dumps([shapes, memory]))
 
     def wait(self) -> None:
         if self._process is None:

@@ -4,7 +4,6 @@ exported directory with it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ __all__ = [
     "GivenLayout",
     "find_contents",
     "head_notes",
+    "renamed",
     "whole_tensors",
 ]
 
@@ -134,7 +134,7 @@ def find_contents(
         as `export_hf`.
     """
     family = settings.values["model_type"] if settings is not None else None
-    source = open_source(checkpoint)
+    source = open_source(checkpoint, access)
     if isinstance(source, RankFilesFound):
         _refuse_prefix(prefix)
         made = _of_files(source, settings, said, naming, comparison)
@@ -218,16 +218,16 @@ def _of_files(
     if said.pp not in (None, files.pp or said.pp):
         raise UsageError(
             f"pp={said.pp}, but there are {files.pp} pipeline stages", remedy="leave pp= out",
-            path=os.fspath(files.paths[0]),
+            path=files.url,
         )  # fmt: skip
     pp = said.pp or files.pp or 1
     reader: TensorReader
     if pp > 1:
-        stages = open_stages(files.paths, told.degrees, pp)
-        reader = merged(stages, _layers(settings), said.vpp, os.fspath(files.paths[0]))
+        stages = open_stages(files.files, told.degrees, pp, files.source)
+        reader = merged(stages, _layers(settings), said.vpp, files.url)
     else:
-        said.refuse_chunks(os.fspath(files.paths[0]))
-        reader = open_files(files.paths, told.degrees)
+        said.refuse_chunks(files.url)
+        reader = open_files(files.files, told.degrees, files.source)
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
@@ -331,7 +331,7 @@ def _named(
             if settings is not None:
                 notes.append(f"the names are those of the state dict: {fit}")
         elif fit is not None:
-            targets = targets if fit.hub is None else _renamed(fit.hub, targets)
+            targets = targets if fit.hub is None else renamed(fit.hub, targets)
             kept = _kept_of_model(fit, [*targets, *further])
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
@@ -344,7 +344,7 @@ def _named(
     )  # fmt: skip
 
 
-def _renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
+def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
     """The hub's tensors, made from those of a state dict, and proven before anything is read.
     Tensors that the model does not have keep their names."""
     stored = {target.name: target for target in targets}

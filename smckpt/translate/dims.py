@@ -23,8 +23,8 @@ class Dims:
 
     layers: its own; those that predict further tokens follow them. true: the words that are true in
         a row's `when` for all of them. once: roles outside the layers. kinds: the words that are
-        true for each layer. roles_of: all roles of a layer of a kind. parts: the sizes of the
-        family's further parts.
+        true for each layer. roles_of: all roles of a layer of a kind. towers: the sizes of the
+        family's towers.
     """
 
     family: Family
@@ -36,10 +36,10 @@ class Dims:
     once: frozenset[str]
     kinds: tuple[frozenset[str], ...]
     roles_of: Mapping[frozenset[str], frozenset[str]]
-    parts: Mapping[str, Dims] = field(default_factory=dict)
+    towers: Mapping[str, Dims] = field(default_factory=dict)
 
-    def of(self, part: str) -> Dims:
-        return self.parts[part] if part else self
+    def of(self, tower: str) -> Dims:
+        return self.towers[tower] if tower else self
 
     def shape(self, role: str) -> Shape:
         return tuple(self.sizes[letter] for letter in ROLES[role])
@@ -70,9 +70,9 @@ def read_dims(
 
 
 def _dims(
-    family: Family, config: Mapping[str, Any], predicting: int = 0, *, part: bool = False
+    family: Family, config: Mapping[str, Any], predicting: int = 0, *, tower: bool = False
 ) -> Dims:  # fmt: skip
-    if part and not isinstance(config.get(family.section), Mapping):
+    if tower and not isinstance(config.get(family.section), Mapping):
         raise UsageError(
             f"the config has no section {family.section}, which describes {family.name}",
             remedy="pass the model's own, complete config",
@@ -94,7 +94,7 @@ def _dims(
     return Dims(
         family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, kinds, roles_of,
-        {name: _dims(further, config, part=True) for name, further in family.parts.items()},
+        {name: _dims(own, config, tower=True) for name, own in family.towers.items()},
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _sizes(
         "Q": q, "K": k, "O": q, "D": heads.size, "E": _experts(config),
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
-        "1": 1, "H": heads.groups * heads.per_group, "T": 2 * hidden,
+        "1": 1, "H": heads.groups * heads.per_group, "G": heads.groups, "T": 2 * hidden,
         **(_latent(config) if family.latent else {}), **_linear(config), **_tower(config, hidden),
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.errors import UsageError
 from smckpt.storage import Access, access_to
+from smckpt.translate.adapter import find_peft_contents
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison
@@ -27,7 +28,6 @@ from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, 
 from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
-from smckpt.translate.merged import find_peft_contents
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
 from smckpt.translate.sidecars import tokenizer_of, write_sidecars
 from smckpt.translate.stages import Planned, Stages

@@ -9,20 +9,25 @@ from typing import Any
 
 from smckpt.translate.table import LayoutRow, TensorLayout, predicting, rows
 
-__all__ = ["HF_TP", "Family"]
+__all__ = ["HF_TP", "Family", "packed_experts"]
 
 # The dimension of a role that transformers' own tensor parallelism cuts.
 HF_TP: Mapping[str, int] = {
-    **dict.fromkeys(("embed", "head", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("embed", "head", "head_b", "q", "k", "v", "gate", "up", "fc1"), 0),
     **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
     **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
 }
 _TIED = "tie_word_embeddings"
-_PACKED = (  # as transformers 5 holds experts in memory
-    LayoutRow("mlp.gate.weight", ("router",)),
-    LayoutRow("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, stacked=True),
-    LayoutRow("mlp.experts.down_proj", ("e_down",), tp=1, stacked=True),
-)
+
+
+def packed_experts(block: str = "mlp", router: str = "gate") -> tuple[LayoutRow, ...]:
+    """A layer's router and experts as transformers 5 has them in memory."""
+    gate_up = ("e_gate", "e_up")
+    return (
+        LayoutRow(f"{block}.{router}.weight", ("router",)),
+        LayoutRow(f"{block}.experts.gate_up_proj", gate_up, "per_rank", 0, stacked=True),
+        LayoutRow(f"{block}.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,13 @@ class Family:
         bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
     hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
         this family.
-    parts: further parts of the model, such as a vision tower, by name. Each has rows, layers and
-        sizes of its own.
-    section: the section of the config that describes this part, where the config has it.
+    packed: a layer's router and experts as transformers 5 has them in memory.
+    towers: what the model has beside its language model, by name: a vision tower and the like.
+        Each has rows, layers and sizes of its own.
+    section: the section of the config that describes the language model, or this tower.
     in_memory: the parts of released names that are otherwise in the memory of transformers 5, each
         with what stands there, in this order.
-    in_bridge: the same for the names of further parts in Megatron Bridge.
+    in_bridge: the same for the names of towers in Megatron Bridge.
     """
 
     name: str
@@ -58,7 +64,8 @@ class Family:
     fp32: tuple[str, ...] = ()
     fp32_beside_float16: tuple[str, ...] = ()
     hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
-    parts: Mapping[str, Family] = field(default_factory=dict)
+    packed: tuple[LayoutRow, ...] = packed_experts()
+    towers: Mapping[str, Family] = field(default_factory=dict)
     section: str = ""
     in_memory: tuple[tuple[str, str], ...] = ()
     in_bridge: tuple[tuple[str, str], ...] = ()
@@ -66,29 +73,27 @@ class Family:
     @cached_property
     def hub(self) -> TensorLayout:
         """The table of the released checkpoints, as a layout of one rank."""
-        return TensorLayout(self.name, self.rows + self.further_rows, self.drop)
+        return TensorLayout(self.name, self.rows + self.tower_rows, self.drop)
 
     @property
-    def further_rows(self) -> tuple[LayoutRow, ...]:
-        """The rows of the further parts."""
-        return tuple(row for name, part in self.parts.items() for row in rows("", part.rows, name))
+    def tower_rows(self) -> tuple[LayoutRow, ...]:
+        """The rows of all towers."""
+        return tuple(row for name, own in self.towers.items() for row in rows("", own.rows, name))
 
     @property
     def live(self) -> TensorLayout | None:
         """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
         if self.hf_tp is None:
             return None
+        packed = {role for row in self.packed for role in row.roles}
         out: list[LayoutRow] = []
-        packed = "e_down" not in self.hf_tp
         for row in self.rows:
-            if packed and (row.of_experts or row.roles == ("router",)):
-                if row.roles == ("router",):
-                    layer = row.name[: row.name.index("}.") + 2]
-                    out += (predicting if row.predicts else rows)(layer, _PACKED)
-                continue
-            how = "per_rank" if row.of_experts and len(row.roles) > 1 else row.how
-            out.append(replace(row, tp=self.hf_tp.get(row.roles[0]), how=how))
-        table = (*out, *self.further_rows)
+            if row.roles == ("router",):
+                layer = row.name[: row.name.index("}.") + 2]
+                out += (predicting if row.predicts else rows)(layer, self.packed)
+            elif not row.of_experts and packed.isdisjoint(row.roles):
+                out.append(replace(row, tp=self.hf_tp.get(row.roles[0])))
+        table = (*out, *self.tower_rows)
         return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
             "hf_tp", *self.in_memory
         )
@@ -100,7 +105,7 @@ class Family:
         before Megatron's names of the language model."""
         names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
         layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
-        language = "language_model." if self.parts else ""
+        language = "language_model." if self.towers else ""
         return {**names, "layers": layer.split(".{i}")[0], "language": language}
 
     @property

@@ -11,6 +11,8 @@ from typing import Any
 from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.layout.entries import Path
 from smckpt.translate.boxes import BoxTensors, SavedTensor
+from smckpt.translate.pieces import TensorKey
+from smckpt.translate.source_files import SourceFiles
 
 __all__ = ["ForeignCheckpoint", "SavedValue"]
 
@@ -27,13 +29,15 @@ class SavedValue:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """format: its name. saved: the tensors. objects: the names of other values. files: name → size.
-    facts: what else is known, by name. values: the other values, where they can be read.
-    containers: the kinds of those above tensors that are no dicts, as far as they are known."""
+    """format: its name. saved: the tensors; source: reads them. objects: the names of other values.
+    files: name → size. facts: what else is known, by name. values: the other values, where they can
+    be read. containers: the kinds of those above tensors that are no dicts, as far as they are
+    known."""
 
     url: str
     format: str
     saved: Mapping[str, SavedTensor]
+    source: SourceFiles = field(compare=False)
     objects: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -59,5 +63,7 @@ class ForeignCheckpoint:
         Raises:
             CorruptCheckpointError: elements of a tensor are in no file, or in several.
         """
-        picked = {name: replace(self.saved[t.name], name=name) for name, t in tensors.items()}
-        return BoxTensors(self.url, picked)
+        picked = {
+            TensorKey(name): replace(self.saved[t.name], name=name) for name, t in tensors.items()
+        }
+        return BoxTensors(self.url, picked, self.source)

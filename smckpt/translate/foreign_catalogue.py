@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,15 +33,15 @@ from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import joined
-from smckpt.layout.strided import Box, Copy, Piece, Strided, elements, execute
-from smckpt.storage import Access, Storage
+from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.storage import Storage
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
+from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint
-from smckpt.translate.mapped import MappedFiles
-from smckpt.translate.rank_sources import RankFilesFound, open_source
+from smckpt.translate.rank_sources import RankFilesFound, find_source, open_source
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.state_files import open_state
-from smckpt.translate.torch_archive import ArchiveRecord
 
 __all__ = ["ForeignCatalogue", "foreign_catalogue", "open_any"]
 
@@ -80,21 +79,18 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
         UsageError: it is no whole state: the files of tensor-parallel ranks.
         CorruptCheckpointError: it is damaged, or a file is missing.
     """
-    if not is_local(storage.url):
-        return None
-    path = Path(local_path(storage.url))
-    if path.is_file():
-        source = open_state(path)
-        return None if source is None else _catalogue(source, storage)
-    if not path.is_dir():
-        return None
-    found = open_source(path)
-    if isinstance(found, RankFilesFound):
-        raise UsageError(
-            f"these are files of ranks ({found.format}), each with tensors of its own",
-            remedy="make a Hugging Face model of them with `smckpt export`", path=storage.url,
-        )  # fmt: skip
-    source = found or open_state(path)
+    files = SourceFiles(storage.access)
+    place = find_source(storage.url, files)
+    if isinstance(place, Folder):
+        found = open_source(storage.url, storage.access)
+        if isinstance(found, RankFilesFound):
+            raise UsageError(
+                f"these are files of ranks ({found.format}), each with tensors of its own",
+                remedy="make a Hugging Face model of them with `smckpt export`", path=storage.url,
+            )  # fmt: skip
+        source = found or open_state(place, files)
+    else:
+        source = None if place is None else open_state(place, files)
     return None if source is None else _catalogue(source, storage)
 
 
@@ -106,14 +102,19 @@ def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:
     manifest = Manifest(
         checkpoint_id=source.url, kind="SHARDED", step=_step_of(source), attempt=_ATTEMPT,
         session=_SESSION, number=0, fencing_token=0, group_ranks=(0,), record=None,
-        committed_at=os.stat(source.url).st_mtime_ns, parts=(record,), layout={},
+        committed_at=_changed_at(source.url), parts=(record,), layout={},
     )  # fmt: skip
     commit = Commit(
         source.format, source.format, manifest.committed_at, (0, 0), ((source.url, manifest),)
     )
     member = CommittedGroup(source.url, manifest, (), (source.url,))
-    readers = _ForeignReaders(storage.access)
+    readers = _ForeignReaders(source.source)
     return ForeignCatalogue(source.url, commit, (member,), Found(readers), source, readers)
+
+
+def _changed_at(url: str) -> int:
+    """In nanoseconds; 0 for what is in a store."""
+    return os.stat(url).st_mtime_ns if is_local(url) else 0
 
 
 def _step_of(source: ForeignCheckpoint) -> int | None:
@@ -241,9 +242,9 @@ class _AnyFile(FileRecord):
 class _ForeignReaders(Readers):
     """Readers that compare a record with its own CRC-32 before they read from it."""
 
-    def __init__(self, access: Access) -> None:
-        super().__init__(access)
-        self._records = _Records()
+    def __init__(self, source: SourceFiles) -> None:
+        super().__init__(source.access)
+        self._records = _Records(source)
         self._places: dict[tuple[str, Box], Stored] = {}
         self._files: dict[str, SavedFile] = {}
         self._guard = threading.Lock()
@@ -290,8 +291,9 @@ class _ForeignReaders(Readers):
             0, nbytes, offset, DTYPES[tensor.dtype].code or "U8", piece.box.sizes, False
         )
         if path not in self._files:
-            record = _AnyFile(os.path.basename(path), os.path.getsize(path), "", "")
-            self._files[path] = SavedFile(os.path.dirname(path) or ".", record, 0)
+            directory, _, name = path.rpartition("/")
+            record = _AnyFile(name, self._records.files.whole(path).nbytes, "", "")
+            self._files[path] = SavedFile(f"{directory}/", record, 0)
         return self._files[path], slot
 
     def _copied(self, piece: Piece, record: ArchiveRecord, itemsize: int) -> str:
@@ -302,10 +304,8 @@ class _ForeignReaders(Readers):
             weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         path = os.path.join(self._spool, f"{len(self._places)}")
         target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
-        memory = self._records.files.bytes_of(record)
-        memory = memory[: len(memory) // itemsize * itemsize]
         copy = Copy(piece.part(piece.box), Strided.whole(piece.box.sizes))
-        execute(copy, elements(memory, itemsize), elements(target, itemsize))
+        self._records.files.copy(record, copy, itemsize, target.data)
         target.flush()
         return path
 
@@ -323,8 +323,8 @@ def _dense(piece: Piece) -> bool:
 class _Records:
     """The records that are read from, by file. Each is compared with its CRC-32 once."""
 
-    def __init__(self) -> None:
-        self.files = MappedFiles()
+    def __init__(self, source: SourceFiles) -> None:
+        self.files = source
         self._lock = threading.Lock()
         self._known: dict[str, list[tuple[int, ArchiveRecord]]] = {}
 
@@ -349,7 +349,7 @@ class _Records:
             found = [record for _, record in known[max(first, 0) : last]]
         for record in found:
             if record.offset + record.nbytes > low:
-                self.files.bytes_of(record)
+                self.files.check(record)
                 self.files.let_go(record.nbytes)
 
     def close(self) -> None:
@@ -362,7 +362,7 @@ class _Reader(BlockReader):
     def __init__(self, storage: Storage, file: SavedFile, records: _Records, scratch: Any) -> None:
         super().__init__(storage, file, False, scratch)
         self._records = records
-        self._at = os.path.join(file.directory, file.record.name)
+        self._at = file.path
 
     def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         if segments:

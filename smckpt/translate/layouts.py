@@ -20,10 +20,13 @@ _EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_po
 # Hugging Face's modules around another library's layers.
 _OUTER = (
     Row("{embed}", ("embed",), "vocabulary", 0),
+    Row("{embed_norm}", ("embed_norm",)),
+    Row("{embed_norm_b}", ("embed_norm_b",)),
     Row("{pos}", ("pos",)),
     Row("{final_norm}", ("final_norm",)),
     Row("{final_norm_b}", ("final_norm_b",)),
     Row("{head}", ("head",), "vocabulary", 0),
+    Row("{head_b}", ("head_b",), "vocabulary", 0),
 )
 
 
@@ -71,6 +74,11 @@ _MCORE_TOP = (
     Row("decoder.final_layernorm.weight", ("final_norm",)),
     Row("decoder.final_layernorm.bias", ("final_norm_b",)),
     Row("output_layer.weight", ("head",), "vocabulary", 0),
+    # GPTModel has neither of these. The bias is called so in Megatron-core's BertModel, the norm in
+    # MindSpeed-LLM and BigScience's Megatron, which trained BLOOM.
+    Row("output_layer.bias", ("head_b",), "vocabulary", 0),
+    Row("embedding.word_embeddings.norm.weight", ("embed_norm",)),
+    Row("embedding.word_embeddings.norm.bias", ("embed_norm_b",)),
 )
 _MCORE_LAYER = (
     Row("self_attention.linear_qkv.weight", _QKV, "interleaved", 0, when="not gated"),
@@ -93,6 +101,7 @@ _MCORE_LAYER = (
     Row("self_attention.linear_q_up_proj.weight", ("q_up",), tp=0),
     Row("self_attention.linear_kv_up_proj.weight", ("kv_up",), tp=0),
     Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
+    Row("pre_mlp_layernorm.bias", ("norm2_b",), when="sparse"),
     Row("mlp.router.weight", ("router",)),
     Row("mlp.router.bias", ("router_b",)),
     Row("mlp.router.expert_bias", ("router_shift",)),
@@ -451,13 +460,12 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
 
 
 def _with_tower(layout: TensorLayout, family: Family) -> TensorLayout:
-    """The layout with Hugging Face's own modules, whole on each rank, for the family's further
-    parts. What is a transposed parameter there is a linear layer of Megatron's in the bridge."""
-    further = tuple(
-        replace(row, transposed=False, tp=0) if row.transposed else row
-        for row in family.further_rows
+    """The layout with Hugging Face's own modules, whole on each rank, for the family's towers. What
+    is a transposed parameter there is a linear layer of Megatron's in the bridge."""
+    towers = tuple(
+        replace(row, transposed=False, tp=0) if row.transposed else row for row in family.tower_rows
     )
-    named = replace(layout, rows=further).renamed(layout.name, *family.in_bridge)
+    named = replace(layout, rows=towers).renamed(layout.name, *family.in_bridge)
     return replace(layout, rows=layout.rows + named.rows)
 
 

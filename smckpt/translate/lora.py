@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.layout.mesh import Shape
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -38,8 +39,10 @@ _MAGNITUDE = re.compile(r"(?P<module>.*)\.lora_magnitude_vector(\.(?P<adapter>[^
 _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)$")
 # Options that change the sum of base and product, so they are not merged here.
 _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
-             "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+             "trainable_token_indices", "alora_invocation_tokens",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
+# PEFT wraps a module once for each of its parameters that has a pair.
+_WRAPPED = re.compile(r"(\.base_layer)+(?=\.|$)")
 
 T = TypeVar("T")
 
@@ -48,9 +51,11 @@ T = TypeVar("T")
 class PeftTensors(Generic[T]):
     """A PEFT model's tensors, sorted.
 
-    pairs: module → (A, B). magnitudes: module → DoRA's vector. embeddings: the modules whose
-    weights are embeddings. saved: tensors that the adapter saves whole, by the model's names. base:
-    the rest, by the model's names. adapter: names in the adapter's file → tensor.
+    pairs: module → (A, B); a module with several parameters that have a pair is there several
+    times, with `.base_layer` behind its name. magnitudes: module → DoRA's vector. embeddings: the
+    modules whose weights are embeddings. saved: tensors that the adapter saves whole, by the
+    model's names. base: the rest, by the model's names. adapter: names in the adapter's file →
+    tensor.
     """
 
     pairs: dict[str, dict[str, T]] = field(default_factory=dict)
@@ -157,7 +162,7 @@ def _add_others(parts: PeftTensors[T], others: Mapping[str, T], named: bool) -> 
     """Add the base's tensors. In an adapter's own state, which names no adapter, these tensors are
     saved whole."""
     for name, tensor in others.items():
-        short = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        short = _WRAPPED.sub("", name).replace(".original_module.", ".")
         if named or short != name:
             parts.base[short] = tensor
         else:
@@ -190,7 +195,7 @@ class LoraConfig:
                 )
             rank = self._of(module, "rank_pattern", "r")
             found = (sides["A"].shape[0], sides["B"].shape[1])
-            if found != (rank, rank):
+            if found != (rank, rank) and not self._of_experts(module, *found):
                 raise TensorMismatchError(
                     f"{module} has LoRA matrices of rank {found[0]} and {found[1]}; the config "
                     f"says {rank}",
@@ -211,6 +216,58 @@ class LoraConfig:
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
                 path=where,
             )
+
+    def weights(
+        self, pairs: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Shape], where: str
+    ) -> dict[str, str]:
+        """The weight that each pair changes: the weight's name → the module, a key of `pairs`.
+
+        Args:
+            shapes: of the model's tensors, by their names in memory.
+
+        Raises:
+            TensorMismatchError: the shapes do not tell which parameter of a module a pair is for.
+        """
+        beside: dict[str, list[str]] = {}
+        for name in shapes:
+            beside.setdefault(name.rpartition(".")[0], []).append(name)
+        found: dict[str, str] = {}
+        for module, sides in pairs.items():
+            root = _WRAPPED.sub("", module)
+            named = [n for n in beside.get(root, ()) if self.has_parameter(n)]
+            weight = f"{root}.weight"
+            if not named and module == root and weight in shapes:
+                named = [weight]
+            fit = [n for n in named if _fits(shapes[n], sides)] if len(named) > 1 else named
+            if len(fit) > 1 or (len(named) > 1 and not fit) or not found.keys().isdisjoint(fit):
+                raise TensorMismatchError(
+                    f"the shapes of the LoRA pair of {module} do not tell for which of {named} it "
+                    "is",
+                    remedy="pass this adapter's own lora_config= and base, or merge it with PEFT",
+                    path=where,
+                )
+            found |= dict.fromkeys(fit, module)
+        return found
+
+    def has_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` names a parameter."""
+        targets = self.values.get("target_parameters") or ()
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    def _of_experts(self, module: str, rows: int, columns: int) -> bool:
+        """Whether a pair may be that of a parameter of experts, which has the rank once for each
+        expert."""
+        root = _WRAPPED.sub("", module)
+        for target in self.values.get("target_parameters") or ():
+            place, _, last = target.rpartition(".")
+            if not place or root == place or root.endswith(f".{place}"):
+                rank = self._of(f"{root}.{last}", "rank_pattern", "r")
+                if rows == columns and rows % rank == 0:
+                    return True
+        return False
+
+    def rank(self, module: str) -> int:
+        return int(self._of(module, "rank_pattern", "r"))
 
     def scaling(self, module: str) -> float:
         alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self._of(
@@ -241,10 +298,10 @@ class LoraConfig:
                 path=where,
             )
 
-    def refuse_tied(self, tied: Iterable[str], modules: Iterable[str], where: str) -> None:
+    def refuse_tied(self, tied: Iterable[str], changed: Iterable[str], where: str) -> None:
         """Raise UsageError if an embedding is tied to the head and the adapter changes one of the
         two."""
-        names = {f"{module}.weight" for module in modules}
+        names = set(changed)
         embeds = any("embed" in name or "wte" in name for name in names)
         if (tied and embeds) or names & set(tied):
             raise UsageError(
@@ -258,6 +315,14 @@ class LoraConfig:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         return self.values[default]
+
+
+def _fits(shape: Shape, sides: Mapping[str, Any]) -> bool:
+    """Whether a pair's product has the shape of a parameter, of experts or not."""
+    experts = shape[0] if len(shape) == 3 else 1
+    (rows, into), (out, columns) = sides["A"].shape, sides["B"].shape
+    ends = [(out, into), (into, out)] if len(shape) == 3 else [(out, into)]
+    return rows == columns and rows % experts == 0 and tuple(shape[-2:]) in ends
 
 
 def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:

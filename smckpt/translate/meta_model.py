@@ -39,6 +39,8 @@ class Fit:
     kind: its class. lines: the differences from its names in memory or on disk, whichever is
         nearer.
     hub: the tensors on disk, if the names are those in memory and differ from those on disk.
+    memory: the shapes in memory, if they were asked for and the names on disk differ; then `hub`
+        has the tensors on disk too, whichever the names are.
     fp32: the dtypes that weights are loaded in → patterns of names in memory that `from_pretrained`
         then keeps in float32.
     """
@@ -47,6 +49,7 @@ class Fit:
     lines: tuple[str, ...]
     hub: tuple[HubTensor, ...] | None = None
     fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    memory: Mapping[str, Shape] = field(default_factory=dict)
 
     def keeps(self, name: str, dtype: str) -> bool:
         """Whether a tensor, by its name in memory, stays in float32 in a model of `dtype`."""
@@ -54,29 +57,32 @@ class Fit:
 
     def to_json(self) -> list[Any]:
         hub = None if self.hub is None else [tensor.to_json() for tensor in self.hub]
-        return [self.kind, self.lines, hub, self.fp32]
+        return [self.kind, self.lines, hub, self.fp32, self.memory]
 
     @classmethod
     def from_json(cls, body: list[Any]) -> Fit:
-        kind, lines, hub, fp32 = body
+        kind, lines, hub, fp32, memory = body
         made = None if hub is None else tuple(map(HubTensor.from_json, hub))
-        return cls(kind, tuple(lines), made, {name: tuple(found) for name, found in fp32.items()})
+        kept = {name: tuple(found) for name, found in fp32.items()}
+        return cls(kind, tuple(lines), made, kept, {n: tuple(s) for n, s in memory.items()})
 
 
-def compare(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Fit | str:
+def compare(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], memory: bool = False
+) -> Fit | str:
     """How names and shapes fit the class that the config means, or the nearest of several. A text
-    if transformers knows none."""
-    return _nearest(_models(config), shapes)
+    if transformers knows none. `memory`: tell the shapes in memory too."""
+    return _nearest(_models(config), shapes, memory)
 
 
-def _nearest(models: Iterable[Any | str], shapes: Mapping[str, Shape]) -> Fit | str:
+def _nearest(models: Iterable[Any | str], shapes: Mapping[str, Shape], memory: bool) -> Fit | str:
     problem = ""
     nearest: Fit | None = None
     for made in models:
         if isinstance(made, str):
             problem = made
             continue
-        found = _fit(made, shapes)
+        found = _fit(made, shapes, memory)
         if nearest is None or len(found.lines) < len(nearest.lines):
             nearest = found
         if not found.lines:
@@ -129,7 +135,7 @@ def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
     return {tensor.name: tensor for tensor in names_on_disk(model, shapes)}
 
 
-def _fit(model: Any, shapes: Mapping[str, Shape]) -> Fit:
+def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
     """Compare with the names on disk and with those in memory, and return the nearer fit."""
     kind, fp32 = type(model).__name__, _kept_in_fp32(model)
     state = model.state_dict(keep_vars=True)
@@ -147,6 +153,8 @@ def _fit(model: Any, shapes: Mapping[str, Shape]) -> Fit:
     wanted = {name: tensor.shape for name, tensor in disk.items()}
     others = _of_names(model, wanted, shapes, groups)
     if len(others) <= len(lines):
+        if tell_memory:
+            return Fit(kind, tuple(others), tuple(disk.values()), fp32, memory)
         return Fit(kind, tuple(others), None, fp32)
     held = {name for name in shapes if name in memory}
     if all(tuple(shapes[name]) == memory[name] for name in held):
@@ -200,9 +208,9 @@ def main() -> None:
     gc.disable()  # imports make no garbage, and collecting it takes a tenth of their time
     models = _models(json.loads(sys.stdin.readline()))
     first = list(itertools.islice(models, 2))  # built before the shapes are known
-    shapes = json.loads(sys.stdin.readline())
+    shapes, memory = json.loads(sys.stdin.readline())
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    found = _nearest(itertools.chain(first, models), shapes)
+    found = _nearest(itertools.chain(first, models), shapes, memory)
     answer = found if isinstance(found, str) else found.to_json()
     print(json.dumps(answer), flush=True)
     os._exit(0)  # nothing is left to do, and an orderly shutdown of torch takes time

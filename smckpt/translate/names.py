@@ -22,8 +22,11 @@ log = logging.getLogger("smckpt")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP = "module"  # DDP's, only at the beginning of all names
 # The prefix of all names if the model is the attribute `model` of a trainer's module, such as
-# Lightning's.
-_INNER = re.compile(r"model\.(model|gpt_neox|transformer\.h|lm_head|embed_out)\.")
+# Lightning's; and Megatron's names in NeMo's.
+_INNER = re.compile(
+    r"model\.(model|gpt_neox|transformer\.h|lm_head|embed_out|embedding\.word_embeddings"
+    r"|decoder\.layers\.\d+\.(self_attention|mlp)\.linear_\w+)\."
+)
 T = TypeVar("T")
 
 _HEADS = ("lm_head.weight", "embed_out.weight")

@@ -11,7 +11,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = ["Global", "Inert", "read_pickle"]
 
@@ -49,10 +49,11 @@ class Inert:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
-def read_pickle(data: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
+def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None = None) -> Any:
     """What the pickle describes.
 
     Args:
+        data: the pickle, or a file from where it stands on; the file then stands behind it.
         persistent: what stands for an object that is not in the pickle, of its id.
 
     Raises:

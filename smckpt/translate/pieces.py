@@ -45,7 +45,7 @@ class RoleKey(NamedTuple):
     role: str
     layer: int  # -1: outside the layers
     expert: int  # -1: no expert
-    part: str = ""
+    tower: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Side:
     def _refuse_cut_heads(self, row: LayoutRow) -> None:
         """Refuse degrees that cut heads. A rank's attention needs whole heads, even if the shapes
         would fit."""
-        own = self.dims.of(row.part).heads
+        own = self.dims.of(row.tower).heads
         heads = own.groups * own.per_group
         if "l_q" in row.roles and row.how == "per_rank":
             heads = own.linear
@@ -197,7 +197,7 @@ class Side:
         """The shape of one rank's tensor. All ranks together have `vocabulary` rows, padding
         included."""
         row, axis = tensor.row, tensor.row.tp or 0
-        shapes = [self.dims.of(row.part).shape(role) for role in row.roles]
+        shapes = [self.dims.of(row.tower).shape(role) for role in row.roles]
         shape = list(shapes[0])
         shape[axis] = sum(s[axis] for s in shapes)
         if row.how == "vocabulary":
@@ -278,7 +278,7 @@ class Side:
         ep: tuple[int, int],
         ours: Shape,
     ) -> None:
-        row, dims = tensor.row, self.dims.of(tensor.row.part)
+        row, dims = tensor.row, self.dims.of(tensor.row.tower)
         axis = row.tp or 0
         sizes = [dims.shape(role)[axis] for role in row.roles]
         if row.how == "vocabulary":
@@ -301,7 +301,7 @@ class Side:
                 expert = ep[0] * experts + local if row.of_experts else -1
                 at = start + (local * strides[0] if row.stacked else 0)
                 piece = Piece(name, shape, box, at, tuple(steps))
-                role = RoleKey(name, tensor.layer, expert, row.part)
+                role = RoleKey(name, tensor.layer, expert, row.tower)
                 self.pieces.setdefault(role, []).append((key, piece))
 
     def _vocabulary(self, key: TensorKey, held: int, rank: int, size: int) -> list[AxisRun]:
@@ -330,9 +330,9 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
             remedy="pass the ep= with which the model was trained",
         )
     missing: set[str] = set()
-    for part in ("", *dims.parts):
-        own = dims.of(part)
-        table = [row for row in layout.rows if row.part == part]
+    for tower in ("", *dims.towers):
+        own = dims.of(tower)
+        table = [row for row in layout.rows if row.tower == tower]
         for layer in range(-1, len(own.kinds)):
             roles = own.roles(layer)
             found: set[str] = set()
@@ -344,7 +344,7 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
                 many = "{e}" in row.name
                 for expert in range(experts // ep) if many else (-1,):
                     yield LayoutTensor(name.replace("{e}", str(expert)), row, layer, expert)
-            missing |= {f"{part}.{role}" if part else role for role in roles - found}
+            missing |= {f"{tower}.{role}" if tower else role for role in roles - found}
     if missing:
         raise KeysMismatchError(
             f"the layout {layout.name} has no row for {sorted(missing)} of a {dims.family.name} "

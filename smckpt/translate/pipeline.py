@@ -23,8 +23,10 @@ from smckpt.translate.translated import TranslatedSource, whole
 __all__ = ["StagedTensors", "merged"]
 
 _CHUNK = re.compile(r"(\d+)\.(.+)")  # of a list of chunks' state dicts, or of model0, model1, …
-_OUTSIDE = re.compile(r"mtp\.")  # what has a number of its own and follows all layers
-_FIRST = re.compile(r"(embed(?!_out)|\bwte\b|\bwpe\b)")  # the embedding's names
+_TOWER = r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector)\."  # before all layers
+# what has numbers of its own: a vision tower, and what follows all layers
+_OUTSIDE = re.compile(rf"mtp\.|{_TOWER}")
+_FIRST = re.compile(rf"({_TOWER}|embed(?!_out)|\bwte\b|\bwpe\b)")  # the first stage's names
 _LAST = re.compile(r"(norm|\bln_f\b)")  # the last norm's
 
 

@@ -4,168 +4,274 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.checkpoint.format import parse_name
-from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
+from smckpt.translate.deepspeed import open_universal, open_zero3
+from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
-from smckpt.translate.torch_files import load_inert
+from smckpt.translate.pickled import Inert
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.torch_files import torch_root
 
-__all__ = ["RankFilesFound", "open_source"]
+__all__ = ["RankFilesFound", "find_source", "open_source"]
 
 _LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
-_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")  # tensor, pipeline, expert
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")  # tensor, pipeline, expert
+_NEMO_RANK = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 _MODEL = "model_optim_rng.pt"
-_DEEPSPEED_LATEST = "latest"
+_NEMO = "model_weights.ckpt"
+_DEEPSPEED_LATEST = ("latest", "latest_universal")
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt")
-_ZERO3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 _STAGE = re.compile(r"layer_\d+-.*model_.*states\.pt")
-_GZIP = b"\x1f\x8b"
+_SHORT = 64 << 10  # bytes of a file with a name in it
 
 
 @dataclass(frozen=True)
 class RankFilesFound:
-    """Files of ranks, tensor-parallel ranks innermost and pipeline stages outermost, the degrees in
-    their names, and the name of the format."""
+    """Files of ranks by name, tensor-parallel ranks innermost and pipeline stages outermost, the
+    degrees in their names, and the name of the format. source: reads them."""
 
-    paths: Sequence[str | os.PathLike[str]]
+    files: Mapping[str, ArchiveRecord]
+    source: SourceFiles = field(compare=False)
     tp: int | None = None
     ep: int | None = None
     format: str = "files of ranks"
     pp: int | None = None
 
+    @property
+    def url(self) -> str:
+        return next((record.path for record in self.files.values()), "")
 
-def open_source(checkpoint: Any) -> RankFilesFound | ForeignCheckpoint | None:
+
+def open_source(
+    checkpoint: Any, access: Access | None = None
+) -> RankFilesFound | ForeignCheckpoint | None:
     """Recognise a source that another program wrote by its content: the files of ranks (a list, one
-    file, a directory of Megatron-LM), or a checkpoint in one directory. None for a checkpoint of
-    smckpt's, and for an unknown source.
+    file, a directory of Megatron-LM), or a checkpoint in one directory or archive. None for a
+    checkpoint of smckpt's, and for an unknown source.
 
     Raises:
         UsageError: a rank's file is missing.
         CorruptCheckpointError: the checkpoint is damaged or not whole.
     """
+    source = SourceFiles(access)
     if not isinstance(checkpoint, (str, os.PathLike)):
-        return RankFilesFound(list(checkpoint))
-    if not is_local(os.fspath(checkpoint)):
+        return RankFilesFound(_given([os.fspath(path) for path in checkpoint], source), source)
+    place = find_source(os.fspath(checkpoint), source)
+    if isinstance(place, ArchiveRecord):
+        return RankFilesFound({place.path: place}, source, format="one file")
+    if place is None or any(parse_name(name) for name in place.files):
         return None
-    path = Path(local_path(os.fspath(checkpoint)))
-    if path.is_file():
-        _refuse_tar(path)
-        return RankFilesFound([path], format="one file")
-    if not path.is_dir() or any(parse_name(name) for name in os.listdir(path)):
-        return None
-    path = _iteration(path)
-    return _megatron(path) or _deepspeed(path) or open_dcp(path) or open_shards(path)
-
-
-def _refuse_tar(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(512)
-    if start[257:262] == b"ustar" or (path.suffix == ".nemo" and start[:2] == _GZIP):
+    packed = place.packed
+    place = _iteration(place)
+    found = (
+        _megatron(place) or _nemo(place) or _deepspeed(place) or open_dcp(place)
+        or open_shards(place)
+    )  # fmt: skip
+    if found is None and packed:
         raise UsageError(
-            "this is an archive of tar, as NeMo's .nemo is one",
-            remedy=f"unpack it (tar -xf {path.name} -C DIR), and pass DIR, or the file "
-            "model_weights.ckpt in it",
-            path=str(path),
+            f"this archive of tar has no model that smckpt knows: it has {sorted(place.files)[:8]} "
+            f"and the directories {list(place.folders)[:8]}",
+            remedy="unpack it, and pass the model that is in it",
+            path=place.url,
+        )
+    return found
+
+
+def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:
+    """What is there: a directory or an archive of tar; a file; None: nothing.
+
+    Raises:
+        UsageError: it is an archive that is compressed.
+        CorruptCheckpointError: it is an archive that is damaged.
+    """
+    if is_local(url):
+        url = local_path(url)
+        if os.path.isdir(url):
+            return Folder(source, url)
+        if not os.path.isfile(url):
+            return None
+        file = source.whole(url)
+    else:
+        folder = Folder(source, url)
+        if folder.files or folder.folders:
+            return folder
+        try:
+            file = source.whole(url.rstrip("/"))
+        except CheckpointNotFoundError:
+            return None
+    return open_tar(source, file) if is_tar(source, file) else file
+
+
+def _given(paths: Sequence[str], source: SourceFiles) -> dict[str, ArchiveRecord]:
+    """
+    Raises:
+        UsageError: a file is missing or given twice, or they are not in the order of their numbers.
+    """
+    seen = set()
+    for path in paths:
+        with suppress(OSError):  # the error is raised when it is opened
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                raise UsageError(
+                    "the file is passed for two ranks",
+                    remedy="pass each rank's own file",
+                    path=path,
+                )
+            seen.add((status.st_dev, status.st_ino))
+    _refuse_order(paths)
+    return {
+        path: source.whole(local_path(path) if is_local(path) else path.rstrip("/"))
+        for path in paths
+    }
+
+
+def _refuse_order(paths: Sequence[str]) -> None:
+    """Refuse files in the wrong order. Nothing in a file says its rank: rank10 before rank2, as a
+    shell sorts them, would give a wrong model with the right shapes."""
+    parts = [re.split(r"(\d+)", path) for path in paths]
+    if len({(len(part), *part[::2]) for part in parts}) > 1:
+        return
+    numbers = [tuple(map(int, part[1::2])) for part in parts]
+    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
+    if len(differ) == 1 and list(differ[0]) != sorted(differ[0]):
+        order = ", ".join(map(str, differ[0][:16]))
+        raise UsageError(
+            f"the numbers in the files' names are in the order {order}",
+            remedy="pass them in the order of ranks (ls -v sorts numbers)",
         )
 
 
-def _deepspeed(path: Path) -> RankFilesFound | None:
+# -- DeepSpeed -------------------------------------------------------------------------------------
+
+
+def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
     rank's file has the whole of its weights."""
-    latest = path / _DEEPSPEED_LATEST
-    if latest.is_file():
-        tag = latest.read_text(errors="replace").strip()[:256]
-        if "/" not in tag and (path / tag).is_dir():
-            path = path / tag
-    names = sorted(os.listdir(path))
-    if any(map(_ZERO3.fullmatch, names)) or any(map(_STAGE.fullmatch, names)):
+    for latest in _DEEPSPEED_LATEST:
+        if latest in folder.files:
+            tag = folder.read(latest, _SHORT).decode(errors="replace").strip()
+            if tag in folder.folders:
+                folder = folder.at(tag)
+                break
+    # a universal checkpoint has copies of stage 3's model_states
+    parts = open_universal(folder) or open_zero3(folder)
+    if parts is not None:
+        return parts
+    if any(map(_STAGE.fullmatch, folder.files)):
         raise UsageError(
-            "this is a checkpoint of DeepSpeed, in ZeRO stage 3 or pipeline stages: the weights "
-            "are in parts that smckpt does not join",
-            remedy="run DeepSpeed's own zero_to_fp32.py, which is in the directory above, and pass "
-            "the files that it writes",
-            path=str(path),
+            "this is a checkpoint of DeepSpeed in pipeline stages: each layer has files of its own",
+            remedy="make a universal checkpoint (DeepSpeed's ds_to_universal.py), and pass that",
+            path=folder.url,
         )
-    found = [name for name in names if _DEEPSPEED.fullmatch(name)]
+    found = [name for name in folder.files if _DEEPSPEED.fullmatch(name)]
     if not found:
         return None
     lost = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(int(found[-1].split("_")[2]))]
     if missing := sorted(set(lost) - set(found)):
         raise UsageError(
             f"the files {missing[:4]} are missing", remedy="fetch the files of all ranks",
-            path=str(path),
+            path=folder.url,
         )  # fmt: skip
-    return RankFilesFound([path / name for name in found], len(found), format="DeepSpeed")
+    files = {name: folder.files[name] for name in found}
+    return RankFilesFound(files, folder.source, len(found), format="DeepSpeed")
 
 
-def _iteration(path: Path) -> Path:
+# -- Megatron-LM, and NeMo -------------------------------------------------------------------------
+
+
+def _iteration(folder: Folder) -> Folder:
     """The latest iteration, where Megatron-LM's file in the directory names one."""
-    latest = path / _LATEST
-    if not latest.is_file():
-        return path
-    said = latest.read_text(errors="replace").strip()[:64]
-    if said != "release" and not said.isdigit():
+    if _LATEST not in folder.files:
+        return folder
+    said = folder.read(_LATEST, _SHORT).decode(errors="replace").strip()[:64]
+    if said != "release" and not said.isdecimal():
         raise CorruptCheckpointError(
             f"the file names no iteration, but {said!r}",
             remedy="pass the directory of an iteration",
-            path=str(latest),
+            path=folder.files[_LATEST].path,
         )
-    found = path / (said if said == "release" else f"iter_{int(said):07d}")
-    if not found.is_dir():
+    found = said if said == "release" else f"iter_{int(said):07d}"
+    if found not in folder.folders:
         raise UsageError(
-            f"{_LATEST} names {said}, but {found.name} is missing",
-            remedy=f"fetch {found.name}, or pass the directory of another iteration",
-            path=str(path),
+            f"{_LATEST} names {said}, but {found} is missing",
+            remedy=f"fetch {found}, or pass the directory of another iteration",
+            path=folder.url,
         )
-    return found
+    return folder.at(found)
 
 
-def _megatron(path: Path) -> RankFilesFound | None:
-    ranks = _ranks(path)
+def _megatron(folder: Folder) -> RankFilesFound | None:
+    """Megatron writes the pipeline stage's number if there are stages, and the expert-parallel rank
+    if there are several. If a name has one of the two, the run's arguments in the file say which
+    one it is."""
+    found: dict[tuple[int, int, int], str] = {}
+    for name in folder.folders:
+        if not (match := _RANK.fullmatch(name)):
+            continue
+        if _NEMO in folder.at(name).files:
+            return None
+        tp, second, third = match.groups()
+        if third is None and second is not None and not _has_stages(folder.at(name)):
+            second, third = None, second
+        found[int(tp), int(second or 0), int(third or 0)] = name
+    return _of_ranks(folder, found, _MODEL, "Megatron-LM (mp_rank_XX)")
+
+
+def _nemo(folder: Folder) -> RankFilesFound | None:
+    """What is in an archive of NeMo's, or was unpacked from one: a file of one rank, or each rank's
+    in a directory. The stage's number is in the names if there are stages."""
+    if _NEMO in folder.files:
+        return RankFilesFound({_NEMO: folder.files[_NEMO]}, folder.source, 1, 1, "NeMo")
+    found: dict[tuple[int, int, int], str] = {}
+    for name in folder.folders:
+        if match := _NEMO_RANK.fullmatch(name):
+            found[int(match[1]), int(match[2]), 0] = name
+        elif (match := _RANK.fullmatch(name)) and match[2] is None:
+            found[int(match[1]), 0, 0] = name
+    return _of_ranks(folder, found, _NEMO, "NeMo")
+
+
+def _of_ranks(
+    folder: Folder, ranks: Mapping[tuple[int, int, int], str], file: str, kind: str
+) -> RankFilesFound | None:
+    """The file of each rank. ranks: (tensor, pipeline, expert) → directory."""
     if not ranks:
         return None
     tp, pp, ep = (1 + max(rank[number] for rank in ranks) for number in range(3))
-    paths = []
+    files = {}
     for p in range(pp):
         for e in range(ep):
             for t in range(tp):
-                file = ranks.get((t, p, e), path / f"mp_rank_{t:02d}") / _MODEL
-                if (t, p, e) not in ranks or not file.is_file():
+                place = f"{ranks.get((t, p, e), f'mp_rank_{t:02d}')}/{file}"
+                record = folder.find(place) if (t, p, e) in ranks else None
+                if record is None:
                     stage = f"stage {p}, " if pp > 1 else ""
                     raise UsageError(
                         f"the file of {stage}tensor-parallel rank {t}, expert-parallel rank {e} is "
                         "missing",
-                        remedy=f"fetch {file.relative_to(path)} too",
-                        path=str(path),
+                        remedy=f"fetch {place} too",
+                        path=folder.url,
                     )
-                paths.append(file)
-    return RankFilesFound(paths, tp, ep, "Megatron-LM (mp_rank_XX)", pp)
+                files[place] = record
+    return RankFilesFound(files, folder.source, tp, ep, kind, pp)
 
 
-def _ranks(path: Path) -> dict[tuple[int, int, int], Path]:
-    """(tensor, pipeline, expert) → directory. Megatron writes the pipeline stage's number if there
-    are stages, and the expert-parallel rank if there are several. If a name has one of the two, the
-    run's arguments in the file say which one it is."""
-    found = {}
-    for entry in sorted(path.iterdir()) if path.is_dir() else ():
-        match = _RANK.match(entry.name)
-        if match and entry.is_dir():
-            tp, second, third = match.groups()
-            if third is None and second is not None and not _has_stages(entry / _MODEL):
-                second, third = None, second
-            found[int(tp), int(second or 0), int(third or 0)] = entry
-    return found
-
-
-def _has_stages(file: Path) -> bool:
-    if not file.is_file():
+def _has_stages(rank: Folder) -> bool:
+    if _MODEL not in rank.files:
         return True
-    arguments = vars(load_inert(file).get("args", object)).get("pipeline_model_parallel_size", 2)
-    return bool(arguments > 1)
+    root = torch_root(rank.source, rank.files[_MODEL])
+    arguments = root.get("args") if isinstance(root, Mapping) else None
+    stages = (
+        arguments.field("pipeline_model_parallel_size", 2) if isinstance(arguments, Inert) else 2
+    )
+    return bool(stages > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.family import Family
 from smckpt.translate.prediction import (
@@ -14,7 +15,7 @@ from smckpt.translate.prediction import (
     left_out_note,
 )
 from smckpt.translate.quantized import dequantized
-from smckpt.translate.rank_files import RankFiles, TensorReader, open_directory
+from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.table import TensorLayout
 
 __all__ = ["open_release", "weights_of"]
@@ -37,7 +38,7 @@ def open_release(
 
 
 def weights_of(
-    files: RankFiles, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
+    files: BoxTensors, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
 ) -> tuple[TensorReader, int, tuple[str, ...]]:
     """As `open_release`, of files that are open. Without a family, no layer is left out."""
     found = further_layers(files.held, family, settings)
@@ -49,7 +50,7 @@ def weights_of(
     return dequantized(files, settings), count, () if count else left_out_note(found)
 
 
-def _with_outer_name(files: RankFiles, hub: TensorLayout) -> RankFiles:
+def _with_outer_name(files: BoxTensors, hub: TensorLayout) -> BoxTensors:
     """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
     outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
     heads = {row.name for row in hub.rows if row.roles == ("head",)}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.headers import read_header
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.layout.containers import container_kind
-from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.entries import Path as StatePath
-from smckpt.layout.strided import Box, row_major_strides
-from smckpt.translate.boxes import SavedBox, SavedTensor
+from smckpt.layout.entries import dotted
+from smckpt.storage.urls import is_local
+from smckpt.translate.boxes import SavedTensor, whole_tensor
+from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
 from smckpt.translate.rank_files import weight_files
-from smckpt.translate.torch_archive import ArchiveRecord, StoredTensor, is_archive, open_archive
-from smckpt.translate.torch_files import load_inert
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive
+from smckpt.translate.torch_files import is_safetensors, load_inert, stored_tensors
 from smckpt.translate.torch_values import plain_load
 
 __all__ = ["open_state"]
@@ -26,35 +26,38 @@ __all__ = ["open_state"]
 _PLAIN = ("Size", "device", "dtype")  # of torch
 
 
-def open_state(path: Path) -> ForeignCheckpoint | None:
+def open_state(place: Folder | ArchiveRecord, source: SourceFiles) -> ForeignCheckpoint | None:
     """The state in a file, or the weights in a directory of Hugging Face. None: it is neither.
 
     Raises:
         UsageError: a file has another format.
         CorruptCheckpointError: a file is damaged, or a tensor is in two files.
     """
-    if path.is_dir():
-        files = weight_files(path)
-        return _joined(path, [_opened(file) for file in files]) if files else None
-    return _opened(path)
+    if isinstance(place, ArchiveRecord):
+        return _opened(source, place)
+    files = weight_files(place)
+    return _joined(place, [_opened(source, file) for file in files]) if files else None
 
 
-def _opened(file: Path) -> ForeignCheckpoint:
-    if not file.is_file():  # to open a pipe would wait for ever
-        raise UsageError("this is no regular file", remedy="remove it", path=str(file))
-    with file.open("rb") as opened:
-        start = opened.read(9)
-    if start[8:9] == b"{":
-        return _of_safetensors(file)
-    if is_archive(start):
-        return _of_torch(file)
+def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
+    if is_safetensors(source, file):
+        tensors, _ = stored_tensors(source, file)
+        saved = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
+        sizes = {_name(file): file.nbytes}
+        return ForeignCheckpoint(file.path, "safetensors", saved, source, files=sizes)
+    if is_archive(source.read(file, 0, min(4, file.nbytes))):
+        return _of_torch(source, file)
     raise UsageError(
         "the file is neither safetensors nor of today's torch.save",
-        remedy="load it with the torch that wrote it, and save it again", path=str(file),
+        remedy="load it with the torch that wrote it, and save it again", path=file.path,
     )  # fmt: skip
 
 
-def _joined(directory: Path, parts: Sequence[ForeignCheckpoint]) -> ForeignCheckpoint:
+def _name(file: ArchiveRecord) -> str:
+    return file.path.rpartition("/")[2]
+
+
+def _joined(folder: Folder, parts: Sequence[ForeignCheckpoint]) -> ForeignCheckpoint:
     saved: dict[str, SavedTensor] = {}
     values: dict[str, SavedValue] = {}
     for part in parts:
@@ -65,57 +68,29 @@ def _joined(directory: Path, parts: Sequence[ForeignCheckpoint]) -> ForeignCheck
             )  # fmt: skip
         saved |= part.saved
         values |= part.values
-    files = {Path(part.url).name: next(iter(part.files.values())) for part in parts}
+    files = {name: size for part in parts for name, size in part.files.items()}
     kind = f"Hugging Face ({parts[0].format})"
-    return ForeignCheckpoint(str(directory), kind, saved, tuple(values), files, values=values)
-
-
-# -- safetensors -----------------------------------------------------------------------------------
-
-
-def _of_safetensors(file: Path) -> ForeignCheckpoint:
-    codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        header = read_header(lambda a, b: os.pread(opened.fileno(), b - a, a), size, str(file))
-    saved = {}
-    for name, slot in header.slots.items():
-        record = ArchiveRecord(str(file), slot.offset, slot.nbytes)
-        strides = row_major_strides(slot.shape)
-        stored = StoredTensor(codes[slot.code], slot.shape, strides, 0, record)
-        saved[name] = _whole((name,), stored)
-    return ForeignCheckpoint(str(file), "safetensors", saved, files={file.name: size})
-
-
-def _whole(path: StatePath, stored: StoredTensor) -> SavedTensor:
-    find = partial(_same, stored)
-    box = SavedBox(Box.whole(stored.shape), stored.record.path, find)
-    return SavedTensor(dotted(path), path, stored.dtype, stored.shape, (box,))
-
-
-def _same(stored: StoredTensor) -> StoredTensor:
-    return stored
+    return ForeignCheckpoint(
+        folder.url, kind, saved, folder.source, tuple(values), files, values=values
+    )
 
 
 # -- torch.save ------------------------------------------------------------------------------------
 
 
-def _of_torch(file: Path) -> ForeignCheckpoint:
+def _of_torch(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
     """torch says what the state is, with tensors that are mapped and not read. The archive, read in
-    the same order, says where their bytes are."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        root = open_archive(descriptor, str(file)).root
-    finally:
-        os.close(descriptor)
-    try:
-        state = plain_load(file, mmap=True)
-    except Exception:  # torch, zip and pickle raise many kinds
-        state = load_inert(file)
+    the same order, says where their bytes are. In a store the archive says both."""
+    root = state = open_archive(source, file).root
+    if is_local(file.path) and file == source.whole(file.path):
+        try:
+            state = plain_load(file.path, mmap=True)
+        except Exception:  # torch, zip and pickle raise many kinds
+            state = load_inert(Path(file.path))
     if not isinstance(state, Mapping) or not isinstance(root, dict):
         raise UsageError(
             f"the file holds a {type(state).__name__}", remedy="pass a file of a state dict",
-            path=str(file),
+            path=file.path,
         )  # fmt: skip
     saved: dict[str, SavedTensor] = {}
     values: dict[str, SavedValue] = {}
@@ -126,16 +101,15 @@ def _of_torch(file: Path) -> ForeignCheckpoint:
             raise UsageError(
                 f"two entries of the state have the dotted name {name}",
                 remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
-                path=str(file),
+                path=file.path,
             )
         if isinstance(stored, StoredTensor):
-            saved[name] = _whole(path, stored)
+            saved[name] = whole_tensor(path, stored)
         else:
             values[name] = SavedValue(path, partial(_plain, name, value, file))
-    size = file.stat().st_size
     return ForeignCheckpoint(
-        str(file), "torch.save", saved, tuple(values), {file.name: size}, values=values,
-        containers=containers,
+        file.path, "torch.save", saved, source, tuple(values), {_name(file): file.nbytes},
+        values=values, containers=containers,
     )  # fmt: skip
 
 
@@ -163,7 +137,7 @@ def _has_tensor(stored: Any) -> bool:
     return isinstance(stored, StoredTensor)
 
 
-def _plain(name: str, value: Any, file: Path) -> Any:
+def _plain(name: str, value: Any, file: ArchiveRecord) -> Any:
     """The value, if it is plain data.
 
     Raises:
@@ -173,7 +147,7 @@ def _plain(name: str, value: Any, file: Path) -> Any:
         raise StateError(
             f"the value {name} has {odd}, which is not plain data",
             remedy="leave it out by name (ignore=), or save dense tensors and plain values",
-            path=str(file),
+            path=file.path,
         )
     return value
 

@@ -23,18 +23,20 @@ __all__ = [
 ]
 
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
-# experts' and the shared experts' MLP, H heads, Q and K rows of all query and all key heads, O
-# inputs of the output projection, D a head, E experts, 1 one; for latent attention A and R ranks of
-# query and key/value, B, C and U rows of its other projections; for linear attention Y and Z rows
-# of all key and all value heads, N value heads, W a value head, J the convolution's length; T twice
-# the hidden size; for a vision tower n channels, t pictures and w pixels along a side of a patch,
-# y and z inputs and outputs of its merger, which brings its outputs to the language model's size.
+# experts' and the shared experts' MLP, H heads, G key/value heads, Q and K rows of all query and
+# all key heads, O inputs of the output projection, D a head, E experts, 1 one; for latent attention
+# A and R ranks of query and key/value, B, C and U rows of its other projections; for linear
+# attention Y and Z rows of all key and all value heads, N value heads, W a value head, J the
+# convolution's length; T twice the hidden size; for a vision tower n channels, t pictures and w
+# pixels along a side of a patch, y and z inputs and outputs of its merger, which brings its outputs
+# to the language model's size.
 ROLES: Mapping[str, str] = {
     "embed": "VX", "pos": "PX", "head": "VX", "final_norm": "X", "final_norm_b": "X",
+    "embed_norm": "X", "embed_norm_b": "X", "head_b": "V",
     "norm1": "X", "norm1_b": "X", "norm2": "X", "norm2_b": "X", "post1": "X", "post2": "X",
     "q": "QX", "k": "KX", "v": "KX", "q_b": "Q", "k_b": "K", "v_b": "K",
     "o": "XO", "o_b": "X", "q_norm": "D", "k_norm": "D", "sinks": "H",
-    "q_norm_all": "Q", "k_norm_all": "K",
+    "q_norm_all": "Q", "k_norm_all": "K", "q_norm_each": "HD", "k_norm_each": "GD",
     "q_down": "AX", "q_down_norm": "A", "q_up": "BA",
     "kv_down": "CX", "kv_down_norm": "R", "kv_up": "UR",
     "gate": "FX", "up": "FX", "down": "XF", "gate_b": "F", "up_b": "F", "down_b": "X",
@@ -54,8 +56,8 @@ ROLES: Mapping[str, str] = {
 ZERO_CENTRED = "_zero_centred"
 NORMS = frozenset({
     "final_norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "q_down_norm",
-    "kv_down_norm", "q_norm_all", "k_norm_all", "l_norm", "mtp_embed_norm", "mtp_hidden_norm",
-    "mtp_norm",
+    "kv_down_norm", "q_norm_all", "k_norm_all", "q_norm_each", "k_norm_each", "l_norm",
+    "mtp_embed_norm", "mtp_hidden_norm", "mtp_norm",
 })  # fmt: skip
 
 
@@ -93,8 +95,7 @@ class LayoutRow:
         which only such rows are for), "latent" (latent attention), "gated" (attention with gates of
         queries), a family's name, or a key of the config whose value must count as true. "not " in
         front reverses a condition.
-    part: the part of the model that it belongs to, by its name in `Family.parts`; "" for the
-        language model.
+    tower: the tower that it belongs to, by its name in `Family.towers`; "" for the language model.
     """
 
     name: str
@@ -107,7 +108,7 @@ class LayoutRow:
     stacked: bool = False
     folded: str | None = None
     when: str | None = None
-    part: str = ""
+    tower: str = ""
 
     def __post_init__(self) -> None:
         for field, value, known in (
@@ -189,7 +190,7 @@ class TensorLayout:
     def zero_centred(self) -> TensorLayout:
         """This layout with the weights of norms stored minus one (`zero_centered_gamma`)."""
         shifted = tuple(
-            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.part else row
+            replace(row, shift=-1.0) if NORMS.issuperset(row.roles) and not row.tower else row
             for row in self.rows
         )
         return replace(self, name=self.name + ZERO_CENTRED, rows=shifted)
@@ -201,9 +202,9 @@ def holds(when: str | None, true: Collection[str]) -> bool:
     return all((word.removeprefix("not ") in true) != word.startswith("not ") for word in words)
 
 
-def rows(prefix: str, table: Iterable[LayoutRow], part: str = "") -> tuple[LayoutRow, ...]:
-    """The rows with `prefix` in front of their names, as rows of a part of the model."""
-    return tuple(replace(row, name=prefix + row.name, part=part or row.part) for row in table)
+def rows(prefix: str, table: Iterable[LayoutRow], tower: str = "") -> tuple[LayoutRow, ...]:
+    """The rows with `prefix` in front of their names, as rows of a tower if it is given."""
+    return tuple(replace(row, name=prefix + row.name, tower=tower or row.tower) for row in table)
 
 
 def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:

@@ -6,10 +6,10 @@ be a part of a larger file.
 
 from __future__ import annotations
 
-import os
+import io
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -18,14 +18,18 @@ from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.translate.pickled import Global, Inert, read_pickle
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
-__all__ = ["Archive", "ArchiveRecord", "StoredTensor", "is_archive", "open_archive"]
+__all__ = ["Archive", "StoredTensor", "is_archive", "open_archive", "open_legacy"]
 
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
 _TAIL = 64 << 10  # bytes at the end: for most archives all of the directory
 _END, _END64, _LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _ENTRY, _LOCAL = b"PK\1\2", b"PK\3\4"
+_HEAD = 30  # bytes of a local header before the name
 _MAX32 = 0xFFFFFFFF
+# A torch before 1.6 wrote pickles one after the other, and then the storages.
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _STORAGES: Mapping[str, str] = MappingProxyType(
     {
         "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
@@ -35,16 +39,6 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
         "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ArchiveRecord:
-    """Bytes of a file, and their CRC-32; None: there is none."""
-
-    path: str
-    offset: int
-    nbytes: int
-    crc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +70,14 @@ def is_archive(start: bytes) -> bool:
     return start.startswith(_LOCAL)
 
 
-def open_archive(descriptor: int, path: str, offset: int = 0, nbytes: int | None = None) -> Archive:
-    """Read the directory and the pickle of an archive in bytes [offset, offset + nbytes) of a file.
+def open_archive(source: SourceFiles, archive: ArchiveRecord) -> Archive:
+    """Read the directory and the pickle of an archive, which is a file or a part of one.
 
     Raises:
         CorruptCheckpointError: it is damaged, or is no such archive; the message says where.
     """
-    size = os.fstat(descriptor).st_size
-    nbytes = size - offset if nbytes is None else nbytes
-    if offset < 0 or nbytes < 0 or offset + nbytes > size:
-        _bad(path, f"bytes {offset} to {offset + nbytes} are wanted, but the file ends at {size}")
-    window = _Window(descriptor, path, offset, nbytes)
+    path, offset = archive.path, archive.offset
+    window = _Window(source, archive)
     records = _directory(window)
     pickles = [name for name in records if name.endswith("data.pkl") and name.count("/") <= 1]
     if len(pickles) != 1:
@@ -116,6 +107,52 @@ def open_archive(descriptor: int, path: str, offset: int = 0, nbytes: int | None
     return Archive(root, inside)
 
 
+def open_legacy(source: SourceFiles, file: ArchiveRecord) -> Archive | None:
+    """What a torch before 1.6 wrote; None: it did not. Such a file has no checksums.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    try:
+        if read_pickle(source.read(file, 0, min(64, file.nbytes))) != _MAGIC:
+            return None
+    except ValueError:
+        return None
+    most = 1 << 20
+    while True:  # nothing says how long the pickles are
+        head = source.read(file, 0, min(most, file.nbytes))
+        try:
+            return _legacy(file, head)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            if most >= min(file.nbytes, _PICKLE_LIMIT):
+                _bad(file.path, str(error))
+            most *= 8
+
+
+def _legacy(file: ArchiveRecord, head: bytes) -> Archive:
+    stream = io.BytesIO(head)
+    sizes: dict[str, int] = {}
+
+    def storage(pid: Any) -> _Storage:
+        kind, named, key, _, numel, view = pid
+        found = _storage((kind, named, key, None, numel))
+        if view is not None or type(numel) is not int:
+            raise ValueError("a storage that is a part of another one")
+        sizes[key] = numel * DTYPES[found.dtype].itemsize
+        return found
+
+    _, protocol, system = (read_pickle(stream) for _ in range(3))
+    if protocol != _PROTOCOL or not system["little_endian"]:
+        raise ValueError("its storages are in big-endian order")
+    root = read_pickle(stream, storage)
+    keys = read_pickle(stream)
+    records, at = {}, stream.tell()
+    for key in keys:
+        records[key] = file.part(at + 8, sizes[key])  # the count of elements stands before them
+        at += 8 + sizes[key]
+    return Archive(_Tensors(records).resolved(root), records)
+
+
 def _bad(path: str, what: str) -> NoReturn:
     raise CorruptCheckpointError(
         f"this is no whole archive of torch.save: {what}",
@@ -127,7 +164,7 @@ def _bad(path: str, what: str) -> NoReturn:
 # -- the pickle: tensors ---------------------------------------------------------------------------
 
 
-def _storage(pid: Any) -> Any:
+def _storage(pid: Any) -> _Storage:
     kind, storage, key, _, _ = pid
     if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str):
         raise ValueError("with an id that is no storage's")
@@ -203,36 +240,35 @@ class _Tensors:
 class _Window:
     """Bytes of a file, counted from the beginning of the archive."""
 
-    def __init__(self, descriptor: int, path: str, offset: int, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
-        self._descriptor, self._offset = descriptor, offset
+    def __init__(self, source: SourceFiles, archive: ArchiveRecord) -> None:
+        self.path, self.nbytes = archive.path, archive.nbytes
+        self._source, self._archive, self._offset = source, archive, archive.offset
 
     def read(self, start: int, stop: int) -> bytes:
         if not 0 <= start <= stop <= self.nbytes:
             _bad(self.path, f"its directory points to bytes {start} to {stop} of {self.nbytes}")
-        parts = []
-        while start < stop:
-            part = os.pread(self._descriptor, stop - start, self._offset + start)
-            if not part:
-                _bad(self.path, "the file became shorter")
-            parts.append(part)
-            start += len(part)
-        return b"".join(parts)
+        return self._source.read(self._archive, start, stop)
 
     def record(self, record: ArchiveRecord) -> bytes:
         start = record.offset - self._offset
         return self.read(start, start + record.nbytes)
 
-    def at(self, start: int, nbytes: int, crc: int) -> ArchiveRecord:
-        """The record whose local header begins at `start`."""
-        head = self.read(start, start + 30)
-        if head[:4] != _LOCAL:
-            _bad(self.path, f"there is no record at byte {self._offset + start}")
-        name, extra = struct.unpack("<HH", head[26:30])
-        begin = start + 30 + name + extra
-        if begin + nbytes > self.nbytes:
-            _bad(self.path, f"the record at byte {self._offset + start} reaches beyond the end")
-        return ArchiveRecord(self.path, self._offset + begin, nbytes, crc)
+    def at(self, places: Sequence[tuple[int, int, int]]) -> list[ArchiveRecord]:
+        """The records whose local headers begin at these bytes: (begin, size, CRC) of each."""
+        for start, _, _ in places:
+            if not 0 <= start <= self.nbytes - _HEAD:
+                _bad(self.path, f"its directory points to byte {start} of {self.nbytes}")
+        heads = self._source.read_each(self._archive, [start for start, _, _ in places], _HEAD)
+        out = []
+        for (start, nbytes, crc), head in zip(places, heads, strict=True):
+            if head[:4] != _LOCAL:
+                _bad(self.path, f"there is no record at byte {self._offset + start}")
+            name, extra = struct.unpack("<HH", head[26:30])
+            begin = start + _HEAD + name + extra
+            if begin + nbytes > self.nbytes:
+                _bad(self.path, f"the record at byte {self._offset + start} reaches beyond the end")
+            out.append(ArchiveRecord(self.path, self._offset + begin, nbytes, crc))
+        return out
 
 
 def _directory(window: _Window) -> dict[str, ArchiveRecord]:
@@ -255,17 +291,18 @@ def _directory(window: _Window) -> dict[str, ArchiveRecord]:
         _bad(window.path, f"its directory has {size} bytes")
     inside = start >= tail_start
     table = tail[start - tail_start :] if inside else window.read(start, start + size)
-    records: dict[str, ArchiveRecord] = {}
+    places: dict[str, tuple[int, int, int]] = {}
     at = 0
     for _ in range(count):
-        name, record, at = _entry(window, table, at)
-        if name in records:
+        name, place, at = _entry(window, table, at)
+        if name in places:
             _bad(window.path, f"two records are called {name}")
-        records[name] = record
-    return records
+        places[name] = place
+    return dict(zip(places, window.at(list(places.values())), strict=True))
 
 
-def _entry(window: _Window, table: bytes, at: int) -> tuple[str, ArchiveRecord, int]:
+def _entry(window: _Window, table: bytes, at: int) -> tuple[str, tuple[int, int, int], int]:
+    """The name of a record; where its local header begins, its size and its CRC; what follows."""
     head = table[at : at + 46]
     if len(head) < 46 or head[:4] != _ENTRY:
         _bad(window.path, f"its directory is damaged at its byte {at}")
@@ -281,7 +318,7 @@ def _entry(window: _Window, table: bytes, at: int) -> tuple[str, ArchiveRecord, 
         _bad(window.path, f"its record {rest[:name]!r} is compressed, or damaged")
     nbytes, _, start = numbers
     text = rest[:name].decode("utf-8", "replace")
-    return text, window.at(start, nbytes, crc), at + 46 + name + extra + comment
+    return text, (start, nbytes, crc), at + 46 + name + extra + comment
 
 
 def _wide(extra: bytes, numbers: list[int]) -> list[int] | None:

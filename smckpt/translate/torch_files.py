@@ -1,27 +1,25 @@
-"""Maps files of `torch.save` into memory, without running any code that they name."""
+"""The tensors of a rank's file, of `torch.save` or safetensors. No code that it names is run."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-
-from smckpt.errors import UsageError
+from smckpt.checkpoint.headers import read_header
+from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.strided import elements
-from smckpt.translate.torch_archive import is_archive
+from smckpt.layout.strided import row_major_strides
+from smckpt.translate.pickled import Global, Inert
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive, open_legacy
 
-__all__ = ["TorchFile", "load_inert", "open_torch"]
+__all__ = ["is_safetensors", "load_inert", "stored_tensors", "torch_root"]
 
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module"
 _MODELS = ("model", "state_dict", "module")
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class _Inert:
@@ -32,24 +30,6 @@ class _Inert:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
-class TorchFile:
-    """The tensors of a file, the step that it records, and the mapping to release."""
-
-    def __init__(self, tensors: dict[str, tuple[str, Array]], step: Any, path: Path) -> None:
-        self.tensors = tensors
-        self.step = step
-        self._ranges = _mapped(path)
-        self._madvise: Callable[..., int] = ctypes.CDLL(None, use_errno=True).madvise
-
-    def let_go(self) -> None:
-        """Release the mapped pages, which would otherwise count as this process's memory. A later
-        read maps them again."""
-        for start, length in self._ranges:
-            self._madvise(
-                ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
-            )
 
 
 def load_inert(path: Path) -> Any:
@@ -79,40 +59,92 @@ def load_inert(path: Path) -> Any:
         ) from error
 
 
-def open_torch(path: Path) -> TorchFile:
-    """
+def is_safetensors(source: SourceFiles, file: ArchiveRecord) -> bool:
+    return source.read(file, 0, min(9, file.nbytes))[8:9] == b"{"
+
+
+def stored_tensors(source: SourceFiles, file: ArchiveRecord) -> tuple[dict[str, StoredTensor], Any]:
+    """Where a model's tensors are in a file, and the training step that it records.
+
     Raises:
         UsageError: it does not hold a state dict of dense tensors.
+        CorruptCheckpointError: it is damaged.
     """
-    import torch
-
-    loaded = load_inert(path)
-    out: dict[str, tuple[str, Array]] = {}
-    for name, tensor in _model_of(loaded, path).items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+    if is_safetensors(source, file):
+        return _of_safetensors(source, file), None
+    root = torch_root(source, file)
+    out: dict[str, StoredTensor] = {}
+    for name, value in _model_of(root, file.path).items():
+        if isinstance(value, StoredTensor):
+            out[str(name)] = value
+        elif odd := _odd_tensor(value):
             raise UsageError(
-                f"{name} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device.type}",
+                f"{name} is a {odd}, not a dense tensor of plain numbers",
                 remedy="save dense tensors with their values",
-                path=str(path),
+                path=file.path,
             )
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        out[str(name)] = (
-            dtype, elements(flat, DTYPES[dtype].itemsize).reshape(tuple(tensor.shape))
-        )  # fmt: skip
-    steps = [loaded[key] for key in _STEPS if isinstance(loaded.get(key), int)]
-    return TorchFile(out, steps[0] if steps else None, path)
+    steps = [root[key] for key in _STEPS if isinstance(root.get(key), int)]
+    return out, steps[0] if steps else None
 
 
-def _model_of(loaded: Any, path: Path) -> Mapping[str, Any]:
+def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
+    """What `torch.save` wrote, with `StoredTensor` for tensors and `Inert` for other objects.
+
+    Raises:
+        UsageError: it is not such a file.
+        CorruptCheckpointError: it is damaged.
+    """
+    if is_archive(source.read(file, 0, min(4, file.nbytes))):
+        return open_archive(source, file).root
+    found = open_legacy(source, file)
+    if found is None:
+        raise UsageError(
+            "the file is neither safetensors nor a torch.save file of tensors",
+            remedy="pass files that hold a state dict of tensors and plain values only",
+            path=file.path,
+        )
+    return found.root
+
+
+def _of_safetensors(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:
+    codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
+    try:
+        header = read_header(partial(source.read, file), file.nbytes, file.path)
+    except CorruptCheckpointError as error:
+        error.remedy = "pass the file as it was written"
+        raise
+    out = {}
+    for name, slot in header.slots.items():
+        if slot.part:
+            raise UsageError(
+                f"{name} is a part of a rank's array, so the file belongs to a checkpoint",
+                remedy="export the checkpoint's directory",
+                path=file.path,
+            )
+        record = file.part(slot.offset, slot.nbytes)
+        strides = row_major_strides(slot.shape)
+        out[name] = StoredTensor(codes[slot.code], slot.shape, strides, 0, record)
+    return out
+
+
+def _odd_tensor(value: Any) -> str:
+    """What makes a tensor that is not read; "" for another value."""
+    if isinstance(value, Inert) and isinstance(value.of, Global):
+        of = value.of
+        if of.module.startswith("torch") and of.name.startswith("_rebuild"):
+            return str(of)
+        if of.module == "torch" and of.name not in ("device", "dtype"):
+            return str(of)  # a dtype
+    return ""
+
+
+def _model_of(loaded: Any, path: str) -> Mapping[str, Any]:
     """The model's part of what was saved, or all of it."""
     if not isinstance(loaded, Mapping):
         raise UsageError(
             f"the file holds a {type(loaded).__name__}",
             remedy="pass files of state dicts",
-            path=str(path),
+            path=path,
         )
     chunks = [f"model{number}" for number in range(len(loaded)) if f"model{number}" in loaded]
     if len(chunks) > 1:  # Megatron-LM's, of a virtual pipeline
@@ -125,15 +157,3 @@ def _model_of(loaded: Any, path: Path) -> Mapping[str, Any]:
         if isinstance(loaded.get(key), Mapping):
             return _model_of(loaded[key], path)
     return loaded
-
-
-def _mapped(path: Path) -> list[tuple[int, int]]:
-    """Where the file is mapped: (address, bytes)."""
-    inode = os.stat(path).st_ino
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, _, number, *_ = line.split()
-        if int(number) == inode and inode:
-            start, stop = (int(part, 16) for part in addresses.split("-"))
-            found.append((start, stop - start))
-    return found

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import importlib
 import io
-from pathlib import Path
 from typing import Any
 
 from smckpt.errors import StateError
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
 __all__ = ["plain_load", "read_value"]
 
 
-def read_value(file: Path, offset: int, nbytes: int, name: str) -> Any:
-    """The value in a part of a file, which `torch.save` wrote.
+def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
+    """The value that `torch.save` wrote there.
 
     Raises:
         StateError: it has objects of classes that are not plain data.
     """
-    with file.open("rb") as opened:
-        opened.seek(offset)
-        data = opened.read(nbytes)
+    data = source.read(record)
     try:
         return plain_load(io.BytesIO(data))
     except Exception as error:  # torch, zip and pickle raise many kinds
         raise StateError(
             f"the value {name} is not plain data: {str(error).splitlines()[0]}",
             remedy="leave it out by name (ignore=), or save plain data: numbers, texts, arrays",
-            path=str(file),
+            path=record.path,
         ) from error
 
 

@@ -18,7 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 import smckpt
 import smckpt.engine.load as engine_load
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
+from tests.engine.test_load_whole import equal
+from tests.support import make_fixture
 from tests.support.launch import run_ranks
+from tests.support.make_dcp_fixture import whole as whole_state
 
 HOW = ("fsdp2", "fsdp1", "plain")
 
@@ -206,3 +209,21 @@ def test_an_error_of_another_kind_reaches_every_rank_too(tmp_path: Path) -> None
     zero, one = run_ranks(fails_to_look, 2, str(tmp_path))
     assert "odd" in zero
     assert "odd" in one and "rank 0" in one
+
+
+@pytest.mark.parametrize("fixture", sorted(make_fixture.ROOT.glob("dcp-*")), ids=lambda p: p.name)
+def test_what_an_older_torch_saved_is_loaded_and_converted(fixture, tmp_path):
+    """From two ranks, by the torch that the directory names (tests/support/make_dcp_fixture.py)."""
+    wanted = whole_state()
+    smckpt.convert(fixture, tmp_path / "ours", to="smckpt")
+    for place in (fixture, tmp_path / "ours"):
+        assert equal(smckpt.load(checkpoint_id=place), wanted)
+        part = {"model": {name: torch.zeros_like(t) for name, t in wanted["model"].items()}}
+        smckpt.load(part, checkpoint_id=place)
+        assert equal(part["model"], wanted["model"])
+    smckpt.convert(tmp_path / "ours", tmp_path / "back", to="dcp")
+    assert equal(smckpt.load(checkpoint_id=tmp_path / "back"), wanted)
+
+
+def test_older_releases_of_torch_are_among_the_fixtures():
+    assert {"dcp-2.6.0", "dcp-2.9.1"} <= {place.name for place in make_fixture.ROOT.iterdir()}

@@ -1,4 +1,5 @@
-"""The example of Ray Train: a worker is killed, and the run ends as if it had not been.
+"""The example of Ray Train: a worker is killed, and the run ends as if it had not been. On disk
+and in S3.
 
 Ray is in no environment of ./dev, because of its size. docs/integrations.md says how to run this.
 """
@@ -32,7 +33,7 @@ pytestmark = [
 ]
 
 
-def started(storage: Path, steps: int) -> subprocess.Popen[str]:
+def started(storage: str, steps: int) -> subprocess.Popen[str]:
     """The example, in a process group of its own; Ray's processes keep to the loopback."""
     environment = {
         **os.environ,
@@ -41,7 +42,7 @@ def started(storage: Path, steps: int) -> subprocess.Popen[str]:
         "RAY_NODE_IP_ADDRESS": "127.0.0.1",
     }
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLE), str(storage), "run", str(steps)],
+        [sys.executable, str(EXAMPLE), storage, "run", str(steps)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -71,13 +72,13 @@ def workers_of(session: int) -> list[int]:
     return sorted(p for p, name in names.items() if "RayTrainWorker" in name and below(p))
 
 
-def newest(storage: Path) -> int:
-    found = smckpt.latest_checkpoint(storage / "run" / "steps")
+def newest(storage: str) -> int:
+    found = smckpt.latest_checkpoint(f"{storage}/run/steps")
     return 0 if found is None else int(found.step or 0)
 
 
-def final(storage: Path) -> dict[str, Any]:
-    state = smckpt.load(checkpoint_id=storage / "run" / "steps" / str(STEPS))
+def final(storage: str) -> dict[str, Any]:
+    state = smckpt.load(checkpoint_id=f"{storage}/run/steps/{STEPS}")
     assert state is not None
     return dict(state)
 
@@ -90,24 +91,29 @@ def equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
+@pytest.mark.parametrize("where", ["disk", "s3"])
 def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_the_same_bits(
-    tmp_path: Path,
+    where: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = started(tmp_path / "whole", STEPS)
+    root = str(tmp_path) if where == "disk" else request.getfixturevalue("s3_root")
+    if where == "s3":  # Ray keeps its own notes there too, through pyarrow
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", os.environ["SMCKPT_S3_ENDPOINT"])
+        monkeypatch.setenv("AWS_REGION", os.environ["SMCKPT_S3_REGION"])
+    whole = started(f"{root}/whole", STEPS)
     said, _ = whole.communicate(timeout=seconds(300))
     assert whole.returncode == 0, said[-4000:]
-    hurt = started(tmp_path / "hurt", STEPS)
+    hurt = started(f"{root}/hurt", STEPS)
     deadline = time.monotonic() + seconds(200)
-    while newest(tmp_path / "hurt") < 20:
+    while newest(f"{root}/hurt") < 20:
         assert time.monotonic() < deadline and hurt.poll() is None
         time.sleep(0.05)  # the condition is another process's file
     victim = workers_of(hurt.pid)[0]
     os.kill(victim, signal.SIGKILL)
-    assert newest(tmp_path / "hurt") < STEPS, "it was killed while it trained"
+    assert newest(f"{root}/hurt") < STEPS, "it was killed while it trained"
     said, _ = hurt.communicate(timeout=seconds(300))
     assert hurt.returncode == 0, said[-4000:]
     begun = {int(step) for step in re.findall(r"begins at step (\d+)", said)}
     assert 0 in begun and max(begun) >= 20, begun
-    parts = final(tmp_path / "whole"), final(tmp_path / "hurt")
+    parts = final(f"{root}/whole"), final(f"{root}/hurt")
     for key in ("model", "optimizer"):
         assert equal(parts[0][key], parts[1][key]), key

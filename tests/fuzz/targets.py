@@ -39,9 +39,10 @@ from smckpt.translate.dcp.metadata import read_metadata
 from smckpt.translate.lora import read_lora_config
 from smckpt.translate.pickled import read_pickle
 from smckpt.translate.rank_files import open_directory
+from smckpt.translate.source_files import SourceFiles
 from smckpt.translate.targets import INDEX
 from smckpt.translate.torch_archive import open_archive
-from smckpt.translate.torch_files import open_torch
+from smckpt.translate.torch_files import stored_tensors
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]
@@ -193,9 +194,10 @@ def _archive(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank.pt"
         path.write_bytes(data)
-        with path.open("rb") as file:
-            quiet(lambda _: open_archive(file.fileno(), str(path)))(b"")
-        open_torch(path)
+        source = SourceFiles()
+        record = source.whole(str(path))
+        quiet(lambda _: open_archive(source, record))(b"")
+        stored_tensors(source, record)
 
 
 def _pickle(data: bytes) -> None:

@@ -72,6 +72,21 @@ def test_ranks_go_on_bit_for_bit_after_a_kill(tmp_path: Path, how: str) -> None:
     assert {rank["resumed"]["sharded"] for rank in told} == {kind}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+def test_other_ranks_load_what_was_saved(tmp_path: Path, saved: int, loaded: int) -> None:
+    hows = {1: "plain", 2: "fsdp2"}
+    died = child.script(SCRIPT, str(tmp_path / "run"), hows[saved], "die", ranks=saved)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = child.script(SCRIPT, str(tmp_path / "run"), hows[loaded], "loaded", ranks=loaded)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = child.told(done)
+    assert [(rank["step"], rank["wrong"]) for rank in told] in (
+        [(2, [])] * loaded,
+        [(4, [])] * loaded,
+    )
+
+
 def test_a_script_of_accelerate_is_run_as_it_is(tmp_path: Path) -> None:
     run = ("-m", "smckpt.run", "--for", "accelerate")
     done = child.script(SCRIPT, str(tmp_path / "run"), "plain", "stock", by=run)

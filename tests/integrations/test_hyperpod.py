@@ -32,6 +32,11 @@ END_TO_END = {
 }
 NEEDED = {"peft_ckpt": "not qlora_4bit"}  # bitsandbytes wants a GPU
 
+# Without tensor and expert parallelism, for which the adapter needs SMP's layers.
+HYBRID = ["test_resilience_hybrid_llama[1-4-4-1-4-8]", *(
+    f"test_sharded_hybrid_shard_llama[1-2-{ranks}-1-4-8]" for ranks in (4, 6)
+)]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def checkout() -> Path:
@@ -118,3 +123,12 @@ def test_the_adapters_unit_tests_of_checkpoints_pass(
     ]
     (told,) = outcomes(python, checkout, tmp_path, *chosen)
     assert list(told.values()) == ["passed"] * 26, told
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_the_adapters_hybrid_shards_pass_on_8_ranks(
+    name: str, checkout: Path, python: str, tmp_path: Path
+) -> None:
+    chosen = f"{TESTS}/e2e/test_hybrid_shard_ckpt.py::TestHybridShardCheckpoint::{name}"
+    for told in outcomes(python, checkout, tmp_path, chosen, ranks=8):
+        assert list(told.values()) == ["passed"], told

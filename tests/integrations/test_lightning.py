@@ -44,6 +44,17 @@ def test_two_ranks_of_fsdp2_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 2)])
+def test_other_ranks_load_what_was_saved(tmp_path: Path, saved: int, loaded: int) -> None:
+    died = child.script(SCRIPT, str(tmp_path / "run"), "fsdp2", "die", ranks=saved)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = child.script(SCRIPT, str(tmp_path / "run"), "fsdp2", "loaded", ranks=loaded)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [(rank["step"], rank["wrong"]) for rank in child.told(done)]
+    assert told in ([(2, [])] * loaded, [(4, [])] * loaded)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["disk", "disk-sync", "s3", "s3-wrapped", "epochs"])
 def test_one_process_goes_on_bit_for_bit_in_other_ways(
     tmp_path: Path, s3_root: str, how: str

@@ -29,6 +29,8 @@ from tests.support.msc import configured, on_disk, on_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 
+LOOPS = Path(__file__).parents[1] / "support" / "door_loops.py"
+
 
 def state(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((1000, 3), value)}, "step": int(value)}
@@ -232,3 +234,23 @@ def test_profiles_that_cannot_hold_checkpoints_are_refused(
         open_storage("msc://nobody/run")
     with pytest.raises(smckpt.UsageError, match=r"s3client_config"):
         smckpt.save(state(1.0), checkpoint_id=f"{msc_root}/run", s3_region="us-east-1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loop", ["manager", "smp"])
+def test_two_ranks_save_what_they_save_on_disk(msc_root: str, tmp_path: Path, loop: str) -> None:
+    found = []
+    for place in (msc_root, str(tmp_path)):
+        door = ("-m", "smckpt.run", "--for", "sagemaker") if loop == "smp" else ()
+        done = child.script(LOOPS, place, loop, ranks=2, by=door)
+        assert done.returncode == 0, done.stderr[-4000:]
+        newest = smckpt.latest_checkpoint(place)
+        assert newest is not None
+        found.append(newest)
+    done = CliRunner().invoke(app, ["diff", *found])
+    assert done.exit_code == 0 and done.output.startswith("equal: "), done.output
+    if loop == "manager":  # the shards of two ranks, whole in this process
+        there, here = (smckpt.load(checkpoint_id=place) for place in found)
+        assert there is not None and here is not None
+        for name, tensor in here["model"].items():
+            assert tensor.shape[0] in (24, 32) and torch.equal(there["model"][name], tensor)

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 import smckpt
 from smckpt.cli.app import app
+from smckpt.translate import import_hf
 from tests.support import child
 from tests.support.interpreters import run, torchtitan
+from tests.translate.test_released import deepseek
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_train.py"
 
@@ -179,6 +181,22 @@ def test_torchtitans_own_fields_decide_when_it_saves_and_when_it_waits(top: Path
 
 
 @pytest.mark.long
+def test_a_run_begins_with_a_release_in_float8(tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    wanted = deepseek(released, (128, 128), hidden_size=192, moe_intermediate_size=136)
+    names = dict.fromkeys(load_file(released / "model.safetensors"), "model.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (released / "model.safetensors.index.json").write_text(json.dumps(index))
+    script = SCRIPT.parent / "torchtitan_float8.py"
+    done = child.script(script, str(released), str(tmp_path), python=torchtitan(), ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    held = load_file(tmp_path / "held.safetensors")
+    assert held.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(held[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.long
 def test_more_arguments_reach_saves_loads_and_removals(top: Path, s3_root: str) -> None:
     where = f"{s3_root}/run/checkpoint"
     options = {"smckpt_arguments": {"s3client_config": {"chunk_size_MB": 8}}}
@@ -227,9 +245,7 @@ def exported(step: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
     return load_file(out / "model.safetensors")
 
 
-def test_a_step_exports_by_hugging_faces_names(
-    straight: list[dict[str, Any]], top: Path
-) -> None:
+def test_a_step_exports_by_hugging_faces_names(straight: list[dict[str, Any]], top: Path) -> None:
     step = top / "straight" / "checkpoint" / "step-6"
     found = exported(step, top / "hf", LLAMA)
     held = smckpt.load(checkpoint_id=step)
@@ -248,13 +264,16 @@ def test_a_step_exports_by_hugging_faces_names(
     ("ranks", "config", "degrees"),
     [(2, LLAMA, {}), (2, LLAMA, {"tensor": 2}), (4, LLAMA, {"tensor": 2}),
      (2, LLAMA, {"pipeline": 2}), (2, DEEPSEEK, {"expert": 2}),
-     (4, DEEPSEEK, {"expert": 2, "tensor": 2})],
-    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor"],
+     (4, DEEPSEEK, {"expert": 2, "tensor": 2}), (2, DEEPSEEK, {"expert": 2, "stock": True})],
+    ids=["FSDP2", "tensor", "tensor and FSDP2", "pipeline", "expert", "expert and tensor",
+         "torchtitan's own"],
 )  # fmt: skip
 def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
-    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, int],
-    request: pytest.FixtureRequest,
+    top: Path, ranks: int, config: dict[str, Any], degrees: dict[str, Any],
+    request: pytest.FixtureRequest, judged: Any,
 ) -> None:  # fmt: skip
+    source = "torchtitan, DCP" if "stock" in degrees else "torchtitan, its trainer"
+    judged(config["model_type"], source, exports=["torchtitan"])
     name = request.node.callspec.id
     train(top / f"ours {name}", ranks, steps=2, **degrees)
     found = exported(top / f"ours {name}" / "checkpoint" / "step-2", top / f"hf {name}", config)
@@ -264,3 +283,20 @@ def test_a_step_exports_to_the_files_that_torchtitan_itself_writes(
     wanted = load_file(file)
     assert found.keys() == wanted.keys()
     assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
+@pytest.mark.long
+def test_a_run_begins_with_an_import_from_hugging_face(
+    straight: list[dict[str, Any]], top: Path, judged: Any
+) -> None:
+    """As one begins that torchtitan reads from the same files itself."""
+    judged("llama", "torchtitan, its trainer", imports=["torchtitan"])
+    base = top / "to import"
+    exported(top / "straight" / "checkpoint" / "step-6", base, LLAMA)
+    import_hf(base, top / "imported", "torchtitan", prefix="")
+    ours, _ = train(top / "from ours", steps=2, initial_load_path=str(top / "imported"))
+    given = {"initial_load_path": str(base), "initial_load_in_hf": True}
+    theirs, _ = train(top / "from theirs", steps=2, **given)
+    assert [its["losses"] for its in ours] == [its["losses"] for its in theirs]
+    assert [its["digest"] for its in ours] == [its["digest"] for its in theirs]
+    assert ours[0]["loaded"] is True and ours[0]["began"] == 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import smckpt
+from smckpt.cli.app import app
 from tests.support import child
 from tests.support.interpreters import torchtune
 
@@ -39,6 +43,27 @@ def test_the_calls_of_torchtunes_checkpointer(told: list[dict[str, Any]], folder
         for epoch in (0, 1):
             assert its[f"loaded {epoch}"] == its[f"kept {epoch}"]
             assert its[f"epochs {epoch}"] == epoch + 1
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "torchtune's own"])
+def test_an_intermediate_checkpoint_exports_to_what_torchtunes_converter_makes(
+    told: list[dict[str, Any]], folder: Path, tmp_path: Path, own: bool, judged: Any
+) -> None:
+    judged("llama", "torchtune, DCP" if own else "torchtune, its door", exports=["torchtune"])
+    step, out = folder / "calls" / ("own" if own else ".") / "dist_epoch_1", tmp_path / "out"
+    wanted = torch.load(folder / "calls" / "hf-0.pt")
+    gate = wanted["model.layers.0.mlp.gate_proj.weight"]
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+        "intermediate_size": len(gate), "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "vocab_size": 300, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = CliRunner().invoke(app, ["export", str(step), str(out), "--config", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def test_older_checkpoints_are_removed_after_the_commit_of_a_newer(

@@ -104,6 +104,21 @@ def test_fsdp2_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+def test_other_ranks_load_what_was_saved(tmp_path: Path, saved: int, loaded: int) -> None:
+    hows = {1: "plain", 2: "fsdp"}
+    died = child.script(SCRIPT, str(tmp_path / "run"), hows[saved], "die", "5", ranks=saved)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    done = child.script(SCRIPT, str(tmp_path / "run"), hows[loaded], "loaded", ranks=loaded)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = child.told(done)
+    assert [(rank["step"], rank["wrong"]) for rank in told] in (
+        [(2, [])] * loaded,
+        [(4, [])] * loaded,
+    )
+
+
+@pytest.mark.long
 def test_ddp_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain", ranks=2))
 

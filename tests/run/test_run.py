@@ -90,6 +90,17 @@ def test_what_a_script_raises_is_shown_as_python_shows_it(tmp_path: Path) -> Non
     assert "KeyError: 'of the script'" in done.stderr and "Traceback" in done.stderr
 
 
+def test_a_script_sets_up_its_own_log(tmp_path: Path) -> None:
+    script = tmp_path / "logs.py"
+    script.write_text(
+        "import logging\n"
+        "logging.basicConfig(level=logging.INFO, format='mine: %(message)s')\n"
+        "logging.getLogger('a').info('heard')\n"
+    )
+    done = started("-m", "smckpt", "run", str(script))
+    assert done.returncode == 0 and done.stderr.endswith("mine: heard\n"), done.stderr
+
+
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     with pytest.raises(UsageError, match="there is no such script"):
@@ -97,6 +108,17 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     script.write_text("raise SystemExit('it ran')")
     with pytest.raises(UsageError, match="'sagemakers' is not a door"):
         run_script(str(script), doors=["sagemakers"])
+
+
+@pytest.mark.parametrize("door", ["torchtune", "lightning"])
+def test_a_framework_that_is_absent_is_named_and_nothing_is_changed(
+    monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    before = names()
+    monkeypatch.setitem(sys.modules, door, None)  # so it cannot be imported
+    with pytest.raises(UsageError, match=f"the door to {door} needs {door}, which is not"):
+        provide(["sagemaker", door])
+    assert names() == before
 
 
 def names() -> dict[str, Any]:
@@ -145,6 +167,25 @@ def test_a_real_torch_sagemaker_is_not_shadowed_unless_told(
     real = importlib.import_module("torch.sagemaker")
     assert isinstance(real, ModuleType) and real.real
     del sys.modules["torch.sagemaker"], torch.sagemaker
+
+
+@pytest.mark.parametrize(
+    ("door", "real"), [("nvrx", "nvidia_resiliency_ext.checkpointing"), ("nemo", "nemo.utils")]
+)
+def test_real_packages_of_other_doors_are_not_shadowed_unless_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, door: str, real: str
+) -> None:
+    (tmp_path / real.replace(".", "/")).mkdir(parents=True)
+    for folder in (tmp_path / real.replace(".", "/"), tmp_path / real.partition(".")[0]):
+        (folder / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="--shadow"):
+        provide([door])
+    with provide([door], shadow=True):
+        assert not hasattr(importlib.import_module(real), "real")
+    assert importlib.import_module(real).real
+    for name in [name for name in sys.modules if name.partition(".")[0] == real.partition(".")[0]]:
+        del sys.modules[name]
 
 
 def test_another_torch_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cuda". WHAT: "die"
 (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
 then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
-(accelerate's own class trains to step 4). With ACCELERATE_ROOT in the environment checkpoints are
+(accelerate's own class trains to step 4), "loaded" (only load the newest in OUT, and print what is
+not as it was saved). With ACCELERATE_ROOT in the environment checkpoints are
 below it, and the last part of "resume" is left out; under FSDP1 too, where accelerate 1.15 does not
 bring the moments back that it saved.
 """
@@ -24,6 +25,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguratio
 
 import smckpt
 from smckpt.integrations.accelerate import SmckptAccelerator
+from tests.support.held import other_than
 
 STEPS = 7
 
@@ -69,7 +71,9 @@ def made(out: str, how: str, kind: type[Accelerator]) -> Any:
     return accelerator
 
 
-def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> dict[str, Any]:
+def train(
+    accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0, loaded: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 16)]
     model = torch.nn.Sequential(*layers)
@@ -81,6 +85,11 @@ def train(accelerator: Any, resume: bool, last: int = STEPS, dies: int = 0) -> d
     if resume:
         accelerator.load_state()
         accelerator.project_configuration.iteration = len(seen.steps) // 2
+    if loaded:
+        newest = smckpt.latest_checkpoint(accelerator.project_dir)
+        assert newest is not None
+        wrong = other_than(smckpt.load(checkpoint_id=newest), model, optimizer.optimizer.state)
+        return {"step": seen.steps[-1], "wrong": wrong}
     losses = []
     for step in range(len(seen.steps) + 1, last + 1):
         # of the random numbers that come back
@@ -121,6 +130,10 @@ def main() -> None:
         raise AssertionError("it lives")
     if what == "stock":
         train(made(out, how, Accelerator), resume=False, last=4)
+        return
+    if what == "loaded":
+        told = train(made(out, how, SmckptAccelerator), resume=True, loaded=True)
+        print("told", json.dumps(told), flush=True)
         return
     resumed = train(made(out, how, SmckptAccelerator), resume=True)
     straight = train(made(f"{out}-straight", how, SmckptAccelerator), resume=False)

@@ -1,5 +1,6 @@
-"""More families for the references: shards of Gemma, Phi-3, GPT-OSS, DeepSeek-V3, Falcon and GPT-2,
-cut from a Hugging Face state dict by straight torch code that knows nothing of smckpt's tables.
+"""More families for the references: shards of Gemma, Phi-3, GPT-OSS, DeepSeek-V3, Falcon, GPT-2 and
+others, cut from a Hugging Face state dict by straight torch code that knows nothing of smckpt's
+tables.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from tests.support.references import D, G, H, State, V, _chunk, _interleaved, _layers, padded
 
-SPARSE = ("gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "qwen2_moe")
+SPARSE = ("gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "qwen2_moe",
+          "phimoe")  # fmt: skip
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "glm4", "granite", "nemotron", "olmo2", "phi3", "smollm3",
-    "starcoder2", "falcon", "falcon_7b", "falcon_rw", "gpt2", *SPARSE,
+    "starcoder2", "falcon", "falcon_7b", "falcon_rw", "gpt2", "gptj", "opt", "bloom", "cohere",
+    "cohere_normed", "cohere2", *SPARSE,
 )  # fmt: skip
-WIDE_NORMS = ("olmo2", "olmoe")  # over all heads at once, which Megatron-core does not have
+# over all heads at once, or with weights for each head, which Megatron-core does not have
+WIDE_NORMS = ("olmo2", "olmoe", "cohere_normed")
 
 
 _WIDE = {"hidden_size": 128}  # of families whose heads have the hidden size together
@@ -29,6 +33,13 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", _WIDE),
     "smollm3": ("SmolLM3", _WIDE),
     "starcoder2": ("Starcoder2", _WIDE),
+    "cohere": ("Cohere", _WIDE),
+    "cohere_normed": ("Cohere", {**_WIDE, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("Cohere2", {**_WIDE, "sliding_window": 8,
+                            "layer_types": ["sliding_attention", "full_attention"]}),
+    "phimoe": ("Phimoe", {**_WIDE, "intermediate_size": 48, "num_local_experts": 8,
+                          "num_experts_per_tok": 2, "attention_bias": True,
+                          "lm_head_bias": True}),
     "glm4_moe": ("Glm4Moe", {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2,
                              "first_k_dense_replace": 1, "attention_bias": True,
                              "use_qk_norm": True}),
@@ -55,6 +66,16 @@ def config(family: str, **more: Any) -> Any:
     if family == "gpt2":
         return tf.GPT2Config(n_embd=128, n_layer=2, n_head=H, n_inner=160, vocab_size=V,
                              n_positions=64, bos_token_id=1, eos_token_id=2, **more)  # fmt: skip
+    if family == "gptj":
+        return tf.GPTJConfig(n_embd=128, n_layer=2, n_head=H, n_inner=160, vocab_size=V,
+                             n_positions=64, rotary_dim=8, bos_token_id=1, eos_token_id=2,
+                             **more)  # fmt: skip
+    if family == "opt":
+        return tf.OPTConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=H,
+                            ffn_dim=160, vocab_size=V, max_position_embeddings=64, pad_token_id=0,
+                            bos_token_id=1, eos_token_id=2, **more)  # fmt: skip
+    if family == "bloom":
+        return tf.BloomConfig(hidden_size=128, n_layer=2, n_head=H, vocab_size=V, **more)
     if family == "falcon":
         return tf.FalconConfig(
             **falcon, new_decoder_architecture=True, num_kv_heads=G, bias=True, **more
@@ -115,16 +136,21 @@ def _top(hf: State) -> State:
     """The tensors outside the layers, by short names."""
     names = {
         "embed": ("model.embed_tokens.weight", "transformer.word_embeddings.weight",
-                  "transformer.wte.weight"),
-        "pos": ("transformer.wpe.weight",),
-        "norm": ("model.norm.weight", "transformer.ln_f.weight"),
-        "norm_b": ("transformer.ln_f.bias", "model.norm.bias"), "head": ("lm_head.weight",),
+                  "transformer.wte.weight", "model.decoder.embed_tokens.weight"),
+        "embed_norm": ("transformer.word_embeddings_layernorm.weight",),
+        "embed_norm_b": ("transformer.word_embeddings_layernorm.bias",),
+        "pos": ("transformer.wpe.weight", "model.decoder.embed_positions.weight"),
+        "norm": ("model.norm.weight", "transformer.ln_f.weight",
+                 "model.decoder.final_layer_norm.weight"),
+        "norm_b": ("transformer.ln_f.bias", "model.norm.bias",
+                   "model.decoder.final_layer_norm.bias"),
+        "head": ("lm_head.weight",), "head_b": ("lm_head.bias",),
     }  # fmt: skip
     return {short: hf[n] for short, many in names.items() for n in many if n in hf}
 
 
 def _layer(hf: State, i: int) -> State:
-    for at in (f"model.layers.{i}.", f"transformer.h.{i}."):
+    for at in (f"model.layers.{i}.", f"transformer.h.{i}.", f"model.decoder.layers.{i}."):
         own = {n[len(at) :]: t for n, t in hf.items() if n.startswith(at)}
         if own:
             return own
@@ -134,6 +160,13 @@ def _layer(hf: State, i: int) -> State:
 def _attention(family: str, own: State) -> State:
     """Query, key, value and output, weights and biases, and norms, by short names."""
     out: State = {}
+    others: dict[str, tuple[tuple[str, str], ...]] = {  # names that mean what Llama's do
+        "gptj": (("attn.", "self_attn."), ("out_proj", "o_proj"), ("ln_1", "input_layernorm")),
+        "opt": (("out_proj", "o_proj"), ("self_attn_layer_norm", "input_layernorm"),
+                ("final_layer_norm", "post_attention_layernorm")),
+    }  # fmt: skip
+    for old, new in others.get(family, ()):
+        own = {name.replace(old, new): tensor for name, tensor in own.items()}
     for kind, tail in (("weight", ""), ("bias", "_b")):
         if family == "gpt2":
             fused = own[f"attn.c_attn.{kind}"]
@@ -142,7 +175,7 @@ def _attention(family: str, own: State) -> State:
             o = own[f"attn.c_proj.{kind}"]
             out["o" + tail] = o if tail else o.T.contiguous()
             out["norm1" + tail], out["norm2" + tail] = own[f"ln_1.{kind}"], own[f"ln_2.{kind}"]
-        elif family.startswith("falcon"):
+        elif family.startswith(("falcon", "bloom")):
             first, second = "input_layernorm", "post_attention_layernorm"
             if "ln_attn.weight" in own:
                 first, second = "ln_attn", "ln_mlp"
@@ -151,7 +184,7 @@ def _attention(family: str, own: State) -> State:
                 out["norm2" + tail] = own[f"{second}.{kind}"]
             if f"self_attention.dense.{kind}" not in own:
                 continue
-            groups = {"falcon": G, "falcon_7b": 1, "falcon_rw": H}[family]
+            groups = {"falcon": G, "falcon_7b": 1, "falcon_rw": H, "bloom": H}[family]
             fused = own[f"self_attention.query_key_value.{kind}"]
             cut = fused.view(groups, H // groups + 2, D, *fused.shape[1:])
             flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731
@@ -195,11 +228,11 @@ def _mlp(own: State) -> State:
         return {"gate": gate, "up": up, "down": own["mlp.down_proj.weight"]}
     for short, names in (
         ("gate", ("gate_proj",)), ("up", ("up_proj",)), ("down", ("down_proj",)),
-        ("fc1", ("dense_h_to_4h", "c_fc")), ("fc2", ("dense_4h_to_h", "c_proj")),
+        ("fc1", ("dense_h_to_4h", "c_fc", "fc_in")), ("fc2", ("dense_4h_to_h", "c_proj", "fc_out")),
     ):  # fmt: skip
         for name in names:
             for kind, tail in (("weight", ""), ("bias", "_b")):
-                tensor = own.get(f"mlp.{name}.{kind}")
+                tensor = own.get(f"mlp.{name}.{kind}", own.get(f"{short}.{kind}"))  # or OPT's
                 if tensor is not None:
                     flip = "attn.c_attn.weight" in own and not tail  # GPT-2
                     out[short + tail] = tensor.T.contiguous() if flip else tensor
@@ -221,6 +254,10 @@ def _each_expert(own: State) -> list[State]:
         both, down = (own[f"block_sparse_moe.{p}_linear.weight"] for p in ("input", "output"))
         return [{"gate": both[e].chunk(2)[0], "up": both[e].chunk(2)[1], "down": down[e]}
                 for e in range(len(both))]  # fmt: skip
+    if "block_sparse_moe.gate.weight" in own:  # Phi
+        names = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        return [{p: own[f"block_sparse_moe.experts.{e}.{w}.weight"] for p, w in names}
+                for e in range(len(own["block_sparse_moe.gate.weight"]))]  # fmt: skip
     count = len(own["mlp.gate.weight"]) if "mlp.gate.weight" in own else 0
     return [
         {p: own[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
@@ -240,12 +277,16 @@ def mcore(
     top = _top(hf)
     out = {"embedding.word_embeddings.weight": _chunk(padded(top["embed"], 128), t, r)}
     for short, name in (("pos", "embedding.position_embeddings.weight"),
+                        ("embed_norm", "embedding.word_embeddings.norm.weight"),
+                        ("embed_norm_b", "embedding.word_embeddings.norm.bias"),
                         ("norm", "decoder.final_layernorm.weight"),
                         ("norm_b", "decoder.final_layernorm.bias")):  # fmt: skip
         if short in top:
             out[name] = top[short]
     if "head" in top:
         out["output_layer.weight"] = _chunk(padded(top["head"], 128), t, r)
+    if "head_b" in top:
+        out["output_layer.bias"] = _chunk(padded(top["head_b"][:, None], 128)[:, 0], t, r)
     for i in range(_layers(hf) if any("layers." in n for n in hf) else 2):
         own = _layer(hf, i)
         layer = _mcore_attention(family, own, t, r, local)
@@ -310,7 +351,8 @@ def _mcore_attention(family: str, own: State, t: int, r: int, local: bool) -> St
 def _mcore_experts(
     own: State, experts: list[State], t: int, r: int, ep: int, er: int, local: bool
 ) -> State:
-    routers = ("mlp.router.weight", "mlp.gate.weight", "block_sparse_moe.router.layer.weight")
+    routers = ("mlp.router.weight", "mlp.gate.weight", "block_sparse_moe.router.layer.weight",
+               "block_sparse_moe.gate.weight")  # fmt: skip
     out = {"mlp.router.weight": next(own[name] for name in routers if name in own)}
     if "mlp.router.bias" in own:
         out["mlp.router.bias"] = own["mlp.router.bias"]
@@ -339,7 +381,8 @@ def _mcore_experts(
 
 def te(family: str, hf: State, t: int, r: int) -> State:
     """Transformer Engine's TransformerLayer, split, in Hugging Face's outer modules."""
-    prefix = "model.layers" if any(n.startswith("model.layers") for n in hf) else "transformer.h"
+    prefixes = ("model.layers", "transformer.h", "model.decoder.layers")
+    prefix = next(p for p in prefixes if any(n.startswith(f"{p}.") for n in hf))
     out: State = {}
     for name, tensor in hf.items():
         if f"{prefix}." not in name:
@@ -372,16 +415,21 @@ def te(family: str, hf: State, t: int, r: int) -> State:
     return out
 
 
-def hf_tp(family: str, made: Any, t: int, r: int) -> State:
-    """What each rank holds under transformers' own plan, names as in memory."""
+def hf_tp(family: str, made: Any, t: int, r: int, *, experts: bool = False) -> State:
+    """What each rank holds under transformers' own plan, names as in memory. `experts`: under its
+    plan of expert parallelism too."""
     out = {}
     for name, tensor in made.state_dict().items():
         parts = name.split(".")
         last = parts[-2] if not name.endswith("_proj") else parts[-1]
-        whole = (family == "deepseek_v3" and ".self_attn." in name) or (
-            family == "qwen2_moe" and ".shared_expert." in name
-        )
-        if whole:
+        whole = {  # what the plan leaves out
+            "deepseek_v3": (".self_attn.",), "phimoe": (".self_attn.",),
+            "granitemoe": (".self_attn.",), "qwen2_moe": (".shared_expert.",),
+            "gpt_oss": (".self_attn.", "embed_tokens", ".experts."),
+        }.get(family, ())  # fmt: skip
+        if experts and ".experts." in name:
+            out[name] = _chunk(tensor, t, r)
+        elif any(part in name for part in whole):
             out[name] = tensor
         elif last in ("o_proj", "down_proj", "c_proj"):
             biased = parts[-1] == "bias"

@@ -42,6 +42,15 @@ def on_cpus() -> None:
         return stock(*args, **kwargs)
 
     FSDP.summon_full_params = staticmethod(summon_full_params)
+    from pytorch_lightning.accelerators import CPUAccelerator
+
+    parse = CPUAccelerator.parse_devices
+
+    def parse_devices(devices: Any) -> int:
+        """Lightning counts CPUs, where it lists GPUs."""
+        return parse(devices if isinstance(devices, (int, str)) else len(devices))
+
+    CPUAccelerator.parse_devices = staticmethod(parse_devices)
     import transformers.utils.import_utils as imports
     from transformers import AutoModelForCausalLM
 
@@ -116,6 +125,24 @@ class Fewer:
         test_utils._WORLD_SIZE = world
         test_utils.skip_if_lt_x_gpu = lambda _: lambda test: test
         test_utils.TestCheckpoint.cuda_available = pytest.fixture(lambda self: True)
+
+        kind, told = test_utils.TestCheckpoint, ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        reset, fit = kind.reset_state_and_groups, kind.create_and_fit
+
+        def launch(ranks: int) -> None:
+            os.environ.update(dict.fromkeys(told, str(ranks)))
+
+        def reset_state_and_groups(self: Any, port: Any) -> None:
+            launch(world)
+            reset(self, port)
+
+        def create_and_fit(self: Any, config: Any, **rest: Any) -> Any:
+            """A run on some of the ranks: its launcher tells Lightning of no others."""
+            devices = config.trainer.devices
+            launch(devices if isinstance(devices, int) else len(devices))
+            return fit(self, config, **rest)
+
+        kind.reset_state_and_groups, kind.create_and_fit = reset_state_and_groups, create_and_fit
 
     def pytest_runtest_setup(self, item: Any) -> None:
         """Unit tests want a process group, but those that pass a mock in its place: none."""

@@ -43,6 +43,10 @@ def megatron() -> str:
     return interpreter("SMCKPT_MEGATRON_PYTHON", "megatron")
 
 
+def megatron_bridge() -> str:
+    return interpreter("SMCKPT_MEGATRON_BRIDGE_PYTHON", "megatron.bridge", "0.3")
+
+
 def torchtitan() -> str:
     return interpreter("SMCKPT_TORCHTITAN_PYTHON", "torchtitan")
 

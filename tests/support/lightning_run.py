@@ -6,7 +6,8 @@ that shard, and hold replicas of each other), two (FSDP2, two optimizers that th
 epochs (saves at the ends of epochs, a shuffled DataLoader);
 "-sync" after it waits for each commit, "-wrapped" puts AsyncCheckpointIO around the plugin. WHAT:
 "die" (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a
-stop; print both as JSON).
+stop; print both as JSON), "loaded" (only load the last in OUT, and print what is not as it was
+saved).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.device_mesh import init_device_mesh
 
+import smckpt
 from smckpt.integrations import lightning as ours
+from tests.support.held import other_than
 
 STEPS, PER_EPOCH = 9, 4
 
@@ -152,6 +155,19 @@ class Seen(Callback):
         self.steps = list(state["steps"])
 
 
+class Loaded(Callback):
+    """Looks at a run that has just resumed, and ends it."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        newest = smckpt.latest_checkpoint(trainer.checkpoint_callback.dirpath)
+        assert newest is not None
+        saved = smckpt.load(checkpoint_id=newest)
+        told = {"step": trainer.global_step, "wrong": other_than(saved, module)}
+        print("told", json.dumps(told), flush=True)
+        torch.distributed.barrier()
+        os._exit(0)  # all was looked at; Lightning would go on
+
+
 def trainer(out: str, how: str, dies: int) -> Any:
     how, *more = how.split("-")
     kept: dict[str, Any] = {"every_n_train_steps": 2}
@@ -193,9 +209,13 @@ def strategy(how: str) -> Any:
     return "ddp"
 
 
-def train(out: str, how: str, *, resume: bool, dies: int = 0) -> dict[str, Any]:
+def train(
+    out: str, how: str, *, resume: bool, dies: int = 0, loaded: bool = False
+) -> dict[str, Any]:
     seed_everything(7 if resume else 0, verbose=False)
     runs, model = trainer(out, how, dies), Model()
+    if loaded:
+        runs.callbacks.append(Loaded())
     model.pairs = how.startswith("hybrid")
     model.automatic_optimization = how != "two"
     data: Any = Batches(2 if how == "tp" else 1)
@@ -237,6 +257,8 @@ def main() -> None:
     if what == "die":
         train(out, how, resume=False, dies=5 if not how.startswith("epochs") else 6)
         raise AssertionError("it lives")
+    if what == "loaded":
+        train(out, how, resume=True, loaded=True)
     resumed = train(out, how, resume=True)
     straight = train(f"{out}-straight", how, resume=False)
     print("told", json.dumps({"resumed": resumed, "straight": straight}), flush=True)

@@ -50,6 +50,7 @@ BRIDGED = (
     "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe",
 )  # fmt: skip
 TOWERS = ("gemma3", "qwen2_5_vl")
+FIRST = {"opt": 2}  # the row of positions that the first token has
 NAMES = (  # the local spec's, Transformer Engine's
     (r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r".\2.\3\1"),
     (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),  # of a dense layer
@@ -100,7 +101,9 @@ class Attention(torch.nn.Module):
 
 
 class Alibi(Attention):
-    """For Falcon RW: the local spec's own takes no biases of places."""
+    """For Falcon RW and BLOOM: the local spec's own takes no biases of places."""
+
+    scaled = True  # with the scores, as in Falcon
 
     def forward(self, query: Any, key: Any, value: Any, mask: Any, *_: Any, **__: Any) -> Any:
         from megatron.core.parallel_state import get_tensor_model_parallel_group as group
@@ -109,7 +112,8 @@ class Alibi(Attention):
         number = torch.arange(here) + here * group().rank() + 1
         slopes = 2.0 ** (-8 * number / (here * group().size()))
         heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]  # from length, batch, heads
-        places = (slopes[:, None, None] * torch.arange(len(key)))[None] / width**0.5
+        places = (slopes[:, None, None] * torch.arange(len(key)))[None]
+        places = places / width**0.5 if self.scaled else places
         bias = places.masked_fill(mask, -torch.inf)
         out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=bias)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -153,6 +157,17 @@ def run_held(job: dict[str, Any], bridge: Any, path: Path, rank: int) -> None:
         exported = dict(bridge.export_weights([Held(path, whole)]))
     if rank == 0:
         torch.save({n: t.clone() for n, t in exported.items()}, out / "exported.pt")
+
+
+class BloomsAlibi(Alibi):
+    scaled = False
+
+
+class WithoutBias:
+    """Cohere's norm."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float, **_: Any) -> Any:
+        return torch.nn.LayerNorm(hidden_size, eps, bias=False)
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -260,22 +275,78 @@ def beside() -> type:
     return Beside
 
 
+def attention_with(biases: bool) -> type:
+    """Megatron's attention, with other biases than the MLP or the experts have: in GPT-J only the
+    MLP has them, in PhiMoE only attention."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    class Biased(SelfAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **given: Any) -> None:
+            config = copy.copy(config)
+            config.add_bias_linear = biases
+            super().__init__(config, *args, **given)
+
+    return Biased
+
+
+def with_embedding_norm(embedding: Any, hidden: int) -> None:
+    """Inside the embedding, as in BigScience's Megatron."""
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+    from megatron.core.transformer.utils import sharded_state_dict_default
+
+    class Normed(VocabParallelEmbedding):  # type: ignore[misc]
+        def forward(self, ids: Any) -> Any:
+            return self.norm(super().forward(ids))
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            own = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            norm = sharded_state_dict_default(
+                self.norm, f"{prefix}norm.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+            return {**own, **norm}
+
+    embedding.norm = torch.nn.LayerNorm(hidden, 1e-5)
+    embedding.__class__ = Normed
+
+
+def with_sparse_mixer(model: Any, jitter: float) -> None:
+    """PhiMoE's choice of experts, which is transformers'; its router's weights are Megatron's."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    def routing(logits: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        scores = logits.view(-1, logits.shape[-1])
+        weights, chosen = sparsemixer(scores, jitter, False)
+        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
+        return probabilities, torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+
+    for layer in model.decoder.layers:
+        layer.mlp.router.routing = routing
+
+
 def spec_by_hand(hf: dict[str, Any], config: Any) -> Any:
-    """The local spec's layers, and what Falcon and GPT-NeoX have otherwise."""
+    """The local spec's layers, and what the family has otherwise."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )
-    new = hf.get("new_decoder_architecture")
+    family, new = hf["model_type"], hf.get("new_decoder_architecture")
+    shared = (hf.get("parallel_attn") and not new) or family in ("gptj", "cohere", "cohere2")
     for layer in spec.layer_specs:
-        if new or hf.get("parallel_attn") or hf.get("use_parallel_residual"):
+        if new or shared or hf.get("use_parallel_residual"):
             layer.module = beside()
-        if hf.get("parallel_attn") and not new:
+        if shared:
             layer.submodules.pre_mlp_layernorm = IdentityOp  # one norm for both
-        if hf.get("alibi"):
-            layer.submodules.self_attention.submodules.core_attention = Alibi
+        if hf.get("alibi") or family == "bloom":
+            core = BloomsAlibi if family == "bloom" else Alibi
+            layer.submodules.self_attention.submodules.core_attention = core
+        if family in ("gptj", "phimoe"):
+            layer.submodules.self_attention.module = attention_with(biases=family == "phimoe")
+        if family.startswith("cohere"):
+            layer.submodules.input_layernorm = spec.layer_norm = WithoutBias
     return spec
 
 
@@ -283,6 +354,7 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
     """A GPTModel of a family without a bridge, from its Hugging Face config."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
@@ -297,29 +369,46 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
              "activation_func": functional.silu}  # fmt: skip
     plain = {"normalization": "LayerNorm", "activation_func": functional.gelu}
     by_tanh = {**plain, "activation_func": lambda x: functional.gelu(x, approximate="tanh")}
+    mixture = {
+        "num_moe_experts": hf.get("num_local_experts"),
+        "moe_router_topk": hf.get("num_experts_per_tok"), "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_ffn_hidden_size": hf.get("intermediate_size"),
+    }  # fmt: skip
+    cohere = {**gated, "normalization": "LayerNorm", "rotary_interleaved": True}
     own: dict[str, dict[str, Any]] = {
         "phi3": gated,
         "gpt_neox": plain,
         "falcon": {**plain, "add_bias_linear": hf.get("bias")},
-        "gpt2": by_tanh, "starcoder2": by_tanh,
+        "gpt2": by_tanh, "starcoder2": by_tanh, "bloom": by_tanh,
+        "gptj": {**by_tanh, "rotary_interleaved": True},
+        "opt": {**plain, "activation_func": functional.relu},
+        "cohere": cohere,
+        "cohere2": {
+            **cohere,
+            "no_rope_freq": [int(kind == "full_attention") for kind in hf.get("layer_types", ())],
+        },
+        "phimoe": {**gated, **mixture, "normalization": "LayerNorm"},
         "gpt_oss": {
             **gated, "add_bias_linear": True, "activation_func": quick_gelu,
             "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
-            "softmax_type": "learnable", "num_moe_experts": hf.get("num_local_experts"),
-            "moe_router_topk": hf.get("num_experts_per_tok"), "moe_router_pre_softmax": False,
-            "moe_router_load_balancing_type": "none",
-            "moe_ffn_hidden_size": hf.get("intermediate_size"),
+            "softmax_type": "learnable", **mixture,
         },
     }  # fmt: skip
     heads = heads or hf["n_head"]
     groups = hf.get("num_key_value_heads", hf.get("num_kv_heads", heads))
     if family == "falcon" and hf["multi_query"] and not hf["new_decoder_architecture"]:
         groups = 1
-    places = {"gpt2": "learned_absolute"}.get(family, "none" if hf.get("alibi") else "rope")
-    inner = ("intermediate_size", "n_inner", "ffn_hidden_size")
+    places = {"gpt2": "learned_absolute", "opt": "learned_absolute", "bloom": "none"}.get(
+        family, "none" if hf.get("alibi") else "rope"
+    )
+    inner = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+    if family == "gptj":
+        rope = {"rope_theta": 10000, "partial_rotary_factor": hf["rotary_dim"] * heads / hidden}
     config = TransformerConfig(
         num_layers=hf.get("num_hidden_layers", hf.get("n_layer")), hidden_size=hidden,
-        ffn_hidden_size=next(hf[name] for name in inner if name in hf), num_attention_heads=heads,
+        ffn_hidden_size=next((hf[name] for name in inner if name in hf), 4 * hidden),
+        num_attention_heads=heads,
         num_query_groups=groups, hidden_dropout=0.0,
         kv_channels=hf.get("head_dim", hidden // heads), tensor_model_parallel_size=job["tp"],
         expert_model_parallel_size=job["ep"], expert_tensor_parallel_size=job["etp"],
@@ -327,12 +416,23 @@ def by_hand(hf: dict[str, Any], job: dict[str, Any]) -> Any:
         layernorm_epsilon=hf.get("rms_norm_eps", hf.get("layer_norm_eps", 1e-5)),
         **{**ON_CPU, **own[family], "attention_backend": AttnBackend.unfused},
     )  # fmt: skip
-    return GPTModel(
+    model = GPTModel(
         config, spec_by_hand(hf, config),
-        vocab_size=128, max_sequence_length=64, position_embedding_type=places,
+        vocab_size=128, max_sequence_length=64 + FIRST.get(family, 0),
+        position_embedding_type=places,
         rotary_base=rope.get("rope_theta", 0), rotary_percent=rope.get("partial_rotary_factor", 1),
         share_embeddings_and_output_weights=bool(hf["tie_word_embeddings"]),
     )  # fmt: skip
+    if family == "gptj" or hf.get("lm_head_bias"):
+        model.output_layer = ColumnParallelLinear(
+            hidden, 128, config=config, init_method=config.init_method, bias=True,
+            skip_bias_add=False, gather_output=False,
+        )  # fmt: skip
+    if family == "bloom":
+        with_embedding_norm(model.embedding.word_embeddings, hidden)
+    if family == "phimoe":
+        with_sparse_mixer(model, hf["router_jitter_noise"])
+    return model
 
 
 def run(job: dict[str, Any], rank: int) -> None:
@@ -373,7 +473,8 @@ def run(job: dict[str, Any], rank: int) -> None:
             bridge.load_weights([named], str(hf))
         else:
             load_strictly(model, ranks)
-        logits = computed(model, tp)
+        logits = computed(model, tp, FIRST.get(config["model_type"], 0))
+        logits *= config.get("logit_scale", 1)
         state = {n: t.clone() for n, t in tensors(model).items()}
         torch.save({"model": state}, out / f"local{rank}.pt")
         torch.save({"model": whole_where_te_has_it_whole(named)}, out / f"filled{rank}.pt")
@@ -439,11 +540,11 @@ def whole_where_te_has_it_whole(named: TeNames) -> dict[str, torch.Tensor]:
     return state
 
 
-def computed(model: Any, tp: int) -> torch.Tensor:
+def computed(model: Any, tp: int, first: int = 0) -> torch.Tensor:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     tokens = torch.arange(40).reshape(2, 20) % 120
-    places = torch.arange(20)[None].expand(2, -1)
+    places = torch.arange(first, first + 20)[None].expand(2, -1)
     mask = torch.triu(torch.ones(20, 20, dtype=torch.bool), 1)[None, None]
     logits = model(tokens, places, mask)
     return gather_from_tensor_model_parallel_region(logits) if tp > 1 else logits

@@ -4,8 +4,9 @@ Its arguments: the folder of all that it writes, and fields of the checkpoint's 
 `name=value`, where each value is JSON. Further ones: `steps=N`; `die=N` (SIGKILL to rank 0 after
 step N); `stock=true` (the config of torchtitan's own manager); `door=true`
 (`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
-process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`; `expert=N` (DeepSeek-V3,
-its experts over N ranks). It tells each rank's steps and losses, and the step that it began with.
+process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`; `expert=N`
+(DeepSeek-V3, its experts over N ranks). It tells each rank's steps and losses, and the step that it
+began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no

@@ -36,6 +36,7 @@ import smckpt
 from smckpt.integrations.torchtune import DistributedCheckpointer
 
 SIZES = {"vocab_size": 300, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "dim": 32}  # of torchtune's converters
 WORDS = ["the", "a", "fox", "dog", "hen", "runs", "eats", "sees", "to", "by", "old", "red", "home"]
 
 
@@ -57,7 +58,7 @@ def make(folder: Path) -> None:
         minloglevel=2,
     )  # fmt: skip
     model = llama2(**SIZES, max_seq_len=64)
-    whole = convert_weights.tune_to_hf(model.state_dict(), num_heads=4, num_kv_heads=2, dim=32)
+    whole = convert_weights.tune_to_hf(model.state_dict(), **HEADS)
     save_file(
         {k: v.contiguous() for k, v in whole.items()}, base / "model-00001-of-00001.safetensors"
     )
@@ -191,6 +192,11 @@ def calls(out: str) -> dict[str, Any]:
         stepped(model, optimizer)
         first.save_checkpoint(taken(model, optimizer, epoch + 1), epoch=epoch, save_async=True)
         told[f"kept {epoch}"] = bits(model, optimizer)
+    whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    torch.save(convert_weights.tune_to_hf(whole, **HEADS), f"{out}/hf-{dist.get_rank()}.pt")
+    own = training.DistributedCheckpointer(f"{out}/own", f"{out}/own")
+    Path(f"{out}/own").mkdir(exist_ok=True)
+    own.save_checkpoint(taken(model, optimizer, 2), epoch=1, save_async=False)
     stepped(model, optimizer)  # the save has the state as it was
     smckpt.maybe_finalize_async_calls()
 

@@ -3,7 +3,8 @@
 Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp (FSDP2), fsdp1; on the CPU, or with "-cuda".
 WHAT: "die" (SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in
 OUT-straight without a stop; print both as JSON), "best" (train with an evaluation every other step,
-and end with the best; print its digest and that of what its checkpoint holds). With TRAINER_ROOT in
+and end with the best; print its digest and that of what its checkpoint holds), "loaded" (only load
+the newest in OUT, and print what is not as it was saved). With TRAINER_ROOT in
 the environment checkpoints are below it. With TRAINER_STOCK the script has no line of smckpt's.
 """
 
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainerMixin
+from tests.support.held import other_than
 
 STEPS = 7
 
@@ -31,6 +34,22 @@ OURS = () if os.environ.get("TRAINER_STOCK") else (SmckptTrainerMixin,)
 
 class SavedTrainer(*OURS, Trainer):  # type: ignore[misc]
     """The one line that a script changes."""
+
+
+class Loaded(TrainerCallback):
+    """Looks at a run that has just resumed, and ends it."""
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+        newest = smckpt.latest_checkpoint(self.out)
+        assert newest is not None
+        saved = smckpt.load(checkpoint_id=newest)
+        told = {"step": state.global_step, "of": newest.step}
+        told["wrong"] = other_than(saved, its["model"], its["optimizer"].state)
+        print("told", json.dumps(told), flush=True)
+        raise EOFError
 
 
 class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -160,6 +179,10 @@ def main() -> None:
         raise AssertionError("it lives")
     if what == "best":
         print("told", json.dumps(best(out, how)), flush=True)
+        return
+    if what == "loaded":
+        with suppress(EOFError):
+            trainer(out, how, [Loaded(out)]).train(resume_from_checkpoint=True)
         return
     again = trainer(out, how, [])
     again.train(resume_from_checkpoint=True if not rest else rest[0])

@@ -125,6 +125,10 @@ def gelu(x: Tensor, quantizer: Any) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def relu(x: Tensor, quantizer: Any) -> Tensor:
+    return torch.nn.functional.relu(x)
+
+
 def get_cudnn_version() -> int:
     return 91200  # the oldest that will do
 
@@ -137,6 +141,7 @@ CALLS = (
     fused_rope_forward,
     swiglu,
     gelu,
+    relu,
 )
 
 

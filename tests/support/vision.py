@@ -146,9 +146,10 @@ def _megatron(
         "embedding.word_embeddings.weight": _chunk(padded(text["embed_tokens.weight"], 128), t, r),
         "decoder.final_layernorm.weight": text["norm.weight"],
     }
-    if "lm_head.weight" in hf:
-        out["output_layer.weight"] = _chunk(padded(hf["lm_head.weight"], 128), t, r)
     gemma = family == "gemma3"
+    head = hf.get("language_model.lm_head.weight" if gemma else "lm_head.weight")
+    if head is not None:
+        out["output_layer.weight"] = _chunk(padded(head, 128), t, r)
     for i in range(2):
         at = f"layers.{i}."
         own = {n[len(at) :]: x for n, x in text.items() if n.startswith(at)}

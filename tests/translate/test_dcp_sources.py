@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import smckpt
 from smckpt import errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import pickled
@@ -130,6 +131,13 @@ def test_what_accelerate_saved_comes_out_bitwise(tmp_path, released, judged):
         report = export_hf(tmp_path / given, tmp_path / "hf", config=config, overwrite=True)
         assert report.source.startswith("accelerate")
         assert_same(tmp_path / "hf", wanted)
+    place = tmp_path / "run" / "pytorch_model_fsdp_0"
+    weights = hub_families.model(SAMPLE).state_dict()
+    for ours in (place, tmp_path / "ours"):  # as it is, and converted
+        target = {"model": {name: torch.zeros_like(value) for name, value in weights.items()}}
+        smckpt.load(target, checkpoint_id=ours)
+        assert [n for n, v in weights.items() if not torch.equal(target["model"][n], v)] == []
+        smckpt.convert(place, tmp_path / "ours", to="smckpt") if ours == place else None
     judged(SAMPLE, "accelerate, FSDP2", exports=["save_pretrained"])
 
 

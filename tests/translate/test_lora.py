@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
 from smckpt import errors, export_hf
 from tests.support import child, shards
@@ -140,14 +140,133 @@ def test_an_adapter_with_dora_is_peft_s_own_directory(tmp_path):
                   lora_config=model.peft_config)  # fmt: skip
 
 
-def test_dora_on_a_transposed_layer_is_refused(tmp_path):
-    config = GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=ref.V, n_positions=64)
+# family, what the adapter changes, dtype of the base. Scalings and values are binary fractions, so
+# that no sum depends on its order, and PEFT's result is one only.
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "linear": ("llama", {"target_modules": ["q_proj", "down_proj"]}, "bfloat16"),
+    "rsLoRA, saved whole": (
+        "llama", {"use_rslora": True, "modules_to_save": ["lm_head"]}, "bfloat16"),
+    "DoRA": ("llama", {"use_dora": True}, "bfloat16"),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"]}, "bfloat16"),
+    "embedding, DoRA": (
+        "llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}, "float32"),
+    "Conv1D, DoRA": (
+        "gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
+        "bfloat16"),
+    "beside experts": ("mixtral", {"target_modules": ["q_proj"]}, "bfloat16"),
+    "experts": ("mixtral", {"target_parameters": EXPERTS}, "bfloat16"),
+    "experts, rsLoRA, ranks": (
+        "qwen3_moe",
+        {"target_parameters": ["experts.down_proj", "mlp.gate.weight"], "use_rslora": True,
+         "rank_pattern": {"1.mlp.experts.down_proj": 16},
+         "alpha_pattern": {"1.mlp.experts.down_proj": 8}},
+        "float32"),
+    "transposed experts, one square": ("gpt_oss", {"target_parameters": EXPERTS}, "bfloat16"),
+}  # fmt: skip
+
+
+def on_grid(model: Any) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter.clamp(-2, 2) * 16).round() / 16)
+    return model
+
+
+def tiny(family: str, dtype: str) -> Any:
+    torch.manual_seed(1)
+    if family == "gpt2":
+        made = AutoModelForCausalLM.from_config(
+            GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=ref.V, n_positions=64)
+        )
+    elif family == "gpt_oss":
+        config = GptOssConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, num_local_experts=4, vocab_size=ref.V,
+        )  # fmt: skip
+        made = AutoModelForCausalLM.from_config(config)
+    else:
+        made = ref.model(family)
+    return on_grid(made).to(getattr(torch, dtype))
+
+
+def changed(kind: str) -> Any:
+    family, more, dtype = KINDS[kind]
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    plain |= {"target_modules": []} if "target_parameters" in more else {}
+    return on_grid(peft_model(tiny(family, dtype), **{**plain, **more}))
+
+
+def assert_same_files(ours: Path, theirs: Path) -> None:
+    found, wanted = (load_file(next(at.glob("*.safetensors"))) for at in (ours, theirs))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), (name, (found[name] - tensor).abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_for_bit_what_peft_merges_and_saves(tmp_path, kind, monkeypatch, judged):
+    """The adapter; merged into the base of the checkpoint, and into the base's directory."""
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
+    monkeypatch.setattr("smckpt.translate.merged.CHUNK", 4096)
+    monkeypatch.setattr("smckpt.translate.merged._AT_ONCE", 256)
+    family, _, dtype = KINDS[kind]
+    model = changed(kind)
+    given = {"lora_config": model.peft_config}
+    checkpoint = saved(tmp_path, model.state_dict())
+    export_hf(checkpoint, tmp_path / "adapter", lora="adapter", **given)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    assert_same_files(tmp_path / "adapter", tmp_path / "peft")
+    again = PeftModel.from_pretrained(tiny(family, dtype), str(tmp_path / "adapter"))
+    assert torch.equal(logits(again), logits(model))
+    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    tiny(family, dtype).save_pretrained(tmp_path / "base")
+    alone = saved(tmp_path / "alone", get_peft_model_state_dict(model, save_embedding_layers=False))
+    export_hf(alone, tmp_path / "hf2", lora="merge", base=tmp_path / "base", **given)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_same_files(tmp_path / "hf", tmp_path / "merged")
+    assert_same_files(tmp_path / "hf2", tmp_path / "merged")
+    judged(family, "PEFT", exports=["PEFT", "save_pretrained"])
+
+
+@pytest.mark.parametrize("what", ["a swapped tensor", "a wrong rank's scale", "a lost tensor"])
+def test_peft_sees_what_is_wrong_in_an_adapter(tmp_path, what):
+    """Its own merge of such a directory is another model than ours of the right one."""
+    model = changed("linear")
+    given = {"lora_config": model.peft_config}
+    checkpoint = saved(tmp_path, model.state_dict())
+    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    export_hf(checkpoint, tmp_path / "adapter", lora="adapter", **given)
+
+    def merged() -> Path:
+        made = PeftModel.from_pretrained(tiny("llama", "bfloat16"), str(tmp_path / "adapter"))
+        made.merge_and_unload().save_pretrained(tmp_path / "merged")
+        return tmp_path / "merged"
+
+    assert_same_files(tmp_path / "hf", merged())
+    at = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(at)
+    one, two = (f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in (0, 1))
+    config = tmp_path / "adapter" / "adapter_config.json"
+    if what == "a wrong rank's scale":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
+    elif what == "a lost tensor":
+        del state[one]
+    else:
+        state[one], state[two] = state[two], state[one]
+    save_file(state, at, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        assert_same_files(tmp_path / "hf", merged())
+
+
+def test_experts_whose_order_does_not_show_are_refused(tmp_path):
     model = peft_model(
-        AutoModelForCausalLM.from_config(config), target_modules=["c_attn"], rank_pattern={},
-        fan_in_fan_out=True, use_dora=True,
+        tiny("gpt_oss", "float32"), target_parameters=["experts.down_proj"], target_modules=[],
+        rank_pattern={}, alpha_pattern={},
     )  # fmt: skip
-    with pytest.raises(errors.TensorMismatchError, match="linear layers only"):
-        export_hf(saved(tmp_path, model.state_dict()), tmp_path / "hf", config=config,
+    with pytest.raises(errors.TensorMismatchError, match="square matrices"):
+        export_hf(saved(tmp_path, model.state_dict()), tmp_path / "hf", config=model.config,
                   lora="merge", lora_config=model.peft_config)  # fmt: skip
 
 

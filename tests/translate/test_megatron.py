@@ -20,11 +20,15 @@ Where mbridge and Hugging Face differ, which the tests go around:
 - mbridge builds vision-language models with Transformer Engine alone, so it fills and exports
   tensors of the shapes that `import_hf` wrote, and no model.
 And Megatron-core: its all-to-all dispatcher needs a GPU, so the experts' tokens are gathered; its
-local attention takes no values of another width than keys and no ALiBi, so DeepSeek's and Falcon
-RW's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon), so the sum of the two is
-here, over modules that are all its own; it refuses experts with biases (GPT-OSS) that tensor
-parallelism would cut. Its legacy experts need a GPU's package for one product, which is here a loop
-over experts; the model's other names are the local spec's, renamed as for mbridge.
+local attention takes no values of another width than keys and no ALiBi, so DeepSeek's, Falcon RW's
+and BLOOM's is plain torch; it has no attention beside the MLP (GPT-NeoX, Falcon, GPT-J, Cohere), so
+the sum of the two is here, over modules that are all its own; its biases are everywhere or nowhere,
+so GPT-J's and PhiMoE's attention has a config of its own; its GPTModel has no bias of the output
+(GPT-J, PhiMoE), no norm of the embedding (BLOOM) and no norm without a bias (Cohere), so these are
+put in; PhiMoE's choice of experts is transformers'; OPT's positions are counted from 2; it refuses
+experts with biases (GPT-OSS) that tensor parallelism would cut. Its legacy experts need a GPU's
+package for one product, which is here a loop over experts; the model's other names are the local
+spec's, renamed as for mbridge.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import dataclasses
 import json
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {"use_parallel_residual": False},
     "gpt_oss": {"sliding_window": 64, "rope_parameters": PLAIN_ROPE},
     "llama4_text": {"attention_chunk_size": 64},  # Megatron has no attention in chunks
+    "cohere2": {"sliding_window": 64},
 }
 OLD_KEYS = {"rope_theta": 5e5, "num_experts": 8}  # transformers 4 reads them, 5 does not write them
 BRIDGED = (
@@ -67,6 +73,7 @@ BY_HAND = (
     "gpt_neox", "gpt_neox_sequential", "gpt2", "phi3", "starcoder2", "falcon", "falcon_7b",
     "falcon_rw",
 )  # fmt: skip
+MORE_BY_HAND = ("gptj", "opt", "bloom", "cohere", "cohere2")
 CASES = [
     *(pytest.param(family, t, 1) for family in DENSE for t in (1, 2, 4, 8)),
     *(
@@ -82,9 +89,15 @@ CASES = [
         pytest.param(family, 2, 2, marks=pytest.mark.long) for family in next_families.FAMILIES
     ),
     *(
+        pytest.param(family, 2, 1, marks=[] if family in ("gptj", "bloom") else [pytest.mark.long])
+        for family in MORE_BY_HAND
+    ),
+    pytest.param("phimoe", 2, 2),
+    pytest.param("phimoe", 2, 1, marks=pytest.mark.long),
+    *(
         pytest.param(family, t, ep, marks=pytest.mark.long)
-        for t, ep, some in ((4, 1, (*BY_HAND, "deepseek_v3")),
-                            (1, 8, ("gpt_oss", "deepseek_v3")))
+        for t, ep, some in ((4, 1, (*BY_HAND, *MORE_BY_HAND, "deepseek_v3")),
+                            (1, 8, ("gpt_oss", "deepseek_v3", "phimoe")))
         for family in some
     ),
 ]  # fmt: skip
@@ -141,12 +154,46 @@ def say(judged: Callable[..., None], family: str, t: int, ep: int, etp: int | No
     at = f"{t}×{ep}" if ep > 1 else str(t)
     at = at if etp is None else f"{t}×{ep}×{etp}"
     family = family.removesuffix("_sequential")
-    judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED else [])]
     for layout in HELD:
-        if family in SPARSE or layout != "mcore_te_legacy":
+        legacy = layout == "mcore_te_legacy"
+        judges = ["Megatron-core", *(["mbridge"] if family in BRIDGED and not legacy else [])]
+        if family in SPARSE or not legacy:
             judged(family, layout, exports=judges, imports=judges, at=at)
     if math.lcm(t, ep * (t if etp is None else etp)) == 2:
         judged(family, "Megatron torch_dist", exports=["Megatron-core"], at=at)
+
+
+@pytest.mark.parametrize("what", ["a swapped tensor", "ranks in another order", "a wrong degree"])
+def test_megatron_sees_what_is_wrong(tmp_path, megatron, hub, what):
+    """It refuses shards of another degree, and writes another model from the others."""
+    _, state, folder = hub("llama")
+    t = 1 if what == "a wrong degree" else 2
+    report = import_hf(folder, tmp_path / "in", "mcore_local", tp=t, prefix="",
+                       pad_vocab_to_multiple_of=64)  # fmt: skip
+    files = [tmp_path / "in" / name for name in report.files]
+    if what == "a swapped tensor":
+        one, two = (f"decoder.layers.{i}.self_attention.linear_qkv.weight" for i in (0, 1))
+        for path in files:
+            held = load_file(path)
+            save_file({**held, one: held[two], two: held[one]}, path)
+    elif what == "ranks in another order":
+        held = load_file(files[0])
+        save_file(load_file(files[1]), files[0])
+        save_file(held, files[1])
+    else:  # both ranks would read the whole model
+        shutil.copy(files[0], files[0].with_name("data-000000000000-r00001-0.safetensors"))
+    job = {"hf": str(folder), "ranks": str(tmp_path / "in"), "out": str(tmp_path), "legacy": None,
+           "world": 2, "seconds": 100, "tp": 2, "ep": 1, "etp": 2, "dist": None}  # fmt: skip
+    if what == "a wrong degree":
+        with pytest.raises(AssertionError, match="size mismatch"):
+            megatron(job)
+        return
+    megatron(job)
+    found = torch.load(tmp_path / "exported.pt")
+    assert found.keys() == state.keys()
+    differ = {n.split(".")[-2] for n in state if not torch.equal(found[n], state[n])}
+    assert differ >= {"q_proj", "k_proj", "v_proj"}
+    assert ("o_proj" in differ) == (what == "ranks in another order")
 
 
 def agree_both_ways(

@@ -165,13 +165,13 @@ def test_tensors_that_would_be_used_twice_or_not_at_all_are_refused(tmp_path, mo
     """The proof, and not trust in transformers' conversion, stands before the first byte."""
     from smckpt.translate import meta_model
 
-    model = hub_families.model("ernie4_5_moe")
+    model = hub_families.model("minimax")
     checkpoint = saved(tmp_path / "checkpoint", model.state_dict())
     honest = meta_model.hub_shapes
 
     def swapped(of: Any) -> Any:
         found = honest(of)
-        one, two = (f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (0, 1))
+        one, two = (f"model.layers.1.block_sparse_moe.experts.{e}.w3.weight" for e in (0, 1))
         found[one] = meta_model.HubTensor(one, found[one].shape, found[two].parts)
         return found
 

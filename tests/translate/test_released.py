@@ -50,7 +50,7 @@ def of_deepseek(block: tuple[int, int]) -> dict[str, Any]:
             "weight_block_size": list(block)}  # fmt: skip
 
 
-def deepseek(folder: Path, **more: Any) -> State:
+def deepseek(folder: Path, block: tuple[int, int] = (16, 16), **more: Any) -> State:
     """A tiny DeepSeek-V3 in float8. Returns what it stands for, multiplied by transformers."""
     from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
@@ -60,14 +60,14 @@ def deepseek(folder: Path, **more: Any) -> State:
     for name, tensor in state.items():
         released[name] = wanted[name] = tensor
         if LINEAR.search(name):
-            released[name], scale = released[name + "_scale_inv"] = float8(tensor, (16, 16))
+            released[name], scale = released[name + "_scale_inv"] = float8(tensor, block)
             released[name + "_scale_inv"] = scale
-            wide = _dequantize_fp8_weight(released[name], scale, [16, 16], torch.float32)
+            wide = _dequantize_fp8_weight(released[name], scale, list(block), torch.float32)
             wanted[name] = wide.to(torch.bfloat16)
         elif name.endswith("e_score_correction_bias"):
             released[name] = wanted[name] = tensor.float()
     save_file(released, folder / "model.safetensors")
-    with_config(folder, quantization_config=of_deepseek((16, 16)), torch_dtype="bfloat16",
+    with_config(folder, quantization_config=of_deepseek(block), torch_dtype="bfloat16",
                 dtype="bfloat16")  # fmt: skip
     return wanted
 

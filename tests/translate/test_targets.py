@@ -14,9 +14,13 @@ from safetensors import safe_open
 
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.layout.strided import row_major_strides
+from smckpt.translate.boxes import BoxTensors, whole_tensor
 from smckpt.translate.pieces import TensorKey
-from smckpt.translate.rank_files import RankFiles, bits
+from smckpt.translate.rank_files import bits
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.targets import ALIGNMENT, Chunk, OutputFile, Range, arrange
+from smckpt.translate.torch_archive import StoredTensor
 from smckpt.translate.translated import Translated, TranslatedSource, whole
 
 
@@ -52,8 +56,13 @@ def test_chunks_cover_the_data_once_in_order_and_split_no_element(targets):
     assert seen == {t.name: math.prod(t.shape) for t in targets}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("values")
+
+
 @given(_TARGETS)
-def test_a_range_is_read_as_exactly_its_elements(targets):
+def test_a_range_is_read_as_exactly_its_elements(made, targets):
     for one in targets:
         numel = math.prod(one.shape)
         start, stop = numel // 3, numel - numel // 4
@@ -61,9 +70,14 @@ def test_a_range_is_read_as_exactly_its_elements(targets):
             continue
         memory = np.random.default_rng(1).bytes(numel * DTYPES[one.dtype].itemsize)
         values = np.frombuffer(memory, bits(one.dtype)).reshape(one.shape)
-        source = TranslatedSource(
-            RankFiles("here", {TensorKey(one.name, 0, 0): values}, {one.name: one.dtype})
-        )
+        file = made / "values"
+        file.write_bytes(memory)
+        stored = StoredTensor(
+            one.dtype, one.shape, row_major_strides(one.shape), 0,
+            ArchiveRecord(str(file), 0, len(memory)),
+        )  # fmt: skip
+        tensors = {TensorKey(one.name, 0, 0): whole_tensor((one.name,), stored)}
+        source = TranslatedSource(BoxTensors("here", tensors, SourceFiles()))
         found = bytearray((stop - start) * DTYPES[one.dtype].itemsize)
         (plan,) = source.plans_of([Chunk(0, len(found), (Range(one, start, stop, 0),))])
         source.read(plan, [memoryview(found)])

@@ -1,8 +1,8 @@
 """torchtitan 0.3's adapters and the tables agree, bitwise; so do its models' logits.
 
 The adapter for Llama 3 moves the rotary rows of query and key as Meta's order wants it. Up to 0.2
-torchtitan's names were Meta's (`meta`); they are `torchtitan` now, in the same order. Its Qwen 3 and
-GPT-OSS have Hugging Face's order, and so has DeepSeek, which pairs neighbours in both.
+torchtitan's names were Meta's (`meta`); they are `torchtitan` now, in the same order. Its Qwen 3
+and GPT-OSS have Hugging Face's order, and so has DeepSeek, which pairs neighbours in both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_run.py"
 State = dict[str, torch.Tensor]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (ref, {}),
+    "mistral": (ref, {}),  # in torchtitan's Llama 3
     "qwen3": (ref, {}),
+    "qwen3_tied": (ref, {"tie_word_embeddings": True}),
     "qwen3_moe": (ref, {"norm_topk_prob": True}),
     "gpt_oss": (families, {}),
     "deepseek_v2": (families, {"topk_method": "greedy"}),  # torchtitan ranks groups as V3 does
@@ -51,7 +53,7 @@ def titans(tmp_path_factory) -> dict[str, Titan]:
     out = {}
     for name, (maker, more) in CASES.items():
         folder = tmp_path_factory.mktemp(name)
-        model = maker.model(name.removesuffix("_plain"), **more)
+        model = maker.model(name.removesuffix("_plain").removesuffix("_tied"), **more)
         out[name] = Titan(model, ref.on_disk(model, folder), folder)
         import_hf(folder, folder / "theirs", "torchtitan", prefix="")
     interpreters.run(python, str(SCRIPT), *(each.folder for each in out.values()))
@@ -107,6 +109,8 @@ def test_an_import_is_what_torchtitans_adapter_reads(titan, judged):
     read = imported(titan.folder / "theirs")
     for name in balancing(theirs) - read.keys():
         assert not theirs.pop(name).any()
+    if titan.model.config.tie_word_embeddings:  # torchtitan's state has it twice
+        assert torch.equal(theirs.pop("lm_head.weight"), theirs["tok_embeddings.weight"])
     assert_same(read, theirs)
     assert_same(torch.load(titan.folder / "hf.pt"), titan.state)
     with torch.no_grad():
@@ -130,9 +134,9 @@ def test_metas_names_are_the_same_in_other_words(tmp_path, titans, judged):
 
 
 def cut(name: str, tensor: torch.Tensor, t: int, r: int, ep: int, e: int) -> torch.Tensor:
-    """A rank's part, as torchtitan's own plans shard it: columns of wo and w2, of the latter also
-    where experts are stacked; rows of all else but norms, routers, the narrow layers of latent
-    attention and biases of what columns are cut from."""
+    """A rank's part: columns of wo and w2, of the latter also where experts are stacked; rows of
+    all else but norms, routers, the narrow layers of latent attention and biases of what columns
+    are cut from."""
     inner = "inner_experts" in name
     part = tensor.chunk(ep)[e] if inner else tensor
     if re.search(r"norm|router|wq_a|wkv_a|expert_bias|wo\.bias|mlp2_bias", name):
@@ -185,8 +189,9 @@ def test_a_state_that_is_not_torchtitans_is_seen(tmp_path, titans):
     save_file({**theirs, **turned}, tmp_path / "turned.safetensors")
     with pytest.raises(CheckpointError, match="w1_EFD .* has the shape"):
         export_hf([tmp_path / "turned.safetensors"], tmp_path / "no", config=folder)
-    lost = {n: t for n, t in imported(titans["deepseek_v3"].folder / "theirs").items()
-            if not n.endswith("expert_bias_E")}  # fmt: skip
+    _, _, folder = titans["deepseek_v3"]
+    theirs = imported(folder / "theirs")
+    lost = {n: t for n, t in theirs.items() if not n.endswith("expert_bias_E")}
     save_file(lost, tmp_path / "lost.safetensors")
     with pytest.raises(CheckpointError, match="expert_bias_E"):
-        export_hf([tmp_path / "lost.safetensors"], tmp_path / "no", config=titans["deepseek_v3"].folder)
+        export_hf([tmp_path / "lost.safetensors"], tmp_path / "no", config=folder)

@@ -33,32 +33,37 @@ CASES = [
     *((family, layout, 2) for family in ("llama_biased", "gpt_neox")
       for layout in ("te_fused", "te_fused_interleaved", "te_split_zero_centred")),
     *((family, "te_split", t) for family in ("gpt_neox", "falcon", "gpt2") for t in (1, 2)),
-    *((family, "te_split", 2) for family in ("qwen3", "phi3", "falcon_rw")),
+    *((family, "te_split", 2) for family in ("qwen3", "phi3", "falcon_rw", "opt", "bloom")),
 ]  # fmt: skip
-BIASED = ("llama_biased", "gpt_neox", "falcon", "falcon_rw", "gpt2")
+BIASED = ("llama_biased", "gpt_neox", "falcon", "falcon_rw", "gpt2", "opt", "bloom")
 # Transformer Engine's GELU is the one by tanh; gpt2's is so already
 BY_TANH = {"gpt_neox": {"hidden_act": "gelu_pytorch_tanh"},
            "falcon": {"activation": "gelu_pytorch_tanh"},
            "falcon_rw": {"activation": "gelu_pytorch_tanh"}}  # fmt: skip
 LAYERS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h", "falcon_rw": "transformer.h",
-          "gpt2": "transformer.h"}  # fmt: skip
-# transformers adds ALiBi before it divides by the square root of the heads' size
-SLOPES = {"falcon_rw": [2.0**-n / ref.D**0.5 for n in range(1, ref.H + 1)]}
+          "gpt2": "transformer.h", "opt": "model.decoder.layers",
+          "bloom": "transformer.h"}  # fmt: skip
+# transformers adds Falcon's ALiBi before it divides by the square root of the heads' size
+SLOPES = {"falcon_rw": [2.0**-n / ref.D**0.5 for n in range(1, ref.H + 1)],
+          "bloom": [2.0**-n for n in range(1, ref.H + 1)]}  # fmt: skip
+WIDTHS = {"gpt2": "n_inner", "opt": "ffn_dim"}
 
 
 def layer_of(family: str, config: Any) -> dict[str, Any]:
     """The arguments of TransformerLayer."""
     rms = family in ("llama_biased", "qwen3", "phi3")
     falcon = family.startswith("falcon")
-    wide = "ffn_hidden_size" if falcon else "n_inner" if family == "gpt2" else "intermediate_size"
+    wide = "ffn_hidden_size" if falcon else WIDTHS.get(family, "intermediate_size")
     eps = "layer_norm_eps" if family == "gpt_neox" else "layer_norm_epsilon"
     return {
-        "hidden_size": config.hidden_size, "ffn_hidden_size": getattr(config, wide),
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": getattr(config, wide, 4 * config.hidden_size),
         "num_attention_heads": ref.H, "kv_channels": ref.D,
-        "num_gqa_groups": ref.H if family in ("gpt_neox", "gpt2", "falcon_rw") else ref.G,
-        "layernorm_epsilon": getattr(config, "rms_norm_eps" if rms else eps),
+        "num_gqa_groups": ref.G if rms or family == "falcon" else ref.H,
+        "layernorm_epsilon": getattr(config, "rms_norm_eps" if rms else eps, 1e-5),
         "normalization": "RMSNorm" if rms else "LayerNorm",
-        "activation": "swiglu" if rms else "gelu", "bias": family in BIASED,
+        "activation": "swiglu" if rms else "relu" if family == "opt" else "gelu",
+        "bias": family in BIASED,
         "parallel_attention_mlp": family in ("gpt_neox", "falcon"),
         **({"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True} if family == "qwen3" else {}),
     }  # fmt: skip
@@ -110,7 +115,7 @@ def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
             "prefix": layers + ".{i}.", "layers": config.num_hidden_layers,
             "files": [str(ranks / name) for name in report.files], "out": str(ranks),
             "input": str(folder / "input.pt"), "slopes": SLOPES.get(family),
-            "rotary": None if family in ("gpt2", *SLOPES) else rotary,
+            "rotary": None if family in ("gpt2", "opt", *SLOPES) else rotary,
             "layer": {**layer_of(family, config), **OWN[layout]},
         })  # fmt: skip
     (at / "jobs").write_text(json.dumps(jobs))

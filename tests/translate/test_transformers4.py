@@ -6,12 +6,14 @@ Needs an interpreter with transformers 4.57, which SMCKPT_TRANSFORMERS4_PYTHON n
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from smckpt import export_hf
 from tests.support import families, interpreters, next_families, references, vision
@@ -74,6 +76,40 @@ def exported(family: str, folder: Path) -> None:
         torch.save(model(**given).logits, folder / "logits.pt")
 
 
+def swapped(folder: Path) -> None:
+    """Layers 0 and 1 have each other's queries: names and shapes are right."""
+    at = folder / "hf" / "model.safetensors"
+    state = load_file(at)
+    one, two = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1))
+    save_file({**state, one: state[two], two: state[one]}, at, {"format": "pt"})
+
+
+def lost(folder: Path) -> None:
+    at = folder / "hf" / "model.safetensors"
+    state = load_file(at)
+    del state["model.layers.1.self_attn.q_proj.weight"]
+    save_file(state, at, {"format": "pt"})
+
+
+def in_another_order(folder: Path) -> None:
+    """The ranks' files, of which no name or number says that they are in the wrong order."""
+    shutil.rmtree(folder / "hf")
+    first, second = (folder / f"rank{r}.safetensors" for r in range(2))
+    first.rename(folder / "b.safetensors")
+    second.rename(folder / "a.safetensors")
+    paths = [folder / "a.safetensors", folder / "b.safetensors"]
+    export_hf(paths, folder / "hf", tp=2, config=references.config("llama"))
+
+
+# what is wrong → the family, and how it is made wrong
+WRONG: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a swapped tensor": ("llama", swapped),
+    "a lost tensor": ("llama", lost),
+    "ranks in another order": ("llama", in_another_order),
+}
+IN_MEMORY = "names in memory"
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     """What transformers 4 made of each family's export; one process for all of them."""
@@ -81,6 +117,13 @@ def found(tmp_path_factory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         exported(family, root / family)
+    for name, (family, spoil) in WRONG.items():
+        exported(family, root / name)
+        spoil(root / name)
+    shutil.copytree(root / "mixtral", root / IN_MEMORY)
+    shutil.rmtree(root / IN_MEMORY / "hf")
+    model = references.model("mixtral")
+    model.save_pretrained(root / IN_MEMORY / "hf", save_original_format=False)
     told = interpreters.run(python, "-c", LOADS, root, timeout=250)
     result: dict[str, Any] = json.loads(told.splitlines()[-1])
     return result
@@ -93,3 +136,13 @@ def test_transformers_4_loads_it_with_the_same_logits(found, judged, family):
     assert found[family]["apart"] <= 1e-5
     layout = "hf_tp" if family in families.WIDE_NORMS else "mcore_te"
     judged(family, layout, exports=["transformers 4"], at="2")
+
+
+@pytest.mark.parametrize("what", [*WRONG, IN_MEMORY])
+def test_transformers_4_sees_what_is_wrong(found, what):
+    """The same comparison does not pass: by the keys that it reports, or by the logits alone."""
+    assert "error" not in found[what], found[what]
+    told = {name for name, keys in found[what]["lists"].items() if keys}
+    keys = {"a lost tensor": {"missing_keys"}, IN_MEMORY: {"missing_keys", "unexpected_keys"}}
+    assert told == keys.get(what, set())
+    assert found[what]["apart"] > 1e-3

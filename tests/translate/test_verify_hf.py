@@ -124,6 +124,23 @@ def test_one_changed_bit_is_named(exported, checkpoint):
     assert report.problems[0].startswith("model.layers.1.mlp.gate_proj.weight: differs")
 
 
+def test_two_swapped_tensors_are_named_and_show_in_the_logits(
+    exported, checkpoint, model, tmp_path
+):
+    model.save_pretrained(tmp_path / "reference")
+    for path in (*exported.glob("*.safetensors"), exported / "model.safetensors.index.json"):
+        path.unlink()
+    state = model.state_dict()
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    state[gate], state[up] = state[up], state[gate]
+    save_file(state, exported / "model.safetensors", metadata={"format": "pt"})
+    report = verify_hf(exported, against=checkpoint, reference=tmp_path / "reference")
+    assert [p.split(": ")[0].split(" by up to")[0] for p in report.problems] == [
+        "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight",
+        "logits differ from the reference's",
+    ]  # fmt: skip
+
+
 def test_a_wrong_config_field_shows_in_the_logits_alone(exported, checkpoint, model, tmp_path):
     model.save_pretrained(tmp_path / "reference")
     config = json.loads((exported / "config.json").read_text())

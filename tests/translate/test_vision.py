@@ -3,6 +3,7 @@ import of the original is what the ranks held."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +19,7 @@ from smckpt import errors, export_hf
 from smckpt.translate import import_hf
 from smckpt.translate.dims import read_dims
 from smckpt.translate.model import hub_side
-from tests.support import judges, vision
+from tests.support import interpreters, judges, megatron_bridge_run, vision
 from tests.support.references import each_rank
 
 State = dict[str, torch.Tensor]
@@ -26,6 +27,10 @@ Cut = Callable[[int, int], State]
 MOE = "qwen3_vl_moe"
 PADDED = ("word_embeddings.weight", "output_layer.weight")  # the padding is an import's own
 CUT = ("gemma3", "qwen2_5_vl")  # mbridge 0.15.1 has no other
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +53,14 @@ def written(folder: Path, states: list[State]) -> list[Path]:
     return paths
 
 
+def assert_same(found: State, wanted: State) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
 def assert_the_original(folder: Path, model: Any, state: State) -> None:
     """Names, bytes, and what is computed of tokens alone and of a picture among them."""
-    found = load_file(folder / "model.safetensors")
-    assert found.keys() == state.keys()
-    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+    assert_same(load_file(folder / "model.safetensors"), state)
     again, info = AutoModelForImageTextToText.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
@@ -81,7 +89,7 @@ def assert_there_and_back(
         assert differ == []
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, long(4)])
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
     cuts = each_rank(lambda r, e: vision.hf_tp(family, hub(family)[0], t, r), t)
@@ -94,7 +102,8 @@ def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
 
 @pytest.mark.parametrize(
     ("family", "t", "ep"),
-    [(f, t, 1) for f in vision.FAMILIES for t in (2, 4)] + [(MOE, 2, 2), (MOE, 1, 8)],
+    [(family, 2, 1) for family in vision.FAMILIES]
+    + [(MOE, 2, 2), long(MOE, 1, 8), *(long(family, 4, 1) for family in vision.FAMILIES)],
 )
 def test_megatrons_names_beside_a_whole_tower(tmp_path, hub, judged, family, t, ep):
     cuts = each_rank(lambda r, e: vision.bridge(family, hub(family)[1], t, r, ep, e), t, ep)
@@ -104,7 +113,7 @@ def test_megatrons_names_beside_a_whole_tower(tmp_path, hub, judged, family, t, 
     judged(family, "mcore_te", exports=exports, imports=["formulas"], at=at)
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("t", [long(1), 2, long(4)])
 @pytest.mark.parametrize("family", CUT)
 def test_megatrons_names_of_the_tower_too(tmp_path, hub, judged, family, t):
     cuts = each_rank(lambda r, e: vision.mbridge(family, hub(family)[1], t, r), t)
@@ -129,6 +138,89 @@ def test_a_release_s_config_may_have_the_language_model_s_keys_at_the_top():
     nested = vision.config("qwen2_5_vl").to_dict()
     assert "text_config" not in flat
     assert hub_side(read_dims(flat)).shapes == hub_side(read_dims(nested)).shapes
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("t", [1, 2])
+def test_megatron_bridge_makes_of_each_tensor_what_the_table_says(tmp_path, hub, judged, t):
+    jobs = []
+    for family in vision.FAMILIES:
+        (out := tmp_path / family).mkdir()
+        import_hf(hub(family)[2], out / "ranks", "mcore_te", tp=t, prefix="")
+        jobs.append({"family": family, "hf": str(hub(family)[2]), "ranks": str(out / "ranks"),
+                     "tp": t, "out": str(out)})  # fmt: skip
+    (tmp_path / "jobs").write_text("\n".join(map(json.dumps, jobs)))
+    python, script = interpreters.megatron_bridge(), megatron_bridge_run.__file__
+    interpreters.run(python, script, tmp_path / "jobs", timeout=600)
+    for family in vision.FAMILIES:
+        assert_same(torch.load(tmp_path / family / "hf.pt"), hub(family)[1])
+        for rank in range(t):
+            (file,) = (tmp_path / family / "ranks").glob(f"data-*-r{rank:05d}-0.safetensors")
+            assert_same(load_file(file), torch.load(tmp_path / family / f"made{rank}.pt"))
+        exports = ["megatron-bridge"]
+        judged(family, "mcore_te", exports=exports, imports=["megatron-bridge"], at=str(t))
+
+
+def test_a_gemma_with_a_head_of_its_own(tmp_path):
+    """No release has one; its name is that of `save_pretrained`."""
+    model = vision.model("gemma3", tie_word_embeddings=False)
+    state = vision.released(model, tmp_path / "hub")
+    assert "language_model.lm_head.weight" in state
+    cuts = each_rank(lambda r, e: vision.bridge("gemma3", state, 2, r), 2)
+    known = model, state, tmp_path / "hub"
+    assert_there_and_back(tmp_path, known, "mcore_te", cuts, 2)
+    paths = written(
+        tmp_path / "live", each_rank(lambda r, e: vision.hf_tp("gemma3", model, 2, r), 2)
+    )
+    export_hf(paths, tmp_path / "live-hf", tp=2, config=model.config)
+    assert_the_original(tmp_path / "live-hf", model, state)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_a_checkpoint_of_an_import_exports_to_the_original(tmp_path, hub, judged, family):
+    model, state, directory = hub(family)
+    ep = 2 if family == MOE else 1
+    import_hf(directory, tmp_path / "in", "mcore_te", tp=2, ep=ep)
+    report = export_hf(tmp_path / "in", tmp_path / "hf", config=model.config)
+    assert report.layout == "mcore_te"
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), state)
+    at = "2×2" if family == MOE else "2"
+    judged(family, "mcore_te, checkpoint", exports=["save_pretrained"], at=at)
+
+
+def test_the_whole_config_says_whether_embeddings_are_tied(tmp_path):
+    """As in releases of Qwen2.5-VL and Qwen3-VL, where a section says nothing of it."""
+    model = vision.model("qwen3_vl", tie_word_embeddings=True)
+    state = vision.released(model, tmp_path / "hub")
+    assert "lm_head.weight" not in state
+    assert "tie_word_embeddings" not in model.config.to_dict()["text_config"]
+    cuts = each_rank(lambda r, e: vision.bridge("qwen3_vl", state, 2, r), 2)
+    known = model, state, tmp_path / "hub"
+    assert_there_and_back(tmp_path, known, "mcore_te", cuts, 2)
+
+
+def in_stages(state: State) -> list[State]:
+    """Two stages of one layer each, which both number from 0; the tower is in the first."""
+    late = (
+        "language_model.decoder.layers.1.",
+        "language_model.decoder.final",
+        "language_model.out",
+    )
+    stages: list[State] = [{}, {}]
+    for name, tensor in state.items():
+        stages[name.startswith(late)][name.replace(late[0], late[0].replace("1", "0"))] = tensor
+    return stages
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_a_tower_is_in_the_first_pipeline_stage(tmp_path, hub, judged, family):
+    model, state, _ = hub(family)
+    stages = in_stages(vision.bridge(family, state, 1, 0))
+    paths = written(tmp_path / "in", stages)
+    export_hf(paths, tmp_path / "hf", pp=2, config=model.config)
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), state)
+    judged(family, "mcore_te, pp 2", exports=["formulas"], at="1")
 
 
 # -- controls --------------------------------------------------------------------------------------
@@ -208,6 +300,15 @@ def test_a_wrong_degree_and_a_wrong_order_are_refused(tmp_path, hub):
     paths = [paths[0], paths[2], paths[1], paths[3]]
     with pytest.raises(errors.UsageError, match="in the order 0, 2, 1, 3"):
         export_hf(paths, tmp_path / "hf", tp=4, config=model.config)
+
+
+def test_a_tower_in_the_last_stage_is_refused(tmp_path, hub):
+    model, state, _ = hub("qwen2_5_vl")
+    stages = in_stages(vision.mbridge("qwen2_5_vl", state, 1, 0))
+    for name in [name for name in stages[0] if name.startswith("vision_model.")]:
+        stages[1][name] = stages[0].pop(name)
+    said = "stage 1 holds vision_model.*, which the first stage should have"
+    refused(tmp_path, model, stages, errors.TopologyError, said, pp=2)
 
 
 @pytest.mark.parametrize("layout", ["mcore_te_tower", "mcore_local", "te_split"])

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Path as StatePath
 from smckpt.translate.boxes import SavedBox, SavedTensor
 from smckpt.translate.dcp.megatron import backend_of, facts_of, optimizers_of, unstacked
-from smckpt.translate.dcp.metadata import METADATA, Metadata, Place, TensorMetadata, read_metadata
+from smckpt.translate.dcp.metadata import (
+    LIMIT,
+    METADATA,
+    Metadata,
+    Place,
+    TensorMetadata,
+    read_metadata,
+)
+from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, open_archive
 from smckpt.translate.torch_values import read_value
 
@@ -27,7 +34,7 @@ _NEMO = ("weights", "model_weights")  # beside `context` in NeMo 2; in an unpack
 _BELOW = (f"{_ACCELERATE}0", *_NEMO)
 
 
-def open_dcp(path: Path) -> ForeignCheckpoint | None:
+def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
     """The checkpoint in a directory: for accelerate's, that of its first model; for NeMo's, its
     weights. None: it has none.
 
@@ -35,23 +42,23 @@ def open_dcp(path: Path) -> ForeignCheckpoint | None:
         CorruptCheckpointError: its metadata is damaged; a file is missing or cut short.
     """
     kind = DCP
-    for below in () if _described(path) else _BELOW:
-        if _described(path / below):
-            path = path / below
+    described = _described(folder)
+    for below in () if described else _BELOW:
+        if below in folder.folders and (said := _described(folder.at(below))):
+            folder, described = folder.at(below), said
             break
-    backend = backend_of(path)
-    described = _described(path)
+    backend = backend_of(folder)
     if not described:
         return None
-    if path.name.startswith(_ACCELERATE):
+    if folder.name.startswith(_ACCELERATE):
         kind = f"accelerate, FSDP with {DCP}"
-    found = _joined([read_metadata((path / n).read_bytes(), str(path / n)) for n in described])
-    sizes = _files(path, found)
+    found = _joined([read_metadata(folder.read(n, LIMIT), folder.files[n].path) for n in described])
+    records = _records(folder, found)
     saved = {
         name: SavedTensor(
             name, found.paths.get(name, (name,)), tensor.dtype, tensor.shape,
             tuple(
-                SavedBox(box, str(path / at.file), partial(_find, path / at.file, at))
+                SavedBox(box, records[at].path, partial(_find, folder.source, records[at]))
                 for box, at in tensor.boxes
             ),
         )
@@ -59,23 +66,23 @@ def open_dcp(path: Path) -> ForeignCheckpoint | None:
     }  # fmt: skip
     values = {
         name: SavedValue(
-            found.paths.get(name, (name,)),
-            partial(read_value, path / at.file, at.offset, at.nbytes, name),
+            found.paths.get(name, (name,)), partial(read_value, folder.source, records[at], name)
         )
         for name, at in found.objects.items()
     }
     made = ForeignCheckpoint(
-        str(path), kind, saved, tuple(sorted(found.objects)), sizes, values=values,
-        containers=_lists(t.path for t in saved.values()),
+        folder.url, kind, saved, folder.source, tuple(sorted(found.objects)),
+        {at.file: folder.find(at.file).nbytes for at in records},  # type: ignore[union-attr]
+        values=values, containers=_lists(t.path for t in saved.values()),
     )  # fmt: skip
     if backend is None:
         return made
     return replace(
         made,
-        format=f"{'NeMo, ' if path.name in _NEMO else ''}Megatron-core's distributed checkpoint "
+        format=f"{'NeMo, ' if folder.name in _NEMO else ''}Megatron-core's distributed checkpoint "
         f"({backend})",
         saved=unstacked(saved),
-        facts=facts_of(path), of_optimizers=optimizers_of(saved),
+        facts=facts_of(folder), of_optimizers=optimizers_of(saved),
     )  # fmt: skip
 
 
@@ -87,13 +94,11 @@ def _lists(paths: Iterable[StatePath]) -> dict[StatePath, str]:
     }  # fmt: skip
 
 
-def _described(path: Path) -> list[str]:
+def _described(folder: Folder) -> list[str]:
     """The files that say what is there."""
-    if (path / METADATA).is_file():
+    if METADATA in folder.files:
         return [METADATA]
-    found = path.iterdir() if path.is_dir() else ()
-    names = sorted(entry.name for entry in found if entry.is_file())
-    return [name for name in names if _OF_RANK.fullmatch(name)]
+    return [name for name in folder.files if _OF_RANK.fullmatch(name)]
 
 
 def _joined(parts: Iterable[Metadata]) -> Metadata:
@@ -110,59 +115,59 @@ def _joined(parts: Iterable[Metadata]) -> Metadata:
     return Metadata(tensors, objects, paths)
 
 
-def _files(path: Path, found: Metadata) -> dict[str, int]:
-    """The sizes of the files that are named.
+def _records(folder: Folder, found: Metadata) -> dict[Place, ArchiveRecord]:
+    """The bytes at each place that is named.
 
     Raises:
         CorruptCheckpointError: a file is missing or too short; two parts share bytes.
     """
     places = [at for tensor in found.tensors.values() for _, at in tensor.boxes]
-    sizes: dict[str, int] = {}
+    files: dict[str, ArchiveRecord] = {}
+    records: dict[Place, ArchiveRecord] = {}
     last = Place("", 0, 0)
     for at in sorted({*places, *found.objects.values()}):
-        file = path / at.file
-        if at.file not in sizes:
-            if not file.is_file():
+        if at.file not in files:
+            file = folder.find(at.file)
+            if file is None:
                 raise CorruptCheckpointError(
                     f"the metadata names {at.file}, which is missing",
                     remedy="fetch the files of all ranks",
-                    path=str(path),
+                    path=folder.url,
                 )
-            sizes[at.file] = file.stat().st_size
-        if at.offset + at.nbytes > sizes[at.file]:
+            files[at.file] = file
+        file = files[at.file]
+        if at.offset + at.nbytes > file.nbytes:
             raise CorruptCheckpointError(
-                f"the file has {sizes[at.file]} bytes, but the metadata places a tensor at bytes "
+                f"the file has {file.nbytes} bytes, but the metadata places a tensor at bytes "
                 f"{at.offset} to {at.offset + at.nbytes}",
                 remedy="fetch the file again",
-                path=str(file),
+                path=file.path,
             )
         if at.file == last.file and at.offset < last.offset + last.nbytes:
             raise CorruptCheckpointError(
                 f"the metadata places two parts at byte {at.offset}",
                 remedy="use another checkpoint",
-                path=str(file),
+                path=file.path,
             )
+        records[at] = file.part(at.offset, at.nbytes)
         last = at
     if len(places) != len(set(places)):
         raise CorruptCheckpointError(
             "the metadata places two parts at the same bytes",
             remedy="use another checkpoint",
-            path=str(path),
+            path=folder.url,
         )
-    return sizes
+    return records
 
 
-def _find(file: Path, at: Place) -> StoredTensor:
+def _find(source: SourceFiles, record: ArchiveRecord) -> StoredTensor:
     """The tensor in a part of a file: an archive of `torch.save`."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        root = open_archive(descriptor, str(file), at.offset, at.nbytes).root
-    finally:
-        os.close(descriptor)
+    root = open_archive(source, record).root
     if not isinstance(root, StoredTensor):
         raise CorruptCheckpointError(
-            f"bytes {at.offset} to {at.offset + at.nbytes} hold no dense tensor, but {root!r}",
+            f"bytes {record.offset} to {record.offset + record.nbytes} hold no dense tensor, but "
+            f"{root!r}",
             remedy="save dense tensors",
-            path=str(file),
+            path=record.path,
         )
     return root

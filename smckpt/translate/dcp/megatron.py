@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smckpt.checkpoint.strict_json import read_json
+from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box
 from smckpt.translate.boxes import SavedBox, SavedTensor
+from smckpt.translate.folders import Folder
 from smckpt.translate.pickled import Inert
 from smckpt.translate.torch_archive import open_archive
 
 __all__ = ["COMMON", "backend_of", "facts_of", "optimizers_of", "unstacked"]
 
 COMMON, _BACKEND = "common.pt", "metadata.json"
+_SMALL = 1 << 20  # bytes
 # Layers of one kind are one tensor whose first dimension counts them; so are experts, behind them.
 _LAYERS = re.compile(r"((?:.*\.)?layers\.)((?!\d+\.).*)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
@@ -40,39 +40,34 @@ _OUTER = ("module.", "model.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.")
 
 
-def backend_of(path: Path) -> str | None:
+def backend_of(folder: Folder) -> str | None:
     """How Megatron-core wrote a directory; None: it did not.
 
     Raises:
         UsageError: in a format that smckpt does not read.
     """
-    file = path / _BACKEND
-    if not file.is_file() or not (path / COMMON).is_file():
+    if not {_BACKEND, COMMON} <= folder.files.keys():
         return None
     try:
-        said = read_json(file)
+        said = strict_json(folder.read(_BACKEND, _SMALL).decode())
         backend = str(said["sharded_backend"])
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
-            "the file says no sharded_backend", remedy="fetch it again", path=str(file)
-        ) from error
+            "the file says no sharded_backend", remedy="fetch it again",
+            path=folder.files[_BACKEND].path,
+        ) from error  # fmt: skip
     if backend != "torch_dist":
         raise UsageError(
             f"this is a distributed checkpoint of Megatron-core in its format {backend}",
             remedy="load it in Megatron and save it with --ckpt-format torch_dist",
-            path=str(path),
+            path=folder.url,
         )
     return backend
 
 
-def facts_of(path: Path) -> dict[str, Any]:
+def facts_of(folder: Folder) -> dict[str, Any]:
     """What the common values tell of the run."""
-    file = path / COMMON
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        common = open_archive(descriptor, str(file)).root
-    finally:
-        os.close(descriptor)
+    common = open_archive(folder.source, folder.files[COMMON]).root
     if not isinstance(common, Mapping):
         return {}
     facts = {"iteration": common.get("iteration")}

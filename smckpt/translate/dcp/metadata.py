@@ -12,7 +12,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box
 from smckpt.translate.pickled import Global, Inert, read_pickle
 
-__all__ = ["METADATA", "Metadata", "Place", "TensorMetadata", "read_metadata"]
+__all__ = ["LIMIT", "METADATA", "Metadata", "Place", "TensorMetadata", "read_metadata"]
 
 METADATA = ".metadata"
 LIMIT = 512 << 20  # bytes

@@ -1,4 +1,5 @@
-"""GPT-NeoX, Falcon, GPT-2, StarCoder 2 and Nemotron: norms with biases, an MLP without a gate."""
+"""GPT-NeoX, Falcon, GPT-2, GPT-J, OPT, BLOOM, StarCoder 2 and Nemotron: norms with biases, an MLP
+without a gate."""
 
 from __future__ import annotations
 
@@ -81,6 +82,63 @@ _GPT2 = tuple(
         Row(f"mlp.c_proj.{kind}", ("fc2" + tail,), transposed=flip),
     )
 )
+_GPTJ_TOP = (
+    Row("transformer.wte.weight", ("embed",)),
+    *_GPT2_TOP[2:],
+    Row("lm_head.bias", ("head_b",)),
+)
+_GPTJ = (  # attention and the MLP run side by side, after one norm
+    Row("ln_1.weight", ("norm1",)),
+    Row("ln_1.bias", ("norm1_b",)),
+    *(Row(f"attn.{part}_proj.weight", (part,)) for part in "qkv"),
+    Row("attn.out_proj.weight", ("o",)),
+    Row("mlp.fc_in.weight", ("fc1",)),
+    Row("mlp.fc_in.bias", ("fc1_b",)),
+    Row("mlp.fc_out.weight", ("fc2",)),
+    Row("mlp.fc_out.bias", ("fc2_b",)),
+)
+_NORMED = "do_layer_norm_before, layer_norm_elementwise_affine"
+_OPT_TOP = (
+    Row("model.decoder.embed_tokens.weight", ("embed",)),
+    Row("model.decoder.embed_positions.weight", ("pos",)),
+    *(
+        Row(f"model.decoder.final_layer_norm.{kind}", ("final_norm" + tail,),
+            when=f"{_NORMED}, not _remove_final_layer_norm")
+        for kind, tail in (("weight", ""), ("bias", "_b"))
+    ),
+    Row("lm_head.weight", ("head",)),
+)  # fmt: skip
+_OPT = tuple(
+    row
+    for kind, tail, linear in (("weight", "", None), ("bias", "_b", "enable_bias"))
+    for row in (
+        Row(f"self_attn_layer_norm.{kind}", ("norm1" + tail,), when=_NORMED),
+        Row(f"final_layer_norm.{kind}", ("norm2" + tail,), when=_NORMED),
+        *(Row(f"self_attn.{part}_proj.{kind}", (part + tail,), when=linear) for part in "qkv"),
+        Row(f"self_attn.out_proj.{kind}", ("o" + tail,), when=linear),
+        Row(f"fc1.{kind}", ("fc1" + tail,), when=linear),
+        Row(f"fc2.{kind}", ("fc2" + tail,), when=linear),
+    )
+)
+_BLOOM_TOP = (
+    _FALCON_TOP[0],
+    Row("transformer.word_embeddings_layernorm.weight", ("embed_norm",)),
+    Row("transformer.word_embeddings_layernorm.bias", ("embed_norm_b",)),
+    *_FALCON_TOP[1:],
+)
+_BLOOM = tuple(
+    row
+    for kind, tail in (("weight", ""), ("bias", "_b"))
+    for row in (
+        Row(f"input_layernorm.{kind}", ("norm1" + tail,)),
+        Row(f"post_attention_layernorm.{kind}", ("norm2" + tail,)),
+        Row(f"self_attention.query_key_value.{kind}",
+            ("q" + tail, "k" + tail, "v" + tail), "interleaved"),
+        Row(f"self_attention.dense.{kind}", ("o" + tail,)),
+        Row(f"mlp.dense_h_to_4h.{kind}", ("fc1" + tail,)),
+        Row(f"mlp.dense_4h_to_h.{kind}", ("fc2" + tail,)),
+    )
+)  # fmt: skip
 _STARCODER2 = tuple(
     row
     for kind, tail, linear in (("weight", "", None), ("bias", "_b", "use_bias"))
@@ -109,6 +167,16 @@ _NEMOTRON = (
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"intermediate_size": config.get("n_inner") or 4 * config["hidden_size"]}
+
+
+def _opt(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Two rows of positions lie before the first token's."""
+    count = config["max_position_embeddings"]
+    return {"max_position_embeddings": count + 2} if isinstance(count, int) else {}
+
+
+def _bloom(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": 4 * config["hidden_size"]}
 
 
 def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,5 +219,24 @@ FAMILIES = (
     Family(
         "gpt2", _GPT2_TOP + rows("transformer.h.{i}.", _GPT2), NO_WEIGHTS,
         keys=_OLDER_KEYS, defaults={"tie_word_embeddings": True}, derive=_gpt2, hf_tp=None,
+    ),
+    Family(
+        "gptj", _GPTJ_TOP + rows("transformer.h.{i}.", _GPTJ), NO_WEIGHTS,
+        keys=_OLDER_KEYS, derive=_gpt2, hf_tp=None,
+    ),
+    Family(
+        "opt", _OPT_TOP + rows("model.decoder.layers.{i}.", _OPT),
+        keys={"intermediate_size": "ffn_dim"},
+        defaults={
+            "tie_word_embeddings": True, "enable_bias": True, "do_layer_norm_before": True,
+            "layer_norm_elementwise_affine": True, "max_position_embeddings": 2048,
+        },
+        derive=_opt, hf_tp=None,
+    ),
+    Family(
+        "bloom", _BLOOM_TOP + rows("transformer.h.{i}.", _BLOOM),
+        keys={"hidden_size": "n_embed", "num_hidden_layers": "n_layer",
+              "num_attention_heads": "n_head"},
+        defaults={"tie_word_embeddings": True}, derive=_bloom, hf_tp=None,
     ),
 )  # fmt: skip

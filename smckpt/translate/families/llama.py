@@ -86,6 +86,11 @@ _GEMMA_HEAD_NORMS = (
     Row("self_attn.q_norm.weight", ("q_norm",), shift=-1.0),
     Row("self_attn.k_norm.weight", ("k_norm",), shift=-1.0),
 )
+# Cohere: one norm before attention and the MLP, which run side by side.
+_COHERE_HEAD_NORMS = (
+    Row("self_attn.q_norm.weight", ("q_norm_each",), when="use_qk_norm"),
+    Row("self_attn.k_norm.weight", ("k_norm_each",), when="use_qk_norm"),
+)
 _TIED = {"tie_word_embeddings": True}
 
 
@@ -96,6 +101,12 @@ def _llama(name: str, *layer: Row) -> Family:
 def _gemma(name: str, norms: tuple[Row, ...], *layer: Row) -> Family:
     table = _GEMMA_TOP + rows("model.layers.{i}.", (*norms, *ATTENTION, *DENSE_MLP, *layer))
     return Family(name, table, NO_WEIGHTS, defaults=_TIED)
+
+
+def _cohere(name: str, *layer: Row) -> Family:
+    """`derive`: rotated pairs are side by side in the released files, as in Meta's order."""
+    made = _llama(name, NORMS[0], *ATTENTION, *layer, *DENSE_MLP)
+    return replace(made, defaults=_TIED, derive=lambda _: {"partial_rotary_factor": 0})
 
 
 FAMILIES = (
@@ -111,4 +122,6 @@ FAMILIES = (
     _gemma("gemma", tuple(replace(row, shift=-1.0) for row in NORMS)),
     _gemma("gemma2", _SANDWICH),
     _gemma("gemma3_text", _SANDWICH, *_GEMMA_HEAD_NORMS),
+    _cohere("cohere", *_COHERE_HEAD_NORMS),
+    _cohere("cohere2"),
 )

@@ -16,7 +16,7 @@ from smckpt.translate.families.llama import (
     TOP,
     WIDE_NORMS,
 )  # fmt: skip
-from smckpt.translate.family import HF_TP, Family
+from smckpt.translate.family import HF_TP, Family, packed_experts
 from smckpt.translate.table import LayoutRow as Row
 from smckpt.translate.table import predicting, rows
 
@@ -128,7 +128,25 @@ _LLAMA4 = (
         for part in ("gate", "up", "down")
     ),
 )  # fmt: skip
-# transformers leaves DeepSeek's attention whole on each rank
+_LLAMA4_PACKED = (
+    Row("feed_forward.router.weight", ("router",)),
+    Row("feed_forward.experts.gate_up_proj", ("e_gate", "e_up"), "per_rank", 0, transposed=True,
+        stacked=True),
+    Row("feed_forward.experts.down_proj", ("e_down",), tp=1, transposed=True, stacked=True),
+)  # fmt: skip
+_PHIMOE_TOP = (
+    *TOP,
+    Row("model.norm.bias", ("final_norm_b",)),
+    Row("lm_head.bias", ("head_b",), when="lm_head_bias"),
+)
+_PHIMOE = (
+    Row("input_layernorm.bias", ("norm1_b",)),
+    Row("post_attention_layernorm.bias", ("norm2_b",)),
+    *_MIXTRAL,
+)
+# transformers leaves attention whole on each rank: beside experts, it cuts only these
+_ENDS = dict.fromkeys(("embed", "head", "head_b"), 0)
+# and of DeepSeek these
 _CUT = ("embed", "head", "gate", "up", "down", "s_gate", "s_up", "s_down")
 
 
@@ -173,7 +191,8 @@ FAMILIES = (
         _mixture("gpt_oss", *ATTENTION, *_GPT_OSS),
         defaults={"attention_bias": True},
         fp32_beside_float16=("norm",),
-        hf_tp=None,  # transformers has a plan only for its experts, which smckpt does not read yet
+        hf_tp={"head": 0},  # experts are cut by expert parallelism alone
+        packed=_GPT_OSS[1:],
     ),
     replace(
         _with_further("deepseek_v3", *_DEEPSEEK, *_SHARED, *DENSE_MLP, *_QWEN_EXPERTS),
@@ -205,8 +224,19 @@ FAMILIES = (
     replace(
         _mixture("llama4_text", *ATTENTION, *_LLAMA4),
         derive=_llama4,
-        hf_tp={**HF_TP, "e_gate": 0, "e_down": 1},
+        packed=_LLAMA4_PACKED,
     ),
     _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
-    replace(_mixture("granitemoe", *ATTENTION, *_GRANITE), hf_tp=None),  # it cuts experts alone
+    replace(
+        _mixture("granitemoe", *ATTENTION, *_GRANITE),
+        hf_tp=_ENDS,
+        packed=packed_experts("block_sparse_moe", "router"),
+    ),
+    Family(
+        "phimoe",
+        _PHIMOE_TOP + rows("model.layers.{i}.", (*NORMS, *ATTENTION, *_PHIMOE)),
+        NO_WEIGHTS,
+        hf_tp=_ENDS,
+        packed=packed_experts(router="router"),
+    ),
 )

@@ -115,6 +115,9 @@ def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes
 
 
+_GEMMA_TEXT = tuple((name, f"language_model.{name}") for name in ("model.", "lm_head."))
+
+
 def _renamed(family: str, *changes: tuple[str, str]) -> tuple[Row, ...]:
     """The language model's table under the names that it has beside a tower."""
     return _TEXT[family].hub.renamed(family, *changes).rows
@@ -136,13 +139,13 @@ _QWEN3_EXPERTS = (
 FAMILIES = (
     Family(
         "qwen2_5_vl", _TEXT["qwen2"].rows, _TEXT["qwen2"].drop, section="text_config",
-        parts={"vision": Family("Qwen2.5's vision tower", _QWEN2_5, keys=_KEYS, defaults=_VIDEO,
+        towers={"vision": Family("Qwen2.5's vision tower", _QWEN2_5, keys=_KEYS, defaults=_VIDEO,
                                 section="vision_config")},
         in_memory=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     ),
     Family(
         "qwen3_vl", _renamed("qwen3", _QWEN3_TEXT), _TEXT["qwen3"].drop, section="text_config",
-        parts=_TOWER_OF_QWEN3, hf_tp={"head": 0}, in_bridge=(("model.visual.", "vision_model."),),
+        towers=_TOWER_OF_QWEN3, hf_tp={"head": 0}, in_bridge=(("model.visual.", "vision_model."),),
     ),
     Family(
         "qwen3_vl_moe",
@@ -150,18 +153,19 @@ FAMILIES = (
             *(row for row in _renamed("qwen3_moe", _QWEN3_TEXT) if not row.of_experts),
             *rows("model.language_model.layers.{i}.", _QWEN3_EXPERTS),
         ),
-        _TEXT["qwen3_moe"].drop, section="text_config", parts=_TOWER_OF_QWEN3, hf_tp=HF_TP,
+        _TEXT["qwen3_moe"].drop, section="text_config", towers=_TOWER_OF_QWEN3, hf_tp=HF_TP,
         in_bridge=(("model.visual.", "vision_model."),),
     ),
     Family(
-        "gemma3", _renamed("gemma3_text", ("model.", "language_model.model.")),
-        _TEXT["gemma3_text"].drop, section="text_config",
+        "gemma3", _renamed("gemma3_text", *_GEMMA_TEXT), _TEXT["gemma3_text"].drop,
+        section="text_config",
         defaults={"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4,
                   "head_dim": 256, "vocab_size": 262208},  # which releases leave out
-        parts={"vision": Family("SigLIP", (*_SIGLIP, *_PROJECTOR), derive=_siglip,
-                                defaults={"in_channels": 3}, keys={"in_channels": "num_channels"},
+        towers={"vision": Family("SigLIP", (*_SIGLIP, *_PROJECTOR), derive=_siglip,
+                                defaults={"num_channels": 3}, keys={"in_channels": "num_channels"},
                                 section="vision_config")},
         in_memory=(
+            ("language_model.lm_head.", "lm_head."),
             ("language_model.model.", "model.language_model."),
             ("vision_tower.vision_model.", "model.vision_tower."),
             ("multi_modal_projector.", "model.multi_modal_projector."),

@@ -30,6 +30,8 @@ _AUTO = (
     "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
     "AutoModelForQuestionAnswering", "AutoModelForMaskedLM", "AutoModelForImageTextToText",
 )  # fmt: skip
+# Packages that transformers imports where it finds them, and that a model's names do not need.
+_NOT_NEEDED = ("accelerate", "bitsandbytes", "deepspeed", "peft", "pandas", "scipy", "sklearn")
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     """The child process: it reads the config and then the shapes, a line of JSON each, and writes
     the answer."""
+    for package in _NOT_NEEDED:  # None: it counts as not installed
+        sys.modules[package] = None  # type: ignore[assignment]
     gc.disable()  # imports make no garbage, and collecting it takes a tenth of their time
     models = _models(json.loads(sys.stdin.readline()))
     first = list(itertools.islice(models, 2))  # built before the shapes are known

@@ -6,13 +6,15 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.catalogue import LogicalTensor
 
 __all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "stage_tensors", "unwrapped"]
 

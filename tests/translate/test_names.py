@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from torch import distributed as dist
 
 import smckpt
 from smckpt import LOCAL, SHARDED, errors, export_hf, sm_state_dict_type
-from smckpt.translate import import_hf
+from smckpt.translate import comparison, import_hf, meta_model
 from smckpt.translate.verify_hf import verify_hf
 from tests.support import hub_families, interpreters, judges
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 SAMPLE = ("gpt_neox", "deepseek_v3", "qwen2_moe", "phimoe", "jamba", "gemma3", "llava")
 WRAPPED = ("gpt_neox", "qwen2_moe")
@@ -163,8 +167,6 @@ def test_an_import_takes_what_an_export_wrote(tmp_path, sample, family, layout):
 
 def test_tensors_that_would_be_used_twice_or_not_at_all_are_refused(tmp_path, monkeypatch):
     """The proof, and not trust in transformers' conversion, stands before the first byte."""
-    from smckpt.translate import meta_model
-
     model = hub_families.model("minimax")
     checkpoint = saved(tmp_path / "checkpoint", model.state_dict())
     honest = meta_model.hub_shapes
@@ -245,3 +247,26 @@ def test_every_converted_family_comes_out_from_every_wrapper(tmp_path, judged):
     assert_wrapped(hub_families.CONVERTED, tmp_path)
     for family in hub_families.CONVERTED:
         judged(family, "its own names: DDP, FSDP1, FSDP2", exports=["save_pretrained"], at="2")
+
+
+# -- the child process -----------------------------------------------------------------------------
+
+
+def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_process():
+    """Neither the rest of the translator nor accelerate, which take a sixth of its time."""
+    model = hub_families.model("minimax")
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config = json.loads(json.dumps(config, default=str))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    asked = f"{json.dumps(config)}\n{json.dumps([shapes, True])}\n"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", comparison._ALONE], input=asked,
+        capture_output=True, text=True, timeout=seconds(120),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = meta_model.Fit.from_json(json.loads(done.stdout.splitlines()[-1]))
+    assert found == meta_model.compare(config, shapes, True) and found.hub
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "transformers.modeling_utils" in imported
+    assert imported.isdisjoint({"accelerate", "smckpt.translate.export", "smckpt.storage"})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from smckpt import ParallelState, errors, export_hf, verify_hf
-from tests.support import references, shards
+from tests.support import hub_families, references, shards
 from tests.support.limits import seconds, within
 
 
@@ -163,6 +163,17 @@ def test_a_lost_tensor_is_missing_in_the_index_and_in_transformers(exported):
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     (problem,) = verify_hf(exported).problems
     assert "missing_keys: ['model.layers.1.mlp.gate_proj.weight']" in problem
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax"])
+def test_names_that_only_transformers_5_has_in_memory_are_a_problem(tmp_path, family):
+    """Of a family with a table, and of one without. transformers 5 itself loads them."""
+    model = references.model(family) if family == "mixtral" else hub_families.model(family)
+    model.save_pretrained(tmp_path / "hub")
+    assert verify_hf(tmp_path / "hub").ok
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    (problem,) = verify_hf(tmp_path / "memory", reference=tmp_path / "hub").problems
+    assert "names are not those of released models" in problem and "gate_up_proj" in problem
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):

@@ -3,6 +3,7 @@ entry point of an installed package: this file is that package, and uses public 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,10 +22,10 @@ from tests.support.limits import seconds
 State = dict[str, torch.Tensor]
 HEADS, GROUPS, SIZE, LAYERS, VOCABULARY = 8, 4, 16, 2, 96
 
-# StarCoder 2: Llama's names for attention, an MLP without a gate, norms and biases everywhere.
+# StarCoder 2 under another name: Llama's names for attention, an MLP without a gate, norms and biases everywhere.
 _AT = "model.layers.{i}."
 STARCODER2 = Family(
-    "starcoder2",
+    "theirs",
     (
         LayoutRow("model.embed_tokens.weight", ("embed",)),
         LayoutRow("lm_head.weight", ("head",)),
@@ -64,6 +65,8 @@ def model(tmp_path_factory) -> tuple[Any, State, Path]:
             parameter.add_(0.1 * torch.randn(parameter.shape))
     folder = tmp_path_factory.mktemp("starcoder2")
     made.save_pretrained(folder)
+    made.config = {**made.config.to_dict(), "model_type": "theirs"}  # which smckpt does not know
+    (folder / "config.json").write_text(json.dumps(made.config))
     return made, load_file(folder / "model.safetensors"), folder
 
 
@@ -125,7 +128,7 @@ def test_a_row_that_a_config_denies_is_not_asked_for(tmp_path, model):
     """`when` names a key of the config."""
     made, hub, _ = model
     register_family(STARCODER2)
-    config = {**made.config.to_dict(), "use_bias": False}
+    config = {**made.config, "use_bias": False}
     with pytest.raises(errors.CheckpointError, match=r"unexpected.*linear_fc1\.bias"):
         export_hf(
             written(tmp_path / "ranks", hub, 2), tmp_path / "hf", tp=2, config=config,
@@ -133,7 +136,7 @@ def test_a_row_that_a_config_denies_is_not_asked_for(tmp_path, model):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "theirs"])
 def test_a_name_that_is_taken_is_refused(name):
     register_family(STARCODER2)
     register_family(STARCODER2)  # the same once more
@@ -143,7 +146,7 @@ def test_a_name_that_is_taken_is_refused(name):
 
 def test_a_family_of_an_installed_package_is_found_by_its_entry_point(tmp_path, model):
     _, hub, directory = model
-    site = installed(tmp_path, "smckpt.families", "starcoder2 = their_family:STARCODER2")
+    site = installed(tmp_path, "smckpt.families", "theirs = their_family:STARCODER2")
     source = Path(__file__).read_text()
     table = source[source.index("_AT = ") : source.index("@pytest.fixture")]
     (site / "their_family.py").write_text(
@@ -162,12 +165,12 @@ def test_a_family_of_an_installed_package_is_found_by_its_entry_point(tmp_path, 
 )  # fmt: skip
 def test_a_package_that_brings_no_family_is_named(tmp_path, model, text, said):
     _, hub, directory = model
-    site = installed(tmp_path, "smckpt.families", "starcoder2 = their_family:STARCODER2")
+    site = installed(tmp_path, "smckpt.families", "theirs = their_family:STARCODER2")
     (site / "their_family.py").write_text(text)
     paths = written(tmp_path / "ranks", hub, 2)
     told = export_with(site, *paths, tmp_path / "hf", "--tp", "2", "--config", directory)
     assert told.returncode
-    assert "the family of models 'starcoder2'" in " ".join(told.stderr.split())
+    assert "the family of models 'theirs'" in " ".join(told.stderr.split())
     assert said in " ".join(told.stderr.split())
 
 

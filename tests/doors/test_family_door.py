@@ -22,8 +22,8 @@ from tests.support.limits import seconds
 State = dict[str, torch.Tensor]
 HEADS, GROUPS, SIZE, LAYERS, VOCABULARY = 8, 4, 16, 2, 96
 
-# StarCoder 2 under another name: Llama's names for attention, an MLP without a gate, norms and biases
-# everywhere.
+# StarCoder 2 under another name: Llama's names for attention, an MLP without a gate, norms and
+# biases everywhere.
 _AT = "model.layers.{i}."
 STARCODER2 = Family(
     "theirs",

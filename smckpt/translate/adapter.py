@@ -23,6 +23,7 @@ from smckpt.translate.contents import (
     MODULE,
     ExportContents,
     head_notes,
+    kept_of_family,
     renamed,
     whole_tensors,
 )
@@ -92,7 +93,10 @@ def find_peft_contents(
         adapter.refuse_tied(tied, made.changed, catalogue.url)
     merged = MergedSource(reader if directory is None else _Both(reader, directory))
     targets = [target for target in made.targets if target.name not in tied]
-    return ExportContents(merged, targets, tied, notes, made.naming, identity=catalogue.identity)
+    return ExportContents(
+        merged, targets, tied, notes, made.naming, identity=catalogue.identity,
+        kept=kept_of_family(settings, targets),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

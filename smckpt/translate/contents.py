@@ -43,6 +43,7 @@ __all__ = [
     "GivenLayout",
     "find_contents",
     "head_notes",
+    "kept_of_family",
     "renamed",
     "whole_tensors",
 ]
@@ -244,7 +245,7 @@ def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
     return True
 
 
-def _kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
+def kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
     """The targets that keep float32, from the family's table."""
     family = find_family(settings.values["model_type"]) if settings is not None else None
     if family is None:
@@ -289,7 +290,7 @@ def _translated(
     return ExportContents(
         made.source, made.targets, made.left_out, made.notes + _lost_notes(made.without_place),
         layout=made.layout, vocabulary=made.vocabulary,
-        kept=_kept_of_family(settings, made.targets), predicting=made.predicting,
+        kept=kept_of_family(settings, made.targets), predicting=made.predicting,
         further=frozenset(further),
     )  # fmt: skip
 
@@ -323,7 +324,7 @@ def _named(
     comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
     notes = list(head_notes([t.name for t in targets], settings))
     notes += () if predicting else left_out_note(found)
-    kept = _kept_of_family(settings, [*targets, *further])
+    kept = kept_of_family(settings, [*targets, *further])
     if naming == HUB:
         fit = comparison.names(targets, reader.url)
         if isinstance(fit, str):

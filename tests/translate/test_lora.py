@@ -230,6 +230,20 @@ def test_bit_for_bit_what_peft_merges_and_saves(tmp_path, kind, monkeypatch, jud
     judged(family, "PEFT", exports=["PEFT", "save_pretrained"])
 
 
+def test_a_merge_keeps_in_float32_what_from_pretrained_does(tmp_path):
+    plain: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}, "target_modules": ["q_proj"]}
+    model = peft_model(tiny("gpt_oss", "float32"), **plain)
+    given: dict[str, Any] = {"lora_config": model.peft_config, "lora": "merge"}
+    checkpoint = saved(tmp_path, model.state_dict())
+    tiny("gpt_oss", "float32").save_pretrained(tmp_path / "base")
+    export_hf(checkpoint, tmp_path / "hf", config=model.config, dtype="float16", **given)
+    export_hf(checkpoint, tmp_path / "hf2", base=tmp_path / "base", dtype="float16", **given)
+    for folder in ("hf", "hf2"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+        assert kept == {name for name in found if "norm" in name} != set()
+
+
 @pytest.mark.parametrize("what", ["a swapped tensor", "a wrong rank's scale", "a lost tensor"])
 def test_peft_sees_what_is_wrong_in_an_adapter(tmp_path, what):
     """Its own merge of such a directory is another model than ours of the right one."""

@@ -12,9 +12,10 @@ from torch import distributed as dist
 import smckpt
 from smckpt import LOCAL, SHARDED, sm_state_dict_type
 from smckpt.translate import export_hf
-from tests.support import families, next_families, vision
+from tests.support import families, hub_families, next_families, vision
 from tests.support import references as ref
 from tests.support.launch import run_ranks
+from tests.translate.test_names import released
 
 Q_PROJ = "model.language_model.layers.0.self_attn.q_proj.weight"
 TOKENS = torch.arange(40).reshape(2, 20) % ref.V
@@ -114,3 +115,21 @@ def test_a_live_vision_language_model_exports_to_the_original(tmp_path, judged, 
         assert found.keys() == state.keys()
         assert [n for n in state if not torch.equal(found[n], state[n])] == []
     judged(family, "hf_tp", exports=["transformers 5, live ranks"], at="2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "jamba", "llava", "minimax"])  # without a table
+def test_a_live_model_of_a_family_without_a_table_has_released_names(tmp_path, judged, family):
+    model = hub_families.model(family)
+    wanted = released(model, tmp_path / "hf")
+    auto = "AutoModelForImageTextToText" if family == "llava" else "AutoModelForCausalLM"
+    results = run_ranks(saved_by_a_rank, 2, str(tmp_path / "hf"), str(tmp_path), False, auto)
+    assert all(cut for cut, _ in results)
+    for kind in ("local", "sharded"):
+        checkpoint = smckpt.latest_checkpoint(tmp_path / kind)
+        report = export_hf(checkpoint, tmp_path / f"{kind}-hf", config=model.config)
+        assert report.naming == "hub"
+        found = load_file(tmp_path / f"{kind}-hf" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+    judged(family, "its own names: live tensor parallel", exports=["save_pretrained"], at="2")

@@ -209,7 +209,7 @@ def _weight_map(folder: Folder, index: str) -> dict[str, str]:
     path = folder.files[index].path
     try:
         found = dict(strict_json(folder.read(index, _INDEX_LIMIT).decode())["weight_map"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         found = {"": None}
     if not all(isinstance(name, str) for name in found.values()):
         raise CorruptCheckpointError(

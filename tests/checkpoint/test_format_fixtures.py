@@ -24,7 +24,7 @@ from tests.support import make_fixture
 from tests.support.copies import contents
 from tests.support.saves import pattern
 
-FIXTURES = sorted(path for path in make_fixture.ROOT.iterdir() if path.is_dir())
+FIXTURES = sorted(make_fixture.ROOT.glob("format-*"))
 
 
 @pytest.fixture(params=FIXTURES, ids=lambda path: path.name)

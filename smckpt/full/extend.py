@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smckpt.topology import ParallelState
     from smckpt.translate.table import TensorLayout
 
-__all__ = ["TorchExtension", "extend_torch_config"]
+__all__ = ["TorchExtension", "extend_torch_config", "is_extended"]
 
 _FIELD = "translate_on_save"
 _GENERATED = ("__init__", "__repr__", "__eq__", "__dataclass_fields__", "__match_args__")
@@ -49,6 +49,13 @@ class TorchExtension:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def is_extended() -> bool:
+    """Whether `extend_torch_config` is in force."""
+    from torch.distributed.fsdp import FullStateDictConfig
+
+    return _FIELD in FullStateDictConfig.__dataclass_fields__
 
 
 def extend_torch_config(
@@ -76,7 +83,7 @@ def extend_torch_config(
     )
 
     kind: Any = FullStateDictConfig
-    if _FIELD in kind.__dataclass_fields__:
+    if is_extended():
         raise UsageError(
             "torch's FullStateDictConfig has translate_on_save already",
             remedy="undo() the first extension, or call extend_torch_config once",

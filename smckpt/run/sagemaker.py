@@ -35,6 +35,7 @@ def _torch_calls(provided: Provided) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     import smckpt
+    from smckpt.full import is_extended
     from smckpt.integrations.sagemaker import state
     from smckpt.integrations.torch_calls import either_order, over_shard_groups, with_process_group
 
@@ -47,6 +48,8 @@ def _torch_calls(provided: Provided) -> None:
     provided.attribute(FSDP, name, orders, "also takes the state dict as its first argument")
     shards = over_shard_groups(FSDP.__init__, lambda: state)
     provided.attribute(FSDP, "__init__", shards, "shards as torch.sagemaker.init() says")
+    if is_extended():  # the script's own call, or torch.sagemaker.init() before
+        return
     extension = smckpt.extend_torch_config(parallel_state=lambda: state.parallel)
     provided.by(
         extension.undo,

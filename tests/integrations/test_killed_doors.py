@@ -28,11 +28,6 @@ SCRIPT = str(ROOT / "tests" / "support" / "door_loops.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RUN = {"dcp": "dcp", "smp": "sagemaker", "nvrx": "nvrx", "nvrx_torch": "nvrx"}  # loop → door
 KILLS = 3
-RUNS = [
-    *((loop, where) for where in ("disk", "s3")
-      for loop in ("dcp", "dcp_calls", "smp", "smp-fsdp1", "nvrx", "nvrx_torch")),
-    *((loop, "msc") for loop in ("manager", "dcp", "smp", "nvrx")),
-]  # fmt: skip
 
 
 def launched(place: str, loop: str, stop_at: int | None = None) -> tuple[Moments, list[Any]]:
@@ -60,7 +55,14 @@ def launched(place: str, loop: str, stop_at: int | None = None) -> tuple[Moments
     return moments, sorted(told, key=lambda rank: int(rank["rank"]))
 
 
-@pytest.mark.parametrize(("loop", "where"), RUNS)
+@pytest.mark.parametrize(
+    ("loop", "where"),
+    [
+        *((loop, where) for where in ("disk", "s3")
+          for loop in ("dcp", "dcp_calls", "smp", "smp-fsdp1", "nvrx", "nvrx_torch")),
+        *((loop, "msc") for loop in ("manager", "dcp", "smp", "nvrx")),
+    ],
+)  # fmt: skip
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     loop: str, where: str,

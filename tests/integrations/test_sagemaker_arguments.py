@@ -100,6 +100,23 @@ def test_degrees_are_read_from_a_file_and_from_the_launchers_variable(
     assert not sagemaker.is_initialized()
 
 
+def test_translate_on_save_is_there_from_init_on(one_process: None) -> None:
+    """`translate_on_save` of torch's own config, by import as under `smckpt run`, and undone."""
+    stock = FSDP.state_dict_type
+    with pytest.raises(TypeError):
+        FullStateDictConfig(translate_on_save=False)
+    for _ in range(2):  # a second init extends nothing twice
+        sagemaker.init({})
+        assert not FullStateDictConfig(translate_on_save=False).translate_on_save
+    with provide(["sagemaker"]):
+        assert FullStateDictConfig().translate_on_save
+    assert FullStateDictConfig().translate_on_save
+    sagemaker.state.reset()
+    assert FSDP.state_dict_type is stock
+    with pytest.raises(TypeError):
+        FullStateDictConfig(translate_on_save=False)
+
+
 # -- save and load ---------------------------------------------------------------------------------
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.full import extend_torch_config, is_extended
 from smckpt.meeting.group import get_global_ranks
 from smckpt.topology import ParallelState
 
@@ -44,11 +45,15 @@ class State:
     def __init__(self) -> None:
         self.parallel: ParallelState | None = None
         self._groups: dict[str, Any] = {}
+        self._undo: Callable[[], None] | None = None
 
     def reset(self) -> None:
         """Undo `init`. The process groups remain until the job's process group ends."""
         self.parallel = None
         self._groups = {}
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -74,6 +79,9 @@ class State:
             group = dist.new_group(ranks, use_local_synchronization=True)
             self._groups[f"{dim}_process_group"] = group
         self._groups["world_process_group"] = dist.group.WORLD
+        # torch's own FullStateDictConfig takes translate_on_save from now on, as with SMP
+        if not is_extended():
+            self._undo = extend_torch_config(parallel_state=lambda: self.parallel).undo
 
     def of_step(self, process_group: Any) -> dict[str, Any]:
         """The groups of a step with this one, as arguments of `smckpt.async_save` and `load`."""
@@ -100,7 +108,8 @@ state = State()  # SMP's scripts import it by name, before init() fills it
 
 
 def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
-    """Set up the topology. Collective: every rank makes its process groups here.
+    """Set up the topology. Collective: every rank makes its process groups here. torch's
+    `FullStateDictConfig` takes `translate_on_save` from then on, until `state.reset()`.
 
     Args:
         config: SMP's configuration as a mapping, or the path of a JSON file with it. None: from

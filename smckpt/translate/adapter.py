@@ -100,7 +100,7 @@ def find_peft_contents(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _ToWrite:
     """The tensors to write. changed: names of the model's weights that the adapter changes."""
 
     targets: Sequence[Merged | Translated]
@@ -112,7 +112,7 @@ class _Found:
 def _into_checkpoint(
     parts: PeftTensors[Translated], config: LoraConfig, naming: str, comparison: Comparison,
     where: str,
-) -> _Found:  # fmt: skip
+) -> _ToWrite:  # fmt: skip
     """The base is in the checkpoint, by the names in memory."""
     stored = {name: replace(tensor, name=name) for name, tensor in parts.base.items()}
     changes = _changes(parts, config, {n: t.shape for n, t in stored.items()}, where)
@@ -126,19 +126,19 @@ def _into_checkpoint(
             hub = found.hub if found is not None else None
     if hub is None:
         made = [_changed(t, changes.get(t.name), None, where) for t in stored.values()]
-        return _Found(made, [*changes], naming, notes)
+        return _ToWrite(made, [*changes], naming, notes)
     moved = {tensor.name: tensor for tensor in hub}
     made = [
         _changed(t, *_change_of(moved.get(t.name), t.name, changes), where)
         for t in renamed(hub, [*stored.values()])
     ]
-    return _Found(made, [*changes], naming, notes)
+    return _ToWrite(made, [*changes], naming, notes)
 
 
 def _into_directory(
     parts: PeftTensors[Translated], config: LoraConfig, directory: TensorReader,
     comparison: Comparison, where: str,
-) -> _Found:  # fmt: skip
+) -> _ToWrite:  # fmt: skip
     """The base is in a Hugging Face directory. Its names may differ from those in memory, which the
     adapter has; then transformers tells them."""
     stored = {target.name: target for target in whole_tensors(directory)}
@@ -159,7 +159,7 @@ def _into_directory(
     made = [
         _changed(t, *_change_of(hub.get(name), name, changes), where) for name, t in stored.items()
     ]
-    return _Found(made, [*changes], HUB)
+    return _ToWrite(made, [*changes], HUB)
 
 
 def _change_of(

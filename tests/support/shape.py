@@ -23,7 +23,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "smckpt"
 LATER = (
     "manager/", "integrations/", "run/",
     # other people's checkpoints as sources
-    "translate/dcp/", "translate/boxes.py", "translate/foreign.py", "translate/mapped.py",
+    "translate/dcp/", "translate/boxes.py", "translate/foreign.py",
+    "translate/deepspeed.py", "translate/folders.py", "translate/source_files.py",
     "translate/pickled.py", "translate/torch_archive.py", "cli/show_foreign.py",
     # alarms
     "engine/alarms.py", "staging/sums.py",
@@ -39,8 +40,11 @@ LATER = (
     # whether a step loads on other degrees; the page of all checkpoints; Lustre; progress
     "checkpoint/per_rank.py", "checkpoint/restorable.py", "cli/browse", "cli/histogram.py",
     "cli/timeline.py", "storage/lustre.py", "engine/telling.py",
-    # releases in eight and four bits
-    "translate/quantized.py", "translate/release.py",
+    # releases in eight and four bits; layers that predict further tokens; vision towers
+    "translate/quantized.py", "translate/release.py", "translate/prediction.py",
+    "translate/families/vision.py",
+    # what servers get of a model that changes; pipeline stages
+    "translate/publish", "translate/apply.py", "translate/pipeline.py",
 )  # fmt: skip
 NO_CODE = {
     tokenize.COMMENT,

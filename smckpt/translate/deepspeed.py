@@ -99,7 +99,7 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
         raise UsageError(
             f"{_SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
             remedy="save once more, with both in user_content= as Amazon's training scripts do "
-            "(get_param_shapes, get_buffer_names)",
+            "(get_param_shapes, get_buffer_names); later versions of SMP add them by themselves",
             path=folder.url,
         )
     state = {**told, "module": _root(folder, models[0]).get("module")}

@@ -205,6 +205,42 @@ def test_files_that_are_missing_or_lie_are_refused(tmp_path, neox, harm, told):
         export_hf(given, tmp_path / "hf", config=model.config)
 
 
+def test_degrees_that_contradict_and_chunks_are_refused(tmp_path, neox):
+    model, state = neox
+    root = partial(tmp_path / "run", neox_stages(state, 1, 2))
+    for more, told in (
+        ({"pp": 3}, "2 pipeline stages"),
+        ({"vpp": 2}, "leave vpp= out"),
+        ({"tp": 2}, "2 files were passed"),
+    ):
+        with pytest.raises(errors.UsageError, match=told):
+            export_hf(root, tmp_path / "hf", config=model.config, **more)
+
+
+def test_heads_that_the_degree_does_not_divide_are_refused(tmp_path, neox):
+    """SMP gives the first ranks a head more."""
+    model, state = neox
+    (eight,) = neox_stages(state, 8, 1)
+    ranks = []
+    for first, last in ((0, 3), (3, 6), (6, 8)):
+        held = dict(eight[first])
+        for name, tensor in held.items():
+            if re.search(r"(query|key|value|dense1)\.|dense2?\.weight", name):
+                axis = 1 if re.search(r"dense2?\.weight", name) else 0
+                held[name] = torch.cat([eight[r][name] for r in range(first, last)], axis)
+        ranks.append(held)
+    with pytest.raises(errors.CheckpointError, match="3 tensor-parallel ranks do not divide"):
+        export_hf(partial(tmp_path / "run", [ranks]), tmp_path / "hf", config=model.config)
+
+
+def test_files_of_these_names_elsewhere_are_not_taken_for_smps(tmp_path):
+    for name in ("model_0.pt", "model_0_0.pt"):
+        (tmp_path / name).write_bytes(b"of another program")
+    (tmp_path / "newest").write_text("model_0.pt\n")
+    with pytest.raises(errors.CheckpointNotFoundError):
+        export_hf(tmp_path, tmp_path / "hf")
+
+
 # -- sharded data parallelism ----------------------------------------------------------------------
 
 

@@ -231,12 +231,12 @@ def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     if (sharded := open_smp_sharded(folder)) is not None:
         return sharded
     found = [name for name in folder.files if _SMP.fullmatch(name)]
-    degrees = {_smp_degrees(folder, name) for name in found}
-    if not found or None in degrees:
+    degrees = [_smp_degrees(folder, name) for name in found]
+    if not degrees or degrees[0] is None or None in degrees:
         return None
-    pp, tp = next(iter(degrees)) or (1, 1)
+    pp, tp = degrees[0]
     missing = next((name for name in _smp_names(pp, tp) if name not in found), None)
-    if missing or len(degrees) > 1 or len(found) != pp * tp:
+    if missing or len(set(degrees)) > 1 or len(found) != pp * tp:
         what = f"{missing} is missing" if missing else "the files of the ranks are of several runs"
         raise UsageError(
             what, remedy="fetch the files of all ranks of one step, and of no other",

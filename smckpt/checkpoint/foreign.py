@@ -29,7 +29,8 @@ def foreign_format(found: Collection[str], path: str) -> tuple[str, str] | None:
     if path.rstrip("/").endswith(_SMP) and any(name.endswith(".pt") for name in names):
         return (
             "this is a partial checkpoint of SMP v1 (Amazon's SageMaker model parallel)",
-            "load it with smp.resume_from_checkpoint and save it whole (partial=False)",
+            f"make a Hugging Face model of it with `smckpt export {path}`; if that does not read "
+            "it, load it with smp.resume_from_checkpoint and save it whole (partial=False)",
         )
     if not names.isdisjoint(_ORBAX):
         return (

@@ -44,16 +44,10 @@ def _of_checkpoint(source: ForeignCheckpoint) -> dict[str, Any]:
 
 def _of_files(source: RankFilesFound) -> dict[str, Any]:
     from smckpt.translate.degrees import Degrees
-    from smckpt.translate.pipeline import merged
-    from smckpt.translate.rank_files import TensorReader, open_files, open_stages
+    from smckpt.translate.rank_sources import open_ranks
 
-    degrees = Degrees.of(source.tp or 1, source.ep or 1)
-    reader: TensorReader
-    if (pp := source.pp or 1) > 1:
-        stages = open_stages(source.files, degrees, pp, source.source)
-        reader = merged(stages, None, None, source.url)
-    else:
-        reader = open_files(source.files, degrees, source.source)
+    degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
+    reader = open_ranks(source, degrees, pp, None, None)
     sizes = {name: record.nbytes for name, record in source.files.items()}
     return {
         "path": reader.url,

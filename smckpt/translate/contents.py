@@ -29,8 +29,8 @@ from smckpt.translate.model import model_dims, to_hub
 from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
-from smckpt.translate.rank_files import TensorReader, open_files, open_stages
-from smckpt.translate.rank_sources import RankFilesFound, open_source
+from smckpt.translate.rank_files import TensorReader
+from smckpt.translate.rank_sources import RankFilesFound, open_ranks, open_source
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Target
@@ -222,13 +222,9 @@ def _of_files(
             path=files.url,
         )  # fmt: skip
     pp = said.pp or files.pp or 1
-    reader: TensorReader
-    if pp > 1:
-        stages = open_stages(files.files, told.degrees, pp, files.source)
-        reader = merged(stages, _layers(settings), said.vpp, files.url)
-    else:
+    if pp == 1 or files.alone:
         said.refuse_chunks(files.url)
-        reader = open_files(files.files, told.degrees, files.source)
+    reader = open_ranks(files, told.degrees, pp, _layers(settings), said.vpp)
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):

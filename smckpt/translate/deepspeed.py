@@ -1,8 +1,11 @@
-"""DeepSpeed's checkpoints in parts: ZeRO stage 3, and universal ones.
+"""DeepSpeed's checkpoints in parts: ZeRO stage 3, and universal ones; and SMP v1's, whose sharded
+data parallelism is built on stage 3.
 
 In stage 3, each of n ranks has ceil(size / n) elements of each flat parameter, one behind the other
 in the flat groups of its optimizer, in float32; the last part is padded. This is the rule that
-DeepSpeed's public zero_to_fp32.py follows. In a universal checkpoint each parameter is a file.
+DeepSpeed's public zero_to_fp32.py follows, and sharded_data_parallel_checkpoint.py of Amazon's
+examples (aws/amazon-sagemaker-examples, commit c2ad9da, beside gpt-j). In a universal checkpoint
+each parameter is a file.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.torch_archive import StoredTensor
 from smckpt.translate.torch_files import torch_root
 
-__all__ = ["open_universal", "open_zero3"]
+__all__ = ["open_smp_sharded", "open_universal", "open_zero3"]
 
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO, _FP32 = "zero", "fp32.pt"
+_SMP_MODEL = re.compile(r"model_(\d+)\.pt")
+_SMP_OPTIMIZER = re.compile(r"optimizer_(\d+)\.pt")
+_SMP_CONFIG, _SMP_USER = "smp_config.pt", "user_content.pt"
+_SMP_CUTS = ("tensor_parallel_degree", "pipeline_parallel_degree")
 
 
 class _Part(NamedTuple):
@@ -51,23 +58,58 @@ def open_zero3(folder: Folder) -> ForeignCheckpoint | None:
     if not models:
         return None
     optimizers = _of_ranks(folder, _OPTIMIZER)
-    if missing := sorted(set(models) ^ set(optimizers) | set(range(len(models))) - set(models)):
-        raise UsageError(
-            f"of the ranks {missing[:8]}, the model_states or the optim_states are missing; "
-            "both are needed",
-            remedy="fetch the files of all ranks", path=folder.url,
-        )  # fmt: skip
+    _refuse_missing(folder, models, optimizers)
     states = [_root(folder, models[rank]) for rank in range(len(models))]
-    groups = [_flat_groups(folder, optimizers[rank], len(models)) for rank in range(len(models))]
-    try:
-        saved = _saved(folder, states, groups)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        _bad(folder, f"a rank's file lacks what DeepSpeed writes ({type(error).__name__}: {error})")
+    groups = []
+    for rank in range(len(models)):
+        state = _root(folder, optimizers[rank]).get("optimizer_state_dict")
+        groups.append(_flat_groups(folder, optimizers[rank], state, len(models)))
     names = [*models.values(), *optimizers.values()]
-    return ForeignCheckpoint(
-        folder.url, "DeepSpeed, ZeRO stage 3", saved, folder.source,
-        files={name: folder.files[name].nbytes for name in names},
-    )  # fmt: skip
+    return _of_parts(folder, "DeepSpeed, ZeRO stage 3", states, groups, names)
+
+
+def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
+    """The weights of SMP v1's sharded data parallelism, as `open_zero3`. Their names and shapes are
+    in what the training script saved beside them. None: it is no such directory.
+
+    Raises:
+        UsageError: a rank's file is missing, or what tells names and shapes; its weights are cut
+            further.
+        CorruptCheckpointError: the files are not of one model.
+    """
+    models = _of_ranks(folder, _SMP_MODEL)
+    if 0 not in models or _root(folder, models[0]).get("_smp_zero2d") is not True:
+        return None
+    optimizers = _of_ranks(folder, _SMP_OPTIMIZER)
+    _refuse_missing(folder, models, optimizers)
+    for name in (_SMP_CONFIG, _SMP_USER):
+        if name not in folder.files:
+            raise UsageError(
+                f"{name} is missing, which SMP writes beside the ranks' files",
+                remedy="fetch it too", path=folder.url,
+            )  # fmt: skip
+    config, told = _root(folder, _SMP_CONFIG), _root(folder, _SMP_USER)
+    if cuts := {word: config.get(word) for word in _SMP_CUTS if config.get(word) != 1}:
+        raise UsageError(
+            f"the weights are cut by sharded data parallelism and further, by {cuts}, and how SMP "
+            "writes that is not public",
+            remedy="join it with SMP's own sharded_data_parallel_checkpoint", path=folder.url,
+        )  # fmt: skip
+    if lacking := {"param_shapes", "buffer_names"} - told.keys():
+        raise UsageError(
+            f"{_SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
+            remedy="save once more, with both in user_content= as Amazon's training scripts do "
+            "(get_param_shapes, get_buffer_names); later versions of SMP add them by themselves",
+            path=folder.url,
+        )
+    state = {**told, "module": _root(folder, models[0]).get("module")}
+    groups = [
+        _flat_groups(folder, optimizers[rank], _root(folder, optimizers[rank]), len(models))
+        for rank in range(len(models))
+    ]
+    names = [*models.values(), *optimizers.values(), _SMP_CONFIG, _SMP_USER]
+    states = [state] * len(models)
+    return _of_parts(folder, "SMP v1, sharded data parallelism", states, groups, names)
 
 
 def open_universal(folder: Folder) -> ForeignCheckpoint | None:
@@ -111,12 +153,36 @@ def open_universal(folder: Folder) -> ForeignCheckpoint | None:
     )
 
 
+def _of_parts(
+    folder: Folder, kind: str, states: Sequence[Mapping[str, Any]],
+    groups: Sequence[list[StoredTensor]], names: Sequence[str],
+) -> ForeignCheckpoint:  # fmt: skip
+    """states: of each rank, what tells names and shapes. groups: of each rank, its flat groups."""
+    try:
+        saved = _saved(folder, states, groups)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        _bad(folder, f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
+    files = {name: folder.files[name].nbytes for name in names}
+    return ForeignCheckpoint(folder.url, kind, saved, folder.source, files=files)
+
+
+def _refuse_missing(
+    folder: Folder, models: Mapping[int, str], optimizers: Mapping[int, str]
+) -> None:
+    if missing := sorted(set(models) ^ set(optimizers) | set(range(len(models))) - set(models)):
+        raise UsageError(
+            f"of the ranks {missing[:8]}, the model's or the optimizer's file is missing; both are "
+            "needed",
+            remedy="fetch the files of all ranks", path=folder.url,
+        )  # fmt: skip
+
+
 def _of_ranks(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
     """Data-parallel rank → file."""
     found = {}
     for name in folder.files:
         if match := pattern.fullmatch(name):
-            if int(match[2]):
+            if match.lastindex == 2 and int(match[2]):
                 raise UsageError(
                     f"{name}: the weights are cut by ZeRO stage 3 and over tensor-parallel ranks",
                     remedy="make a universal checkpoint (DeepSpeed's ds_to_universal.py), and pass "
@@ -134,13 +200,15 @@ def _root(folder: Folder, name: str) -> Mapping[str, Any]:
     return root
 
 
-def _flat_groups(folder: Folder, name: str, ranks: int) -> list[StoredTensor]:
-    state = _root(folder, name).get("optimizer_state_dict")
+def _flat_groups(folder: Folder, name: str, state: Any, ranks: int) -> list[StoredTensor]:
+    """state: an optimizer's."""
     if not isinstance(state, Mapping):
         _bad(folder, f"{name} has no optimizer_state_dict")
-    if state.get("partition_count") != ranks:
+    count = state.get("partition_count")
+    counts = count if isinstance(count, list) else [count]
+    if not counts or any(n != ranks for n in counts):
         raise UsageError(
-            f"{name} is of {state.get('partition_count')} ranks, but there are files of {ranks}",
+            f"{name} is of {count} ranks, but there are files of {ranks}",
             remedy="fetch the files of all ranks of one step", path=folder.url,
         )  # fmt: skip
     groups = state.get("fp32_flat_groups")
@@ -243,7 +311,7 @@ def _same(stored: StoredTensor) -> StoredTensor:
 
 def _bad(folder: Folder, what: str) -> NoReturn:
     raise CorruptCheckpointError(
-        f"this is no whole checkpoint of DeepSpeed: {what}",
+        f"this is no whole checkpoint in parts: {what}",
         remedy="fetch the files of all ranks of one step, or use another checkpoint",
         path=folder.url,
     )

@@ -20,7 +20,7 @@ from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.stream import equal
 from smckpt.translate.translated import TranslatedSource, whole
 
-__all__ = ["StagedTensors", "merged"]
+__all__ = ["StagedTensors", "by_name", "merged"]
 
 _CHUNK = re.compile(r"(\d+)\.(.+)")  # of a list of chunks' state dicts, or of model0, model1, …
 _TOWER = r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector)\."  # before all layers
@@ -119,6 +119,20 @@ def _keys(held: RankTensors) -> dict[TensorKey, Any]:
     if held.whole is not None:
         return {TensorKey(held.name): held.whole}
     return {TensorKey(held.name, *place): shape for place, shape in held.shards.items()}
+
+
+def by_name(stages: Sequence[TensorReader]) -> StagedTensors:
+    """The parts of one model, by its own names, whichever stage has them.
+
+    Raises:
+        TensorMismatchError: a tensor that several stages hold differs.
+    """
+    places: dict[str, tuple[int, str]] = {}
+    copies: list[tuple[str, int, str]] = []
+    for number, stage in enumerate(stages):
+        copies += [(name, number, name) for name in stage.held if name in places]
+        places = {**{name: (number, name) for name in stage.held}, **places}
+    return StagedTensors(stages, places, copies)
 
 
 def merged(

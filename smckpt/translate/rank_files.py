@@ -5,6 +5,7 @@ A reader says what it holds, and copies blocks of it into memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from smckpt.translate.names import unwrapped
 from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
+from smckpt.translate.torch_archive import StoredTensor
 from smckpt.translate.torch_files import stored_tensors
 
 __all__ = ["TensorReader", "bits", "open_directory", "open_files", "open_stages", "weight_files"]
@@ -52,10 +54,11 @@ def bits(dtype: str) -> np.dtype[Any]:
 
 
 def open_files(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, source: SourceFiles
-) -> BoxTensors:
+    files: Mapping[str, ArchiveRecord], degrees: Degrees, source: SourceFiles,
+    alone: re.Pattern[str] | None = None,
+) -> BoxTensors:  # fmt: skip
     """Open the files of all ranks, in Megatron's order: tensor-parallel ranks innermost, then
-    expert-parallel ones.
+    expert-parallel ones. What the first rank alone holds, and `alone` matches, is every rank's.
 
     Raises:
         UsageError: the number of files is not the number of ranks; a file is of another kind;
@@ -70,8 +73,12 @@ def open_files(
     dtypes: dict[str, str] = {}
     names: dict[str, set[str]] = {}
     steps: dict[str, Any] = {}
+    everyones: dict[str, StoredTensor] = {}
     for number, (file, record) in enumerate(files.items()):
         found, steps[file] = stored_tensors(source, record)
+        if alone is not None and not number:
+            everyones = {name: t for name, t in found.items() if alone.fullmatch(name)}
+        found = {**everyones, **found}
         names[file] = set(found)
         for name, stored in found.items():
             if dtypes.setdefault(name, stored.dtype) != stored.dtype:
@@ -102,8 +109,9 @@ def open_files(
 
 
 def open_stages(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, pp: int, source: SourceFiles
-) -> list[BoxTensors]:
+    files: Mapping[str, ArchiveRecord], degrees: Degrees, pp: int, source: SourceFiles,
+    alone: re.Pattern[str] | None = None,
+) -> list[BoxTensors]:  # fmt: skip
     """Open the files of all ranks of `pp` pipeline stages, each as by `open_files`. Pipeline-
     parallel ranks are outermost.
 
@@ -118,7 +126,7 @@ def open_stages(
         )
     every = list(files.items())
     stages = [dict(every[at : at + each]) for at in range(0, len(every), each)]
-    return [open_files(stage, degrees, source) for stage in stages]
+    return [open_files(stage, degrees, source, alone) for stage in stages]
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,17 @@ from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
-from smckpt.translate.deepspeed import open_universal, open_zero3
+from smckpt.translate.deepspeed import open_smp_sharded, open_universal, open_zero3
+from smckpt.translate.degrees import Degrees
 from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.pickled import Inert
+from smckpt.translate.pipeline import by_name, merged
+from smckpt.translate.rank_files import TensorReader, open_files, open_stages
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_files import torch_root
 
-__all__ = ["RankFilesFound", "find_source", "open_source"]
+__all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
 
 _LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")  # tensor, pipeline, expert
@@ -32,13 +35,19 @@ _NEMO = "model_weights.ckpt"
 _DEEPSPEED_LATEST = ("latest", "latest_universal")
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt")
 _STAGE = re.compile(r"layer_\d+-.*model_.*states\.pt")
+_NEWEST, _PARTIAL = "newest", "_partial"  # SMP v1's, above its steps; behind their names
+_SMP = re.compile(r"model_(\d+)_(\d+)\.pt")  # pipeline stage, tensor-parallel rank
+_SMP_DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree")
+# SMP v1's names that the tensor-parallel rank 0 alone holds: biases that are added once
+_SMP_ALONE = re.compile(r".*\.(dense|dense2)\.bias")
 _SHORT = 64 << 10  # bytes of a file with a name in it
 
 
 @dataclass(frozen=True)
 class RankFilesFound:
     """Files of ranks by name, tensor-parallel ranks innermost and pipeline stages outermost, the
-    degrees in their names, and the name of the format. source: reads them."""
+    degrees in their names, and the name of the format. source: reads them. alone: what of a stage
+    its first rank alone may hold; then the stages hold any parts of one model, by its names."""
 
     files: Mapping[str, ArchiveRecord]
     source: SourceFiles = field(compare=False)
@@ -46,6 +55,7 @@ class RankFilesFound:
     ep: int | None = None
     format: str = "files of ranks"
     pp: int | None = None
+    alone: re.Pattern[str] | None = None
 
     @property
     def url(self) -> str:
@@ -74,7 +84,7 @@ def open_source(
     packed = place.packed
     place = _iteration(place)
     found = (
-        _megatron(place) or _nemo(place) or _deepspeed(place) or open_dcp(place)
+        _megatron(place) or _nemo(place) or _deepspeed(place) or _smp(place) or open_dcp(place)
         or open_shards(place)
     )  # fmt: skip
     if found is None and packed:
@@ -85,6 +95,20 @@ def open_source(
             path=place.url,
         )
     return found
+
+
+def open_ranks(
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
+) -> TensorReader:
+    """A reader of the files of `pp` stages. layers, vpp: as of `merged`.
+
+    Raises:
+        as `open_files` and `merged`.
+    """
+    if pp == 1:
+        return open_files(found.files, degrees, found.source, found.alone)
+    stages = open_stages(found.files, degrees, pp, found.source, found.alone)
+    return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
 
 
 def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:
@@ -184,6 +208,61 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         )  # fmt: skip
     files = {name: folder.files[name] for name in found}
     return RankFilesFound(files, folder.source, len(found), format="DeepSpeed")
+
+
+# -- SMP v1 ----------------------------------------------------------------------------------------
+
+
+def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
+    """A partial checkpoint of SMP v1 from 1.10 on (Amazon's SageMaker model parallel), or the
+    directory with `newest` above it. Each stage's ranks hold its part of the model."""
+    if _NEWEST in folder.files:
+        lines = folder.read(_NEWEST, _SHORT).decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line), "")
+        if last.endswith(_PARTIAL):
+            if last not in folder.folders:
+                raise UsageError(
+                    f"{_NEWEST} names {last!r}, which is missing",
+                    remedy="fetch it, or pass the directory of another step", path=folder.url,
+                )  # fmt: skip
+            folder = folder.at(last)
+    if not folder.name.endswith(_PARTIAL):
+        return None
+    if (sharded := open_smp_sharded(folder)) is not None:
+        return sharded
+    found = [name for name in folder.files if _SMP.fullmatch(name)]
+    degrees = [_smp_degrees(folder, name) for name in found]
+    if not degrees or degrees[0] is None or None in degrees:
+        return None
+    pp, tp = degrees[0]
+    missing = next((name for name in _smp_names(pp, tp) if name not in found), None)
+    if missing or len(set(degrees)) > 1 or len(found) != pp * tp:
+        what = f"{missing} is missing" if missing else "the files of the ranks are of several runs"
+        raise UsageError(
+            what, remedy="fetch the files of all ranks of one step, and of no other",
+            path=folder.url,
+        )  # fmt: skip
+    files = {name: folder.files[name] for name in _smp_names(pp, tp)}
+    return RankFilesFound(files, folder.source, tp, 1, "SMP v1, partial", pp, _SMP_ALONE)
+
+
+def _smp_names(pp: int, tp: int) -> Iterator[str]:
+    return (f"model_{p}_{t}.pt" for p in range(pp) for t in range(tp))
+
+
+def _smp_degrees(folder: Folder, name: str) -> tuple[int, int] | None:
+    """Pipeline- and tensor-parallel degree that a rank's file tells; None: it tells none."""
+    root = torch_root(folder.source, folder.files[name])
+    told = root.get("_smp_load_info") if isinstance(root, Mapping) else None
+    if not isinstance(told, Mapping) or root.get("_smp_is_partial") is not True:
+        return None
+    pp, tp = (told.get(word) for word in _SMP_DEGREES)
+    if type(pp) is not int or type(tp) is not int or pp < 1 or tp < 1:
+        raise CorruptCheckpointError(
+            f"{name} tells the degrees {pp!r} and {tp!r}",
+            remedy="fetch the file again, or use another checkpoint", path=folder.url,
+        )  # fmt: skip
+    return pp, tp
 
 
 # -- Megatron-LM, and NeMo -------------------------------------------------------------------------

@@ -51,6 +51,11 @@ def chunk_of(config: Any, stage: int, number: int | None, whole: dict[str, Any])
         pre_process=stage == 0 and not number,
         post_process=last and (number or 0) == chunks - 1, vp_stage=number,
     )  # fmt: skip
+    return filled(model, whole)
+
+
+def filled(model: Any, whole: dict[str, Any]) -> dict[str, Any]:
+    """The model's state, once it has loaded its own part of the whole one."""
     own = {n: t for n, t in whole.items() if not n.startswith(LAYERS)}
     for place, layer in enumerate(model.decoder.layers):
         at, here = f"{LAYERS}{layer.layer_number - 1}.", f"{LAYERS}{place}."

@@ -20,7 +20,7 @@ import smckpt
 from smckpt import errors, export_hf
 from smckpt.translate import import_hf, source_files
 from smckpt.translate.torch_files import stored_tensors
-from tests.support import families, hub_families, references
+from tests.support import families, hub_families, interpreters, references
 from tests.support.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
@@ -32,8 +32,59 @@ def assert_same(directory: Path, wanted: State) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-# -- Megatron-LM's own directories. Megatron's training package is on no index: `torch.save` of what
-# -- its `save_checkpoint` puts together stands in for it.
+# -- Megatron-LM's own directories. Its training package is on no index: where SMCKPT_MEGATRON_LM
+# -- names a checkout, its `save_checkpoint` writes them. Elsewhere `torch.save` of what that puts
+# -- together stands in for it.
+
+MEGATRON_LM = Path(__file__).parents[1] / "support" / "megatron_lm_run.py"
+MIXTRAL = (
+    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type allgather "
+    "--moe-router-load-balancing-type none"
+)
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+EP = f"{MIXTRAL} --expert-model-parallel-size"
+SAVED = {  # family and arguments → tp, ep, ranks, a directory that it writes
+    ("llama", f"{TP} 2"): (2, 1, 2, "mp_rank_01"),
+    ("llama", f"{PP} 2"): (1, 1, 2, "mp_rank_00_001"),
+    ("llama", f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1"): (1, 1, 2, "mp_rank_00_001"),
+    ("llama", f"{TP} 2 {PP} 2"): (2, 1, 4, "mp_rank_01_001"),
+    ("mixtral", f"{EP} 2"): (1, 2, 2, "mp_rank_00_001"),
+    ("mixtral", f"{EP} 2 {TP} 2"): (2, 2, 4, "mp_rank_01_001"),
+    ("mixtral", f"{EP} 2 {PP} 2"): (1, 2, 4, "mp_rank_00_001_001"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.environ.get("SMCKPT_MEGATRON_LM"), reason="no checkout of Megatron-LM")
+def test_what_megatron_lm_itself_saves_is_exported(tmp_path, monkeypatch, judged):
+    """SMCKPT_MEGATRON_LM: as in PYTHONPATH, the checkout of core_v0.16.1 and a folder with triton,
+    for the interpreter of SMCKPT_MEGATRON_PYTHON."""
+    made: dict[str, Any] = {}
+    jobs = []
+    for number, ((family, arguments), (tp, ep, world, _)) in enumerate(SAVED.items()):
+        if family not in made:
+            model = references.model(family, num_hidden_layers=4)
+            made[family] = model, on_disk(model, tmp_path / family)
+        weights = tmp_path / f"weights{number}"
+        weights.mkdir()
+        for rank in range(tp * ep):
+            t, e = rank % tp, rank // tp
+            cut = references.mcore(
+                made[family][1], tp, t, ep, e, local=True, sequential=family == "mixtral"
+            )
+            torch.save(cut, weights / f"{t}-{e}.pt")
+        jobs.append({"arguments": arguments.split(), "world": world, "weights": str(weights),
+                     "save": str(tmp_path / f"saved{number}")})  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", os.environ["SMCKPT_MEGATRON_LM"])
+    interpreters.run(interpreters.megatron(), MEGATRON_LM, json.dumps(jobs), timeout=400)
+    for job, ((family, _), (tp, ep, _, place)) in zip(jobs, SAVED.items(), strict=True):
+        model, state = made[family]
+        assert (Path(job["save"]) / "iter_0000010" / place).is_dir(), job
+        report = export_hf(job["save"], tmp_path / "hf", config=model.config, overwrite=True)
+        assert (report.source, report.layout) == ("Megatron-LM (mp_rank_XX)", "mcore_local"), job
+        assert_same(tmp_path / "hf", state)
+        judged(family, "Megatron-LM directory", exports=["Megatron-LM"],
+               at=f"{tp}×{ep}" if ep > 1 else str(tp))  # fmt: skip
 
 
 class Trainer:

@@ -150,8 +150,8 @@ def test_{name}():
 @pytest.fixture
 def suite(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A repository with one test file, the conftest of this one, and no checks."""
-    files = ("__init__.py", "conftest.py", "support/__init__.py", "support/limits.py")
-    for name in (*files, "support/process_state.py", "support/s3.py"):
+    support = ("__init__", "judged", "limits", "msc", "process_state", "s3")
+    for name in ("__init__.py", "conftest.py", *(f"support/{module}.py" for module in support)):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         source = ROOT / "tests" / name
         (tmp_path / "tests" / name).write_text(source.read_text() if source.exists() else "")

@@ -1,4 +1,4 @@
-"""Megatron-LM's own `save_checkpoint`, of models that its own builder makes of its arguments, on CPU.
+"""Megatron-LM's own `save_checkpoint`, of models that its own builder makes of its arguments.
 
 Run by an interpreter that has Megatron-core's needs, with Megatron-LM's checkout (core_v0.16.1) and
 triton in PYTHONPATH: `megatron_lm_run.py JOBS`. JOBS is a list in JSON; of a job, `arguments` are
@@ -33,7 +33,7 @@ TINY = """
     --attention-backend unfused --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
     --no-persist-layer-norm --lr 0.1 --train-iters 10 --save-interval 10
-""".split()
+"""
 
 
 def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
@@ -43,7 +43,7 @@ def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
     from megatron.training.checkpointing import save_checkpoint
     from megatron.training.global_vars import set_args
 
-    sys.argv[1:] = [*TINY, "--save", job["save"], *job["arguments"]]
+    sys.argv[1:] = [*TINY.split(), "--save", job["save"], *job["arguments"]]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job["world"])}
     args = validate_args(parse_args())
     args.padded_vocab_size = 128  # as its tokenizer's builder sets it

@@ -1,4 +1,4 @@
-"""Megatron-LM's own `save_checkpoint`, of models that its own builder makes of its arguments.
+"""Megatron-LM's own `save_checkpoint`, on CPU, of models that its builder makes of its arguments.
 
 Run by an interpreter that has Megatron-core's needs, with Megatron-LM's checkout (core_v0.16.1) and
 triton in PYTHONPATH: `megatron_lm_run.py JOBS`. JOBS is a list in JSON; of a job, `arguments` are
@@ -33,7 +33,7 @@ TINY = """
     --attention-backend unfused --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
     --no-persist-layer-norm --lr 0.1 --train-iters 10 --save-interval 10
-"""
+""".split()  # noqa: SIM905
 
 
 def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
@@ -43,7 +43,7 @@ def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
     from megatron.training.checkpointing import save_checkpoint
     from megatron.training.global_vars import set_args
 
-    sys.argv[1:] = [*TINY.split(), "--save", job["save"], *job["arguments"]]
+    sys.argv[1:] = [*TINY, "--save", job["save"], *job["arguments"]]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job["world"])}
     args = validate_args(parse_args())
     args.padded_vocab_size = 128  # as its tokenizer's builder sets it
@@ -64,8 +64,7 @@ def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
     for number in range(chunks) if chunks else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
-        models.append(gpt_builder(args, first, last, vp_stage=number))
-        filled(models[-1], weights)
+        models.append(filled(gpt_builder(args, first, last, vp_stage=number), weights))
     save_checkpoint(10, models, optimizer_of(models), None, 0)
     dist.destroy_process_group()
 
@@ -86,7 +85,7 @@ def main() -> None:
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)  # type: ignore
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)
     context = multiprocessing.get_context("fork")
     for job in json.loads(sys.argv[1]):
         ranks = [

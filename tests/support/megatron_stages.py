@@ -36,8 +36,8 @@ def config_of(job: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def chunk_of(config: Any, stage: int, number: int | None, whole: dict[str, Any]) -> dict[str, Any]:
-    """The state of a chunk, with the weights of the layers that Megatron says it has."""
+def chunk_of(config: Any, stage: int, number: int | None, whole: dict[str, Any]) -> Any:
+    """A chunk, with the weights of the layers that Megatron says it has."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -54,8 +54,8 @@ def chunk_of(config: Any, stage: int, number: int | None, whole: dict[str, Any])
     return filled(model, whole)
 
 
-def filled(model: Any, whole: dict[str, Any]) -> dict[str, Any]:
-    """The model's state, once it has loaded its own part of the whole one."""
+def filled(model: Any, whole: dict[str, Any]) -> Any:
+    """The model, once it has loaded its own part of the whole state."""
     own = {n: t for n, t in whole.items() if not n.startswith(LAYERS)}
     for place, layer in enumerate(model.decoder.layers):
         at, here = f"{LAYERS}{layer.layer_number - 1}.", f"{LAYERS}{place}."
@@ -64,6 +64,10 @@ def filled(model: Any, whole: dict[str, Any]) -> dict[str, Any]:
     model.load_state_dict({n: own.get(n, t) for n, t in wanted.items()}, strict=True)
     lost = [n for n, t in wanted.items() if isinstance(t, torch.Tensor) and n not in own]
     assert not lost, lost
+    return model
+
+
+def tensors(model: Any) -> dict[str, Any]:
     return {n: t.clone() for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
 
 
@@ -81,9 +85,9 @@ def save(job: dict[str, Any], whole: dict[str, Any], folder: Path) -> None:
             create_gloo_process_groups=False,
         )
         if vpp is None:
-            held: dict[str, Any] = {"model": chunk_of(config, stage, None, whole)}
+            held: dict[str, Any] = {"model": tensors(chunk_of(config, stage, None, whole))}
         else:
-            held = {f"model{v}": chunk_of(config, stage, v, whole) for v in range(vpp)}
+            held = {f"model{v}": tensors(chunk_of(config, stage, v, whole)) for v in range(vpp)}
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         place = folder / "iter_0000010" / f"mp_rank_00_{stage:03d}"

@@ -1,12 +1,14 @@
 """NeMo's archives are exported from where they are: nothing is unpacked, and nothing is followed.
 
-NeMo needs GPU packages. Python's tarfile packs what its `save_to` puts together: `torch.save` of
-the ranks' states, or a distributed checkpoint.
+Where SMCKPT_NEMO names a folder with NeMo, its own `save_to` writes them. Elsewhere Python's
+tarfile packs what that puts together: `torch.save` of the ranks' states, or a distributed checkpoint.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -23,10 +25,11 @@ from smckpt import errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import folders
 from smckpt.translate.source_files import SourceFiles
-from tests.support import references
+from tests.support import interpreters, references
 from tests.support.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
+SCRIPT = Path(__file__).parents[1] / "support" / "nemo_run.py"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,30 @@ def nemo(folder: Path, ranks: dict[str, State]) -> Path:
         extra = {"model.decoder.layers.0.mlp.linear_fc1._extra_state": io.BytesIO(b"x")}
         torch.save({**state, **extra}, folder / name / "model_weights.ckpt")
     return folder
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.environ.get("SMCKPT_NEMO"), reason="no folder with nemo")
+def test_what_nemo_itself_packs_is_exported(tmp_path, llama, monkeypatch, judged):
+    """SMCKPT_NEMO: as in PYTHONPATH, where nemo_toolkit 2.2.1 and what it imports are, for the
+    interpreter of SMCKPT_MEGATRON_PYTHON."""
+    model, state = llama
+    jobs = []
+    for tp, pp, dist in ((1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True), (1, 2, True)):
+        place = tmp_path / f"{tp}-{pp}-{dist}"
+        place.mkdir()
+        for rank in range(tp):
+            torch.save(references.mcore(state, tp, rank, local=True), place / f"{rank}-0.pt")
+        jobs.append({"tp": tp, "pp": pp, "dist": dist, "weights": str(place),
+                     "save": str(place / "model.nemo")})  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", os.environ["SMCKPT_NEMO"])
+    interpreters.run(interpreters.megatron(), SCRIPT, json.dumps(jobs), timeout=250)
+    for job in jobs:
+        report = export_hf(job["save"], tmp_path / "hf", config=model.config, overwrite=True)
+        assert report.source.startswith("NeMo, Megatron-core's" if job["dist"] else "NeMo"), job
+        assert report.layout == "mcore_local", job
+        assert_same(tmp_path / "hf", state)
+        judged("llama", "NeMo archive", exports=["NeMo"], at=str(job["tp"]))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])

@@ -2,8 +2,9 @@
 
 Run by an interpreter that has Megatron-core, with NeMo and what it imports in PYTHONPATH:
 `nemo_run.py JOBS`. JOBS is a list in JSON; of a job, `tp` and `pp` are its degrees (gloo),
-`weights` is a directory with each tensor-parallel rank's weights, layers numbered through, `save` is the
-archive, and `dist` says whether the model gives a sharded state, for a distributed checkpoint.
+`weights` is a directory with each tensor-parallel rank's weights, layers numbered through, `save`
+is the archive, and `dist` says whether the model gives a sharded state, for a distributed
+checkpoint.
 
 Not NeMo's own: its MegatronGPTModel is for GPUs and a trainer, so `Tiny`, a ModelPT, holds the
 model under the same attribute, `model`; and the ranks in NeMo's AppState are set here.

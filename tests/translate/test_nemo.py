@@ -1,7 +1,8 @@
 """NeMo's archives are exported from where they are: nothing is unpacked, and nothing is followed.
 
 Where SMCKPT_NEMO names a folder with NeMo, its own `save_to` writes them. Elsewhere Python's
-tarfile packs what that puts together: `torch.save` of the ranks' states, or a distributed checkpoint.
+tarfile packs what that puts together: `torch.save` of the ranks' states, or a distributed
+checkpoint.
 """
 
 from __future__ import annotations

@@ -94,6 +94,12 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             return stock
         device = device_of(map_location)
         try:
+            if is_s3_url(place) and not self.saves.find(place):  # an object of NeMo's, or nothing
+                raise CheckpointNotFoundError(
+                    "nothing committed is there",
+                    remedy="pass the path of a checkpoint; smckpt ls shows those below a directory",
+                    path=place,
+                )
             state = self.saves.load(place, **self._own_group())
         except CheckpointNotFoundError as error:
             return self._other(place, map_location, weights_only, error)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import seconds
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
 FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
@@ -86,7 +88,9 @@ def main(arguments: Sequence[str]) -> int:
         place.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "tests.support.judged"]
         command += ["-n", "2", "--dist", "loadfile", "tests/translate", *arguments]
-        status = subprocess.run(command, cwd=ROOT, env={**os.environ, FILE: str(place)}).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, FILE: str(place)}, timeout=seconds(7200)
+        ).returncode
         found = [tuple(json.loads(line)) for line in place.read_text().splitlines()]
     if status:
         print("families: a test failed: the table stays as it was", file=sys.stderr)

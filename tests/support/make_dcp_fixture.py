@@ -1,6 +1,6 @@
 """Make tests/fixtures/dcp-VERSION: what stock DCP of the running torch writes from two ranks.
 
-Run it by the torch whose checkpoints are meant; it imports nothing else:
+Run it by the torch whose checkpoints are meant; it imports nothing else of ours than the limits:
 
     python tests/support/make_dcp_fixture.py tests/fixtures
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from limits import seconds
 
 
 def whole() -> dict[str, Any]:
@@ -72,6 +73,6 @@ if __name__ == "__main__":
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(120)
+        each.join(seconds(120))
     Path(store).unlink(missing_ok=True)
     sys.exit(any(each.exitcode for each in ranks))

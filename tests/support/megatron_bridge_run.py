@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import seconds
 
 MODELS = "megatron.bridge.models."
 BRIDGES = {
@@ -164,7 +165,7 @@ def main() -> None:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(100)
+            process.join(seconds(120))
         failed = [process for process in ranks if process.exitcode != 0]
         for process in ranks:
             process.kill()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import seconds
 from megatron_stages import filled
 
 TINY = """
@@ -95,7 +96,9 @@ def main() -> None:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join()
+            process.join(seconds(120))
+        for process in ranks:
+            process.kill()
         assert not any(process.exitcode for process in ranks), job
 
 

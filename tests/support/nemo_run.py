@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import seconds
 from megatron_stages import chunk_of, config_of
 from nemo.collections.nlp.parts.nlp_overrides import NLPSaveRestoreConnector
 from nemo.core import ModelPT
@@ -77,7 +78,9 @@ def main() -> None:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join()
+            process.join(seconds(120))
+        for process in ranks:
+            process.kill()
         assert not any(process.exitcode for process in ranks), job
 
 

@@ -22,6 +22,7 @@ from smckpt import errors, export_hf
 from smckpt.cli.app import app
 from tests.support import hub_families, references
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 from tests.support.references import on_disk
 
 State = dict[str, torch.Tensor]
@@ -39,7 +40,13 @@ def assert_same(directory: Path, wanted: State) -> None:
 
 def ranks(model: str, out: str) -> None:
     command = [sys.executable, str(SCRIPT), model, out]
-    subprocess.run(command, env=with_deepspeed(), check=True, capture_output=True)
+    subprocess.run(
+        command,
+        env=with_deepspeed(),
+        check=True,
+        capture_output=True,
+        timeout=seconds(240),
+    )
 
 
 def with_deepspeed() -> dict[str, str]:
@@ -69,7 +76,13 @@ def test_what_deepspeed_writes_is_exported(tmp_path, judged):
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(tmp_path / "odd" / "global_step1"), "--output_folder"]
     command += [str(universal), "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    subprocess.run(command, env=with_deepspeed(), check=True, capture_output=True)
+    subprocess.run(
+        command,
+        env=with_deepspeed(),
+        check=True,
+        capture_output=True,
+        timeout=seconds(240),
+    )
     for given in (universal, universal.parent):
         report = export_hf(given, tmp_path / "u", overwrite=True)
         assert report.source == "DeepSpeed, universal checkpoint"

@@ -27,6 +27,7 @@ from smckpt.cli.app import app
 from smckpt.translate import folders
 from smckpt.translate.source_files import SourceFiles
 from tests.support import interpreters, references
+from tests.support.limits import seconds
 from tests.support.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
@@ -182,7 +183,11 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
         "print(most() - before)\n"
     )
     told = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(240),
     ).stdout
     assert int(told) << 10 < 384 << 20
 
@@ -274,6 +279,12 @@ def test_a_compressed_archive_is_refused_with_the_command(tmp_path, llama):
     path = packed(folder, tmp_path / "model.nemo", "w:gz")
     with pytest.raises(errors.UsageError, match=r"gzip -dc model\.nemo > model\.nemo\.tar"):
         export_hf(path, tmp_path / "hf")
-    subprocess.run("gzip -dc model.nemo > model.nemo.tar", shell=True, check=True, cwd=tmp_path)
+    subprocess.run(
+        "gzip -dc model.nemo > model.nemo.tar",
+        shell=True,
+        check=True,
+        cwd=tmp_path,
+        timeout=seconds(60),
+    )
     export_hf(tmp_path / "model.nemo.tar", tmp_path / "hf", config=model.config)
     assert_same(tmp_path / "hf", state)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from limits import seconds
 
 
 def whole() -> dict[str, Any]:
@@ -65,6 +64,8 @@ def save(rank: int, store: str, place: str) -> None:
 
 
 if __name__ == "__main__":
+    from limits import seconds
+
     folder = Path(sys.argv[1]).resolve() / f"dcp-{torch.__version__.partition('+')[0]}"
     folder.mkdir()
     spawn = multiprocessing.get_context("spawn")

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from limits import seconds
 
 MODELS = "megatron.bridge.models."
 BRIDGES = {
@@ -150,6 +149,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
 
 
 def main() -> None:
+    import limits
     import megatron.core.transformer  # noqa: F401
     import transformers  # noqa: F401
 
@@ -165,7 +165,7 @@ def main() -> None:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(seconds(120))
+            process.join(limits.seconds(120))
         failed = [process for process in ranks if process.exitcode != 0]
         for process in ranks:
             process.kill()

@@ -90,8 +90,9 @@ def nemo(folder: Path, ranks: dict[str, State]) -> Path:
 @pytest.mark.skipif(not os.environ.get("SMCKPT_NEMO"), reason="no folder with nemo")
 def test_what_nemo_itself_packs_is_exported(tmp_path, llama, monkeypatch, judged):
     """SMCKPT_NEMO: as in PYTHONPATH, where nemo_toolkit 2.2.1 and what it imports are, for the
-    interpreter of SMCKPT_MEGATRON_PYTHON. NeMo has a use for lightning 2.4, pangu 4, and
-    megatron-core 0.15.3: 0.16.1 has no `tensorstore`, 0.11 writes nothing under torch 2.13."""
+    interpreter of SMCKPT_MEGATRON_PYTHON. It imports lightning 2.4 and pangu 4, not later ones, and
+    for its distributed archives megatron-core 0.15: 0.16 has no `tensorstore`, and 0.11 does not
+    write under torch 2.13."""
     model, state = llama
     jobs = []
     for tp, pp, dist in ((1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True), (1, 2, True)):

@@ -77,9 +77,8 @@ def table(found: Iterable[Claim]) -> str:
 
 def _said(item: tuple[str, set[str]]) -> str:
     judge, degrees = item
-    return " ".join(
-        [judge, *sorted(degrees - {""}, key=lambda at: [int(n) for n in at.split("×")])]
-    )
+    told = sorted(degrees - {""}, key=lambda at: [int(number) for number in at.split("×")])
+    return f"{judge} ({' '.join(told)})" if told else judge
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""NeMo's own connectors (2.2.1) write `.nemo` archives of a tiny Llama of Megatron-core's, on CPU.
+"""NeMo's own connector (2.2.1) writes `.nemo` archives of a tiny Llama of Megatron-core's, on CPU.
 
 Run by an interpreter that has Megatron-core, with NeMo and what it imports in PYTHONPATH:
 `nemo_run.py JOBS`. JOBS is a list in JSON; of a job, `tp` and `pp` are its degrees (gloo),
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from limits import seconds
-from megatron_stages import chunk_of, config_of
+from megatron_stages import config_of, filled
 from nemo.collections.nlp.parts.nlp_overrides import NLPSaveRestoreConnector
 from nemo.core import ModelPT
 from nemo.utils import AppState
@@ -47,7 +48,10 @@ class Sharded(Tiny):
 
 def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
     from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    os.environ["RANK"] = str(rank)  # which NeMo asks
     tp, pp = job["tp"], job["pp"]
     dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp)
@@ -61,8 +65,12 @@ def rank_main(job: dict[str, Any], rank: int, place: str) -> None:
         "num_layers": 4, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
     })  # fmt: skip
     weights = torch.load(f"{job['weights']}/{state.tensor_model_parallel_rank}-0.pt")
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=64,
+        position_embedding_type="rope", pre_process=stage == 0, post_process=stage == pp - 1,
+    )  # fmt: skip
     kind = Sharded if job["dist"] else Tiny
-    NLPSaveRestoreConnector().save_to(kind(chunk_of(config, stage, None, weights)), job["save"])
+    NLPSaveRestoreConnector().save_to(kind(filled(model, weights)), job["save"])
     dist.destroy_process_group()
 
 

@@ -60,6 +60,7 @@ FILES = (
     "_composable/test_composability/test_2d_composability.py",
     "_composable/test_composability/test_pp_composability.py",
 )
+_CALLED = r"\((?:[^()]|\([^()]*\))*\)"  # with arguments that are calls, too
 # On a machine without CUDA. Order matters.
 _CPU = (
     (r"@skip_if_lt_x_gpu\(\d+\)", ""),
@@ -68,12 +69,12 @@ _CPU = (
     (r"@with_comms\(init_rpc=False\)", '@with_comms(init_rpc=False, backend="gloo")'),
     (r'"cpu:gloo,cuda:nccl"', '"gloo"'),
     (r'backend="nccl"', 'backend="gloo"'),
-    (r"torch\.cuda\.set_device\([^)]*\)", "None"),
+    (rf"torch\.cuda\.set_device{_CALLED}", "None"),
     (r"torch\.cuda\.(synchronize|empty_cache)\(\)", "None"),
     (r"torch\.cuda\.device_count\(\)", "8"),
     (r"torch\.cuda\.current_device\(\)", '"cpu"'),
     (r"torch\.cuda\.is_available\(\)", "True"),
-    (r"\.cuda\([^)]*\)", '.to("cpu")'),
+    (rf"\.cuda{_CALLED}", '.to("cpu")'),
     (r'f"cuda:\{[^}]*\}"', '"cpu"'),
     (r'f"rank:\{(\w+)\}/cuda:\{[^}]*\}"', r'f"rank:{\1}/cpu"'),
     (r"rank:(\d)/cuda:\d", r"rank:\1/cpu"),

@@ -24,6 +24,7 @@ from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
+ROOMS = ("tests/translate", "tests/integrations")  # whose tests say what they compared
 FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
 BEGIN, END = "<!-- written by ./dev families -->\n", "<!-- end of what ./dev families wrote -->"
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         place = Path(folder) / "judged"
         place.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "tests.support.judged"]
-        command += ["-n", "2", "--dist", "loadfile", "tests/translate", *arguments]
+        command += ["-n", "2", "--dist", "loadfile", *ROOMS, *arguments]
         status = subprocess.run(
             command, cwd=ROOT, env={**os.environ, FILE: str(place)}, timeout=seconds(7200)
         ).returncode

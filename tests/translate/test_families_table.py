@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,3 +52,13 @@ def test_the_page_has_every_family_and_no_layout_that_is_gone():
     assert {kind.removesuffix("_zero_centred") for kind in kinds} - layouts == set()
     wanted = {"mcore_te", "mcore_local", "hf_tp", "te_split", "torchtitan", "meta", "smp_v1"}
     assert wanted <= {source for _, source in named}
+
+
+def test_the_command_runs_all_tests_that_say_what_they_compared():
+    tests = judged.ROOT / "tests"
+    saying = {
+        f"tests/{path.relative_to(tests).parts[0]}"
+        for path in tests.rglob("test_*.py")
+        if re.search(r"^def test_.*\bjudged\b|^    .*\bjudged\(", path.read_text(), re.M)
+    }
+    assert saying == set(judged.ROOMS)

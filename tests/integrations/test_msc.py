@@ -33,12 +33,14 @@ from smckpt.run import provide
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.base import refuse_save
 from tests.support import child
+from tests.support.interpreters import torchtitan, torchtune
 from tests.support.limits import seconds
 from tests.support.msc import configured, on_disk, on_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 
 LOOPS = Path(__file__).parents[1] / "support" / "door_loops.py"
+TITAN = LOOPS.with_name("torchtitan_train.py")
 
 
 def state(value: float) -> dict[str, Any]:
@@ -368,6 +370,74 @@ def test_lightning_saves_there_and_resumes(root: str, tmp_path: Path) -> None:
 class Adam(BoringModel):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.long
+def test_torchtitan_saves_there_and_resumes(msc_root: str, tmp_path: Path) -> None:
+    def told(name: str, **fields: Any) -> dict[str, Any]:
+        fields = {"folder": f"{msc_root}/run", "interval": 1, "keep_latest_k": 2, **fields}
+        given = [f"{key}={json.dumps(value)}" for key, value in fields.items()]
+        done = child.script(TITAN, str(tmp_path / name), *given, python=torchtitan(), torchrun=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (its,) = child.told(done)
+        return its
+
+    made = child.script(TITAN, str(tmp_path / "run"), "base=true", python=torchtitan())
+    assert made.returncode == 0, made.stderr[-4000:]
+    first = told("run", steps=3, twice=True)
+    assert first["loaded"] is False and first["again"] is True and first["step again"] == 3
+    assert first["digest again"] == first["digest"]
+    assert [one.step for one in smckpt.find_checkpoints(f"{msc_root}/run")] == [2, 3]
+    theirs = told("theirs", steps=2, stock=True, folder=f"{msc_root}/other")  # through fsspec
+    assert open_storage(f"{msc_root}/other/step-2").size(".metadata") and not theirs["loaded"]
+    again = told("again", steps=3, folder=f"{msc_root}/other")
+    assert again["began"] == 2 and again["losses"] == {"3": first["losses"]["3"]}
+    assert again["digest"] == first["digest"]
+
+
+TUNE = """
+import json, sys
+import torch
+import smckpt
+from smckpt.integrations.torchtune import DistributedCheckpointer
+
+place, out = sys.argv[1:]
+
+def made(value):
+    torch.manual_seed(value)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": value}
+
+where = {"checkpoint_dir": out, "output_dir": out, "smckpt_root": place}
+first = DistributedCheckpointer(**where, keep_last_n_checkpoints=2)
+assert first.get_latest_intermediate_checkpoint() is None
+for epoch in range(3):
+    first.save_checkpoint(made(epoch), epoch, save_async=True)
+smckpt.maybe_finalize_async_calls()
+again = DistributedCheckpointer(**where)
+latest, target = again.get_latest_intermediate_checkpoint(), made(9)
+again.load_checkpoint(target)
+wanted = made(2)
+same = all(torch.equal(target["model"][name], wanted["model"][name]) for name in wanted["model"])
+moments = target["optimizer"]["state"][0], wanted["optimizer"]["state"][0]
+same &= all(torch.equal(moments[0][name], moments[1][name]) for name in moments[1])
+told = {"latest": latest, "same": same, "epochs": target["epochs_run"]}
+print("told", json.dumps(told))
+"""
+
+
+@pytest.mark.long
+def test_torchtunes_checkpointer_saves_there_and_loads(msc_root: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.py").write_text(TUNE)
+    done = child.script(tmp_path / "tune.py", msc_root, str(tmp_path / "out"), python=torchtune())
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = child.told(done)
+    assert told == {"latest": f"{msc_root}/dist_epoch_2", "same": True, "epochs": 2}
+    names = [one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(msc_root)]
+    assert names == ["dist_epoch_1", "dist_epoch_2"]
 
 
 @pytest.mark.long

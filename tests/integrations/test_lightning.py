@@ -44,11 +44,18 @@ def test_two_ranks_of_fsdp2_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 2)])
-def test_other_ranks_load_what_was_saved(tmp_path: Path, saved: int, loaded: int) -> None:
-    died = child.script(SCRIPT, str(tmp_path / "run"), "fsdp2", "die", ranks=saved)
+@pytest.mark.parametrize(
+    ("how", "saved", "loaded"),
+    [("fsdp2", 2, 3), ("fsdp2", 3, 2), ("fsdp2", 2, 1), ("fsdp1", 2, 1), ("fsdp1", 2, 3),
+     ("s3", 2, 1), ("s3", 1, 2)],
+)  # fmt: skip
+def test_other_ranks_load_what_was_saved(
+    tmp_path: Path, s3_root: str, how: str, saved: int, loaded: int
+) -> None:
+    run = f"{s3_root if how == 's3' else tmp_path}/run"
+    died = child.script(SCRIPT, run, how, "die", ranks=saved)
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
-    done = child.script(SCRIPT, str(tmp_path / "run"), "fsdp2", "loaded", ranks=loaded)
+    done = child.script(SCRIPT, run, how, "loaded", ranks=loaded)
     assert done.returncode == 0, done.stderr[-4000:]
     told = [(rank["step"], rank["wrong"]) for rank in child.told(done)]
     assert told in ([(2, [])] * loaded, [(4, [])] * loaded)

@@ -14,22 +14,33 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
 from click.testing import CliRunner
-from transformers import LlamaConfig, LlamaForCausalLM
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import smckpt
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.cli.app import app
 from smckpt.errors import StorageError
+from smckpt.integrations.accelerate import SmckptAccelerator
+from smckpt.integrations.lightning import S3CheckpointIO, SmckptCheckpointIO, SmckptTrainer
+from smckpt.integrations.transformers import SmckptTrainer as HuggingFaceTrainer
+from smckpt.run import provide
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.base import refuse_save
 from tests.support import child
+from tests.support.interpreters import torchtitan, torchtune
 from tests.support.limits import seconds
 from tests.support.msc import configured, on_disk, on_s3
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 
 LOOPS = Path(__file__).parents[1] / "support" / "door_loops.py"
+TITAN = LOOPS.with_name("torchtitan_train.py")
 
 
 def state(value: float) -> dict[str, Any]:
@@ -234,6 +245,199 @@ def test_profiles_that_cannot_hold_checkpoints_are_refused(
         open_storage("msc://nobody/run")
     with pytest.raises(smckpt.UsageError, match=r"s3client_config"):
         smckpt.save(state(1.0), checkpoint_id=f"{msc_root}/run", s3_region="us-east-1")
+
+
+# -- other doors -------------------------------------------------------------------------------
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two models, and the moments of two optimizers, have the same bits."""
+    (model, optimizer), (its, theirs) = one, other
+    for mine, yours in zip(model.parameters(), its.parameters(), strict=True):
+        slots, others = optimizer.state[mine], theirs.state[yours]
+        assert slots and slots.keys() == others.keys()
+        if not torch.equal(mine, yours) or not all(torch.equal(slots[n], others[n]) for n in slots):
+            return False
+    return True
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((4,), index), "labels": torch.full((4,), index)}
+
+
+class Resumed(TrainerCallback):
+    """Compares a run that has just resumed with the one that had saved."""
+
+    def __init__(self, *saved: Any) -> None:
+        self.saved = saved
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+        self.at = state.global_step
+        self.alike = alike(self.saved, (its["model"], its["optimizer"]))
+
+
+def test_the_trainer_saves_there_and_resumes(msc_root: str, tmp_path: Path) -> None:
+    def trainer(folder: str, *callbacks: Any) -> HuggingFaceTrainer:
+        config = LlamaConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1,
+        )  # fmt: skip
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / folder), max_steps=3, save_steps=1, save_total_limit=2,
+            report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        made = HuggingFaceTrainer(
+            model=LlamaForCausalLM(config), args=arguments, train_dataset=Rows(),
+            callbacks=list(callbacks),
+        )  # fmt: skip
+        made.smckpt_root = msc_root
+        return made
+
+    first = trainer("here")
+    first.train()
+    assert [one.step for one in smckpt.find_checkpoints(msc_root)] == [2, 3]
+    resumed = Resumed(first.model, first.optimizer)
+    trainer("there", resumed).train(resume_from_checkpoint=True)  # on another machine
+    assert resumed.at == 3 and resumed.alike
+
+
+def test_accelerate_saves_there_and_resumes(root: str, tmp_path: Path) -> None:
+    def accelerator(folder: str) -> tuple[SmckptAccelerator, Any, Any]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        named = ProjectConfiguration(
+            project_dir=str(tmp_path / folder), automatic_checkpoint_naming=True, total_limit=2
+        )
+        made = SmckptAccelerator(cpu=True, project_config=named)
+        made.smckpt_root = root
+        model = torch.nn.Linear(3, 2)
+        return made, *made.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    first, model, optimizer = accelerator("here")
+    for _ in range(3):
+        first.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        first.save_state()
+    again, other, its = accelerator("there")
+    again.load_state()
+    assert alike((model, optimizer), (other, its))
+    assert [one.step for one in smckpt.find_checkpoints(f"{root}/checkpoints")] == [1, 2]
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_lightning_saves_there_and_resumes(root: str, tmp_path: Path) -> None:
+    def trained(steps: int, resume: str | None) -> tuple[ModelCheckpoint, Any, Any]:
+        saved = ModelCheckpoint(
+            dirpath=f"{root}/run", filename="{step}", save_last=True, every_n_train_steps=1,
+            monitor="step", mode="max", save_top_k=2,
+        )  # fmt: skip
+        runs = SmckptTrainer(
+            max_steps=steps, accelerator="cpu", callbacks=[saved], logger=False,
+            plugins=[SmckptCheckpointIO()], limit_val_batches=0, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        model = Adam()
+        runs.fit(model, ckpt_path=resume)
+        return saved, model, runs.optimizers[0]
+
+    saved, model, optimizer = trained(3, None)
+    found = [one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(f"{root}/run")]
+    assert sorted(found) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    _, again, its = trained(3, "last")
+    assert alike((model, optimizer), (again, its))
+    with provide(["lightning"]):  # load_from_checkpoint
+        loaded = Adam.load_from_checkpoint(saved.best_model_path)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    own = f"{root}/own/last.ckpt"  # what Lightning's own plugin writes
+    made = {"state_dict": model.state_dict(), "pytorch-lightning_version": "2.6.0"}
+    TorchCheckpointIO().save_checkpoint(made, own)
+    with provide(["lightning"]):
+        loaded = Adam.load_from_checkpoint(own)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    plugin = SmckptCheckpointIO()
+    assert plugin.load_checkpoint(own)["state_dict"].keys() == model.state_dict().keys()
+    plugin.remove_checkpoint(own)
+    with pytest.raises(FileNotFoundError, match="own/last"):
+        plugin.load_checkpoint(own)
+    with pytest.raises(smckpt.UsageError, match=r"not in S3.*or use SmckptCheckpointIO"):
+        S3CheckpointIO(root)
+
+
+class Adam(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.long
+def test_torchtitan_saves_there_and_resumes(msc_root: str, tmp_path: Path) -> None:
+    def told(name: str, **fields: Any) -> dict[str, Any]:
+        fields = {"folder": f"{msc_root}/run", "interval": 1, "keep_latest_k": 2, **fields}
+        given = [f"{key}={json.dumps(value)}" for key, value in fields.items()]
+        done = child.script(TITAN, str(tmp_path / name), *given, python=torchtitan(), torchrun=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (its,) = child.told(done)
+        return its
+
+    made = child.script(TITAN, str(tmp_path / "run"), "base=true", python=torchtitan())
+    assert made.returncode == 0, made.stderr[-4000:]
+    first = told("run", steps=3, twice=True)
+    assert first["loaded"] is False and first["again"] is True and first["step again"] == 3
+    assert first["digest again"] == first["digest"]
+    assert [one.step for one in smckpt.find_checkpoints(f"{msc_root}/run")] == [2, 3]
+    theirs = told("theirs", steps=2, stock=True, folder=f"{msc_root}/other")  # through fsspec
+    assert open_storage(f"{msc_root}/other/step-2").size(".metadata") and not theirs["loaded"]
+    again = told("again", steps=3, folder=f"{msc_root}/other")
+    assert again["began"] == 2 and again["losses"] == {"3": first["losses"]["3"]}
+    assert again["digest"] == first["digest"]
+
+
+TUNE = """
+import json, sys
+import torch
+import smckpt
+from smckpt.integrations.torchtune import DistributedCheckpointer
+
+place, out = sys.argv[1:]
+
+def made(value):
+    torch.manual_seed(value)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": value}
+
+where = {"checkpoint_dir": out, "output_dir": out, "smckpt_root": place}
+first = DistributedCheckpointer(**where, keep_last_n_checkpoints=2)
+assert first.get_latest_intermediate_checkpoint() is None
+for epoch in range(3):
+    first.save_checkpoint(made(epoch), epoch, save_async=True)
+smckpt.maybe_finalize_async_calls()
+again = DistributedCheckpointer(**where)
+latest, target = again.get_latest_intermediate_checkpoint(), made(9)
+again.load_checkpoint(target)
+wanted = made(2)
+same = all(torch.equal(target["model"][name], wanted["model"][name]) for name in wanted["model"])
+moments = target["optimizer"]["state"][0], wanted["optimizer"]["state"][0]
+same &= all(torch.equal(moments[0][name], moments[1][name]) for name in moments[1])
+told = {"latest": latest, "same": same, "epochs": target["epochs_run"]}
+print("told", json.dumps(told))
+"""
+
+
+@pytest.mark.long
+def test_torchtunes_checkpointer_saves_there_and_loads(msc_root: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.py").write_text(TUNE)
+    done = child.script(tmp_path / "tune.py", msc_root, str(tmp_path / "out"), python=torchtune())
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = child.told(done)
+    assert told == {"latest": f"{msc_root}/dist_epoch_2", "same": True, "epochs": 2}
+    names = [one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(msc_root)]
+    assert names == ["dist_epoch_1", "dist_epoch_2"]
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +163,15 @@ class Recipe:
         by: tuple[str, ...] = (),
         ranks: int = 2,
         **more: Any,
-    ) -> str:
+    ) -> subprocess.CompletedProcess[str]:
         also = [f"{key}={value}" for key, value in {"output_dir": out, **more}.items()]
         arguments = (str(self.path), *first, "--config", str(config), *also)
-        done = child.script(SCRIPT, *arguments, python=torchtune(), ranks=ranks, by=by)
-        assert (done.returncode == 0) == (not first), done.stderr[-4000:]
-        return done.stderr
+        done = child.script(
+            SCRIPT, *arguments, python=torchtune(), ranks=ranks, by=by, torchrun=True
+        )
+        dies = any(one.startswith("die=") for one in first)
+        assert (done.returncode == 0) == (not dies), done.stderr[-4000:]
+        return done
 
 
 def losses(out: Path) -> list[str]:
@@ -205,7 +210,7 @@ def test_the_full_recipe_killed_and_resumed_ends_with_the_bits_of_one_that_was_n
     straight, out = folder / "straight", folder / "out"
     run = ("-m", "smckpt.run", "--for", "torchtune")
     said = recipe.run(config=recipe.stock, out=straight, by=run, keep_last_n_checkpoints=2)
-    assert "CheckpointClient._get_dcp_checkpointer: with enable_async" in said
+    assert "CheckpointClient._get_dcp_checkpointer: with enable_async" in said.stderr
 
     keep = {"checkpointer.keep_last_n_checkpoints": 2}
     recipe.run("die=10", config=recipe.ours, out=out, **keep)
@@ -296,6 +301,32 @@ def test_a_tensor_parallel_recipe_goes_on_bit_for_bit_after_a_kill(
     resumed = losses(out)[last:]
     assert resumed == losses(straight)[-len(resumed) :]
     assert len(resumed) < len(losses(straight))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.parametrize("saves", ["async", "sync"])  # by all ranks, by rank 0
+def test_a_recipe_of_two_ranks_is_resumed_on_one_and_on_four(
+    told: list[dict[str, Any]], folder: Path, saves: str
+) -> None:
+    recipe = Recipe(told, folder, "full_finetune_distributed", "full.yaml")
+    out = folder / f"two-{saves}"
+    more = {"enable_async_checkpointing": saves == "async"}
+    recipe.run("die=10", config=recipe.ours, out=out, **more)
+    assert "dist_epoch_0" in names(out)
+    for ranks in (1, 4):
+        its = folder / f"{ranks}-{saves}"
+        shutil.copytree(out, its)
+        more["resume_from_checkpoint"] = True
+        done = recipe.run(f"look={its}", config=recipe.ours, out=its, ranks=ranks, **more)
+        if saves == "async":
+            seen = child.told(done)
+            assert len(seen) == ranks
+            for one in seen:
+                assert one["wrong"] == [] and one["epochs"][0] == one["epochs"][1] > 0
+        assert not losses(its)[10].startswith("Step 1 ")  # it went on
+        assert "dist_epoch_2" in names(its)
+        assert (its / "epoch_3" / "model-00001-of-00001.safetensors").exists()
 
 
 @pytest.mark.long

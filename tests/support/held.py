@@ -19,7 +19,8 @@ def other_than(saved: dict[str, Any], model: Any, state_of: Any = None) -> list[
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     wrong = []
-    for name, parameter in model.named_parameters():
+    for wrapped, parameter in model.named_parameters():
+        name = wrapped.replace("_fsdp_wrapped_module.", "")
         if not torch.equal(whole(parameter.detach()), saved["model"][name]):
             wrong.append(name)
         slots = {} if state_of is None else state_of[parameter]

@@ -2,7 +2,8 @@
 
 Its arguments: `units OUT`: the checkpointer by itself, on 2 ranks; a tiny Llama, its tokenizer,
 data, `full.yaml` and `lora.yaml` are in OUT/made. Any other: the path of a recipe and the recipe's
-arguments, before them `die=STEP` (SIGKILL to rank 0 after it).
+arguments, before them `die=STEP` (SIGKILL to rank 0 after it) or `look=OUT` (each rank tells what
+it has not loaded as the newest in OUT has it).
 
 On CPUs torchtune trains only with three functions replaced: two ask for an accelerator's memory,
 and `init_process_group` gets gloo alone, where recipes ask for NCCL, or for gloo twice.
@@ -29,11 +30,12 @@ from torch.distributed.tensor import distribute_tensor
 from torchtune import training
 from torchtune.models import convert_weights
 from torchtune.models.llama2 import llama2
-from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 from torchtune.training.metric_logging import DiskLogger
 
 import smckpt
 from smckpt.integrations.torchtune import DistributedCheckpointer
+from tests.support.held import other_than
 
 SIZES = {"vocab_size": 300, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "dim": 32}  # of torchtune's converters
@@ -141,10 +143,31 @@ def dies_after(last: int) -> None:
     DiskLogger.log_dict = log_dict
 
 
+def looks_at(out: str) -> None:
+    stock = CheckpointClient.load_distributed_checkpoint
+
+    def load(self: Any, model: Any, optimizer: Any) -> Any:
+        loaded = stock(self, model, optimizer)
+        newest = DistributedCheckpointer(out, out).get_latest_intermediate_checkpoint()
+        saved = smckpt.load(checkpoint_id=newest)
+        assert saved is not None
+        slots = {str(number): each for number, each in saved["optimizer"]["state"].items()}
+        names = [name for name, _ in model.named_parameters()]  # the optimizer counts them
+        saved["optimizer"]["state"] = {name: slots[str(at)] for at, name in enumerate(names)}
+        wrong = other_than(saved, model, optimizer.state)
+        told = {"wrong": wrong, "epochs": [loaded["epochs_run"], saved["epochs_run"]]}
+        print("told", json.dumps(told), flush=True)
+        return loaded
+
+    CheckpointClient.load_distributed_checkpoint = load
+
+
 def recipe(path: str, arguments: list[str]) -> None:
     on_cpus()
-    if arguments[0].startswith("die="):
-        dies_after(int(arguments.pop(0).partition("=")[2]))
+    first, _, value = arguments[0].partition("=")
+    if first in ("die", "look"):
+        del arguments[0]
+        dies_after(int(value)) if first == "die" else looks_at(value)
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 

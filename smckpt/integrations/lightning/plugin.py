@@ -20,7 +20,6 @@ from smckpt.integrations.lightning.s3 import (
     DEFAULT_CHUNK_SIZE_MB,
     DEFAULT_MAX_READ_CONCURRENCY,
     DEFAULT_MAX_WRITE_CONCURRENCY,
-    read_object,
 )
 from smckpt.integrations.lightning.saves import (
     Saves,
@@ -30,7 +29,7 @@ from smckpt.integrations.lightning.saves import (
     written_by_lightning,
 )
 from smckpt.storage import open_storage
-from smckpt.storage.urls import is_local, is_s3_url
+from smckpt.storage.urls import is_local, is_s3_url, scheme_of
 
 __all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any"]
 
@@ -94,7 +93,7 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             return stock
         device = device_of(map_location)
         try:
-            if is_s3_url(place) and not self.saves.find(place):  # an object of NeMo's, or nothing
+            if not is_local(place) and not self.saves.find(place):  # an object, or nothing
                 raise CheckpointNotFoundError(
                     "nothing committed is there",
                     remedy="pass the path of a checkpoint; smckpt ls shows those below a directory",
@@ -132,11 +131,11 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def _other(
         self, place: str, map_location: Any, weights_only: bool | None, error: Exception
     ) -> dict[str, Any]:
-        """One object of torch.save, as NeMo's own plugin writes it."""
+        """One object of torch.save, as the plugins of Lightning and NeMo write it to a store."""
         try:
-            if not is_s3_url(place):
+            if is_local(place):
                 raise error
-            packed = io.BytesIO(read_object(place, **self.saves.arguments))
+            packed = io.BytesIO(self.saves.read(place))
         except CheckpointNotFoundError:
             raise FileNotFoundError(str(error)) from error
         found: dict[str, Any] = torch.load(
@@ -211,12 +210,19 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         path = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else ""
-        ours = is_s3_url(path) or (is_local(path) and os.path.isdir(path))
-        if not ours or written_by_lightning(path):
+        if not _may_be_ours(path) or written_by_lightning(path):
             return stock(path_or_url, map_location, weights_only)
         return SmckptCheckpointIO().load_checkpoint(path, map_location, weights_only)
 
     return load
+
+
+def _may_be_ours(path: str) -> bool:
+    if is_local(path):
+        return os.path.isdir(path)
+    if is_s3_url(path):  # Lightning's own file is an object there, which the plugin reads
+        return True
+    return scheme_of(path) not in ("http", "https") and bool(Saves({}).find(path))
 
 
 def _executor_around() -> Any:

@@ -24,7 +24,6 @@ __all__ = [
     "DEFAULT_MAX_READ_CONCURRENCY",
     "DEFAULT_MAX_WRITE_CONCURRENCY",
     "S3Utils",
-    "read_object",
 ]
 
 DEFAULT_CHUNK_SIZE_MB = 64
@@ -33,18 +32,6 @@ DEFAULT_MAX_WRITE_CONCURRENCY = 10
 
 _MB = 1 << 20
 _STEP = re.compile(r".*step=\d+-")
-
-
-def read_object(url: str, **arguments: Any) -> bytes:
-    """
-    Args:
-        arguments: of `smckpt.storage.open_storage`.
-
-    Raises:
-        CheckpointNotFoundError: no such object.
-    """
-    storage, name = _object(url, **arguments)
-    return storage.read(name)
 
 
 class S3Utils:

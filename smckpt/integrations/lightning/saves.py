@@ -7,6 +7,7 @@ is committed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,8 +21,8 @@ from torch import distributed as dist
 import smckpt
 from smckpt.checkpoint.format import parse_name
 from smckpt.engine.job import SaveHandle
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
-from smckpt.storage import open_storage
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, parent_url
 
 __all__ = [
@@ -104,6 +105,23 @@ class Saves:
             return smckpt.find_checkpoints(place, depth, sure=True, **self._s3(place))
         except CheckpointNotFoundError:
             return []
+        except StorageError as error:
+            if isinstance(error.__cause__, NotADirectoryError):  # a file, in a store on a disk
+                return []
+            raise
+
+    def read(self, path: str) -> bytes:
+        """
+        Raises:
+            CheckpointNotFoundError: there is no such object.
+        """
+        storage, name = self._object(path)
+        return storage.read(name)
+
+    def _object(self, path: str) -> tuple[Storage, str]:
+        """A name in a store: of one object, as the plugins of Lightning and NeMo write it."""
+        name = path.rstrip("/").rpartition("/")[2]
+        return open_storage(parent_url(path), **self._s3(path)), name
 
     def _s3(self, path: str) -> dict[str, Any]:
         return self.arguments if is_s3_url(path) else {}
@@ -129,18 +147,18 @@ class Saves:
         if written_by_lightning(path):
             TorchCheckpointIO().remove_checkpoint(path)
         else:
-            try:
-                smckpt.remove(path, **self._s3(path))
-            except CheckpointNotFoundError:
+            if not is_local(path) and not self.find(path):
                 self._remove_object(path)
+            else:
+                with contextlib.suppress(CheckpointNotFoundError):
+                    smckpt.remove(path, **self._s3(path))
             self._remove_rest(path)
         log.info("removed %s", path)
 
     def _remove_object(self, path: str) -> None:
-        """What NeMo's own plugin wrote: one object."""
-        if is_s3_url(path):
-            name = path.rstrip("/").rpartition("/")[2]
-            open_storage(parent_url(path), **self.arguments).delete(name)
+        storage, name = self._object(path)
+        if name in storage.names(name):  # a store may be a disk, with a directory of the name
+            storage.delete(name)
 
     def _remove_rest(self, path: str) -> None:
         """Leases, and what a save that was never committed has left."""

@@ -95,7 +95,7 @@ def export_hf(
     mtp: str = DROP,
     lora: str | None = None,
     lora_config: Any = None,
-    lora_adapter: str | None = None,
+    lora_adapter: str | Sequence[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     timeout: float = 600.0,
@@ -158,7 +158,9 @@ def export_hf(
             `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
             `model.peft_config`.
-        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several.
+        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several. With
+            "merge" also a list of names: they are merged in this order, as PEFT's
+            `merge_and_unload(adapter_names=…)` does.
         base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
             only the adapter's.
         process_group: the processes that call this together, with the same arguments, and share the

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone
@@ -23,7 +24,7 @@ from smckpt.translate.adapter import find_peft_contents
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison
-from smckpt.translate.config import read_config
+from smckpt.translate.config import config_beside, read_config
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
 from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
@@ -130,9 +131,12 @@ def export_hf(
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
         config: the model's config: a directory or file, a dict, or `model.config`. It is written
-            with the keys of both transformers 4 and 5, and with the dtype of the weights.
+            with the keys of both transformers 4 and 5, and with the dtype of the weights. By
+            default the config.json in the checkpoint's own directory, where the door for
+            transformers' Trainer writes it; a note says so.
         tokenizer: a directory whose tokenizer files are copied, or an object with
-            `save_pretrained`. By default the files beside `config`, if that is a directory.
+            `save_pretrained`. By default the files beside `config`, if that is a directory or the
+            checkpoint's own.
         dtype: "float32", "bfloat16" or "float16": cast floating tensors to it, rounding to nearest
             even, except those that `from_pretrained` keeps in float32. None keeps each tensor's
             own.
@@ -197,6 +201,11 @@ def export_hf(
             overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
         )
         settings = read_config(base if config is None and lora == "merge" else config)
+        noted: tuple[str, ...] = ()
+        if isinstance(checkpoint, (str, os.PathLike)) and settings is None and lora != "adapter":
+            settings, noted = config_beside(
+                access.open(checkpoint), lambda: cleanup.enter_context(TemporaryDirectory())
+            )
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         refuse_into_source(out_dir, *files, **given)
@@ -233,7 +242,7 @@ def export_hf(
                 )
             kept = found.kept.get(dtype or "", frozenset())
             cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]
-            found = replace(found, targets=cast)
+            found = replace(found, targets=cast, notes=(*noted, *found.notes))
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
             output, written = Output(access.open(out_dir), files), settings
             if written is not None and found.predicting is not None:

@@ -6,22 +6,20 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
-from smckpt.storage import Storage
-from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
     "CONFIG",
     "GENERATION_CONFIG",
+    "TEMPLATES",
     "ModelConfig",
     "code_files",
-    "config_beside",
+    "is_beside_config",
     "read_config",
     "tokenizer_files",
 ]
@@ -49,12 +47,9 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _TOKENIZER_ENDINGS = (".model", ".spm", ".tiktoken")
-_TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
+TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-_MOST = (
-    1 << 28
-)  # bytes of a file beside a checkpoint in a store; a large tokenizer has some tens of MB
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -143,41 +138,10 @@ def read_config(source: Any) -> ModelConfig | None:
     return ModelConfig(values, directory)
 
 
-def config_beside(
-    storage: Storage, copies: Callable[[], str]
-) -> tuple[ModelConfig | None, tuple[str, ...]]:
-    """The model's config in the directory of a checkpoint, where the Trainer and others write one,
-    and notes on it. One that is no model's is left.
-
-    Args:
-        copies: makes a directory for copies of the files, if they are in a store.
-    """
-    if is_local(storage.url):
-        folder = Path(local_path(storage.url))
-        there = (folder / CONFIG).is_file()
-    else:
-        there = any(file.name == CONFIG for file in storage.list(CONFIG))
-        folder = _copied(storage, Path(copies())) if there else Path()
-    if not there:
-        return None, ()
-    try:
-        settings = read_config(folder)
-    except UsageError as error:
-        return None, (f"{CONFIG} in the checkpoint's directory was not taken: {error.message}",)
-    return settings, (f"no config was given: {CONFIG} in the checkpoint's directory was taken",)
-
-
-def _copied(storage: Storage, folder: Path) -> Path:
-    """Copy the files that belong to a config out of a store."""
-    for file in storage.list():
-        known = file.name in (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES)
-        if known or file.name.endswith((*_TOKENIZER_ENDINGS, ".py")):
-            (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))
-    templates = storage.at(f"{storage.url.rstrip('/')}/{_TEMPLATES}")
-    for file in templates.list():
-        (folder / _TEMPLATES).mkdir(exist_ok=True)
-        (folder / _TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
-    return folder
+def is_beside_config(name: str) -> bool:
+    """Whether a file of this name belongs to a model's config: of a tokenizer, or code."""
+    known = (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES)
+    return name in known or name.endswith((*_TOKENIZER_ENDINGS, ".py"))
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
@@ -185,9 +149,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
     names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
     found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
     return [
-        path
-        for path in (*found, *sorted(directory.glob(f"{_TEMPLATES}/*.jinja")))
-        if path.is_file()
+        path for path in (*found, *sorted(directory.glob(f"{TEMPLATES}/*.jinja"))) if path.is_file()
     ]
 
 

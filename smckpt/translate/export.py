@@ -24,13 +24,13 @@ from smckpt.translate.adapter import find_peft_contents
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison
-from smckpt.translate.config import config_beside, read_config
+from smckpt.translate.config import read_config
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
 from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
-from smckpt.translate.sidecars import tokenizer_of, write_sidecars
+from smckpt.translate.sidecars import config_beside, tokenizer_of, write_sidecars
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import OutputFile, arrange

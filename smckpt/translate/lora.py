@@ -24,6 +24,7 @@ __all__ = [
     "ADAPTER_WEIGHTS",
     "LoraConfig",
     "PeftTensors",
+    "read_lora_config",
     "read_lora_configs",
     "sort",
 ]
@@ -343,7 +344,7 @@ def read_lora_configs(source: Any, names: Sequence[str]) -> list[LoraConfig]:
                 remedy="pass model.peft_config, or the directory of save_pretrained, which has one "
                 "for each",
             )
-    return [_read_config(source, name) for name in names or (None,)]
+    return [read_lora_config(source, name) for name in names or (None,)]
 
 
 def _has_own(directory: Path, adapter: str) -> bool:
@@ -353,7 +354,8 @@ def _has_own(directory: Path, adapter: str) -> bool:
     return at_top or (directory / adapter / ADAPTER_CONFIG).is_file()
 
 
-def _read_config(source: Any, adapter: str | None) -> LoraConfig:
+def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
+    """The config of one adapter; of this name, where there are several."""
     if source is None:
         raise UsageError(
             "lora= needs the adapter's config, because no tensor contains lora_alpha, but "
@@ -364,7 +366,7 @@ def _read_config(source: Any, adapter: str | None) -> LoraConfig:
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
         inside = path.is_dir()
-        if adapter is not None and (path / adapter / ADAPTER_CONFIG).is_file():
+        if adapter is not None and (path / adapter / ADAPTER_CONFIG).exists():
             path = path / adapter
         path = path / ADAPTER_CONFIG if inside else path
         where = str(path)

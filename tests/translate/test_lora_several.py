@@ -157,3 +157,16 @@ def test_what_cannot_be_merged_together_is_refused(tmp_path):
             lora_config={"default": one.peft_config["default"],
                          "third": one.peft_config["default"]})  # fmt: skip
     refused(r"lora_adapter=\[\]", {}, {}, lora_adapter=[])
+
+
+def test_a_module_that_one_saves_whole_and_another_adds_to_is_refused(tmp_path):
+    """PEFT makes no such model, so the state is made by hand."""
+    model = with_two(base(), {"target_modules": ["lm_head", "q_proj"]}, {})
+    name = "base_model.model.lm_head.modules_to_save.second.weight"
+    state = {
+        **model.state_dict(),
+        name: model.state_dict()["base_model.model.lm_head.base_layer.weight"],
+    }
+    with pytest.raises(errors.UsageError, match=r"saves lm_head\.weight whole .* another adds"):
+        export_hf(saved(tmp_path, state), tmp_path / "hf", lora="merge", lora_adapter=NAMES,
+                  lora_config=model.peft_config)  # fmt: skip

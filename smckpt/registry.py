@@ -1,7 +1,7 @@
 """Finds things by name: built in, registered in this process, or from an installed package.
 
 A package declares a thing as an entry point with the thing's name. Entry points are read only for a
-name that is not built in and not registered.
+name that is not built in and not registered; and by `refuse_taken`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,21 @@ class Registry(Generic[T]):
         """
         found = self._built_in.get(name, self._registered.get(name))
         return self._brought({name}).get(name) if found is None else found
+
+    def refuse_taken(self, name: str) -> None:
+        """
+        Raises:
+            UsageError: the thing of that name is built in, and an installed package declares one
+                too, which `find` passes over.
+        """
+        for point in self._points if name in self._built_in else ():
+            if point.name == name:
+                package = f"the package {point.dist.name}" if point.dist else "a package"
+                raise UsageError(
+                    f"the {self._word} {name!r} is built in, and {package} brings another one "
+                    f"({point.value})",
+                    remedy="give that one another name, or uninstall the package",
+                )
 
     def all(self) -> dict[str, T]:
         """Every thing by its name: built in, then registered, then from packages."""

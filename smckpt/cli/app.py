@@ -308,7 +308,11 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     help="For a PEFT model: the adapter alone, or merged into the base.",
 )
 @click.option("--lora-config", help="With --lora: adapter_config.json, or a directory with it.")
-@click.option("--lora-adapter", help="With --lora: the adapter's name, if there are several.")
+@click.option(
+    "--lora-adapter", multiple=True, callback=lambda context, option, names: names or None,
+    help="With --lora: the adapter's name, if there are several. With --lora merge it may be "
+    "given several times; they are merged in this order.",
+)  # fmt: skip
 @click.option("--base", help="With --lora merge: a directory with the base's weights.")
 @click.option(
     "--timeout", type=click.FloatRange(1), default=600.0, show_default=True,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
@@ -29,7 +29,7 @@ from smckpt.translate.contents import (
 )
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.logical_tensors import LogicalTensors
-from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_config, sort
+from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_configs, sort
 from smckpt.translate.merged import Change, Merged, MergedSource
 from smckpt.translate.names import HubTensor, model_tensors
 from smckpt.translate.pieces import RankTensors
@@ -40,13 +40,16 @@ from smckpt.translate.translated import Translated, TranslatedSource
 
 __all__ = ["find_peft_contents"]
 
+# The adapters to merge, in order.
+Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
+
 
 def find_peft_contents(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
     lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
-    name: str | None = None,
+    name: str | Sequence[str] | None = None,
 ) -> ExportContents:  # fmt: skip
-    """The adapter in a checkpoint of a PEFT model, or the base with the adapter merged into it.
+    """The adapter in a checkpoint of a PEFT model, or the base with adapters merged into it.
 
     Raises:
         as `export_hf`.
@@ -55,48 +58,106 @@ def find_peft_contents(
         raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
-    adapter = read_lora_config(lora_config, name)
+    names = _names(name)
+    if lora == "adapter" and len(names) > 1:
+        raise UsageError(
+            f"a directory of an adapter holds one, but lora_adapter= names {', '.join(names)}",
+            remedy="export one at a time, each to a directory of its own",
+        )
+    configs = read_lora_configs(lora_config, names)
     catalogue = open_catalogue(access.open(checkpoint))
     found = model_tensors(catalogue, prefix, peft=True)
     reader = LogicalTensors(catalogue, found)
     tensors = {target.name: target for target in whole_tensors(reader)}
-    parts = sort(tensors, catalogue.url, name)
-    adapter.check(parts.pairs, catalogue.url)
-    adapter.check_magnitudes(parts.pairs, parts.magnitudes, catalogue.url)
+    adapters = [
+        (sort(tensors, catalogue.url, each), config)
+        for each, config in zip(names or (None,), configs, strict=True)
+    ]
+    for parts, config in adapters:
+        config.check(parts.pairs, catalogue.url)
+        config.check_magnitudes(parts.pairs, parts.magnitudes, catalogue.url)
     if lora == "adapter":
         refuse_given('with lora="adapter"', base=base, config=settings)
+        ((parts, adapter),) = adapters
         adapter.refuse_biases(catalogue.url)
         own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
         source = TranslatedSource(reader)
         return ExportContents(
             source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity
         )
-    directory = _open_base(base, adapter, settings) if base is not None else None
-    if directory is None and looks_transformed(parts.base):
+    directory = _open_base(base, configs, settings) if base is not None else None
+    whole = _saved_whole(names, [parts for parts, _ in adapters], catalogue.url)
+    stored = {**adapters[0][0].base, **whole}
+    if directory is None and looks_transformed(stored):
         raise UsageError(
             "the base's names are not those that Hugging Face has on disk",
             remedy="pass base= the Hugging Face directory of the base model",
             path=catalogue.url,
         )
-    adapter.refuse_unmerged(catalogue.url)
-    notes = head_notes([*(directory.held if directory is not None else parts.base)], settings)
+    for config in configs:
+        config.refuse_unmerged(catalogue.url)
+    notes = head_notes([*(directory.held if directory is not None else stored)], settings)
     if directory is None:
-        made = _into_checkpoint(parts, adapter, naming, comparison, catalogue.url)
+        made = _into_checkpoint(stored, adapters, naming, comparison, catalogue.url)
     else:
-        made = _into_directory(parts, adapter, directory, comparison, catalogue.url)
+        made = _into_directory(whole, adapters, directory, comparison, catalogue.url)
+    if lost := sorted(whole.keys() & {*made.changed}):
+        raise UsageError(
+            f"one adapter saves {lost[0]} whole (modules_to_save), and another adds to it",
+            remedy="export them one at a time, or merge them with PEFT",
+            path=catalogue.url,
+        )
     notes = (*notes, *made.notes) if settings is not None else notes
     tied: tuple[str, ...] = ()
     if directory is None:
         if settings is not None and settings.ties_embeddings:
             plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
             tied = tied_names(TranslatedSource(reader), plain, catalogue.url)
-        adapter.refuse_tied(tied, made.changed, catalogue.url)
+        configs[0].refuse_tied(tied, made.changed, catalogue.url)
     merged = MergedSource(reader if directory is None else _Both(reader, directory))
     targets = [target for target in made.targets if target.name not in tied]
     return ExportContents(
         merged, targets, tied, notes, made.naming, identity=catalogue.identity,
         kept=kept_of_family(settings, targets),
     )  # fmt: skip
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The adapters' names, in the order to merge them; none if none is given.
+
+    Raises:
+        UsageError: they are not names, or one is there twice.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(isinstance(name, str) and name for name in names) or given in ("", [], ()):
+        raise UsageError(f"lora_adapter={given!r}", remedy="pass a name, or a list of names")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"lora_adapter= names {', '.join(twice)} twice", remedy="name each adapter once"
+        )
+    return names
+
+
+def _saved_whole(
+    names: Sequence[str], adapters: Sequence[PeftTensors[Translated]], where: str
+) -> dict[str, Translated]:
+    """The tensors that adapters save whole.
+
+    Raises:
+        UsageError: two save the same.
+    """
+    made: dict[str, Translated] = {}
+    for number, parts in enumerate(adapters):
+        for name in made.keys() & parts.saved.keys():
+            others = [n for n, p in zip(names, adapters[:number], strict=False) if name in p.saved]
+            raise UsageError(
+                f"{others[0]} and {names[number]} both save {name} whole (modules_to_save), and a "
+                "merged model can have only one of them",
+                remedy="export one of them alone, or leave one out of lora_adapter=",
+                path=where,
+            )
+        made |= parts.saved
+    return made
 
 
 @dataclass(frozen=True)
@@ -110,12 +171,12 @@ class _ToWrite:
 
 
 def _into_checkpoint(
-    parts: PeftTensors[Translated], config: LoraConfig, naming: str, comparison: Comparison,
+    base: Mapping[str, Translated], adapters: Adapters, naming: str, comparison: Comparison,
     where: str,
 ) -> _ToWrite:  # fmt: skip
     """The base is in the checkpoint, by the names in memory."""
-    stored = {name: replace(tensor, name=name) for name, tensor in parts.base.items()}
-    changes = _changes(parts, config, {n: t.shape for n, t in stored.items()}, where)
+    stored = {name: replace(tensor, name=name) for name, tensor in base.items()}
+    changes = _changes(adapters, {n: t.shape for n, t in stored.items()}, where)
     hub: Sequence[HubTensor] | None = None
     notes: tuple[str, ...] = ()
     if naming == HUB:
@@ -125,7 +186,7 @@ def _into_checkpoint(
         else:
             hub = found.hub if found is not None else None
     if hub is None:
-        made = [_changed(t, changes.get(t.name), None, where) for t in stored.values()]
+        made = [_changed(t, changes.get(t.name, ()), None, where) for t in stored.values()]
         return _ToWrite(made, [*changes], naming, notes)
     moved = {tensor.name: tensor for tensor in hub}
     made = [
@@ -136,7 +197,7 @@ def _into_checkpoint(
 
 
 def _into_directory(
-    parts: PeftTensors[Translated], config: LoraConfig, directory: TensorReader,
+    whole: Mapping[str, Translated], adapters: Adapters, directory: TensorReader,
     comparison: Comparison, where: str,
 ) -> _ToWrite:  # fmt: skip
     """The base is in a Hugging Face directory. Its names may differ from those in memory, which the
@@ -144,18 +205,21 @@ def _into_directory(
     stored = {target.name: target for target in whole_tensors(directory)}
     shapes = {name: target.shape for name, target in stored.items()}
     hub: Mapping[str, HubTensor] = {}
-    known = parts.saved.keys() <= shapes.keys()
-    if not known or len(config.weights(parts.pairs, shapes, where)) < len(parts.pairs):
+    known = whole.keys() <= shapes.keys() and all(
+        len(config.weights(parts.pairs, shapes, where)) == len(parts.pairs)
+        for parts, config in adapters
+    )
+    if not known:
         found = comparison.names([*stored.values()], where, memory=True)
         if not isinstance(found, str) and found is not None and found.memory:
             shapes = {**shapes, **found.memory}
             hub = {tensor.name: tensor for tensor in found.hub or ()}
     else:
         comparison.names([*stored.values()], where)
-    changes = _changes(parts, config, shapes, where)
-    saved = {name: replace(tensor, name=name) for name, tensor in parts.saved.items()}
-    whole = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
-    stored |= {t.name: t for t in (renamed(whole, [*saved.values()]) if whole else saved.values())}
+    changes = _changes(adapters, shapes, where)
+    saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
+    moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
+    stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
     made = [
         _changed(t, *_change_of(hub.get(name), name, changes), where) for name, t in stored.items()
     ]
@@ -163,18 +227,18 @@ def _into_directory(
 
 
 def _change_of(
-    hub: HubTensor | None, name: str, changes: Mapping[str, Change]
-) -> tuple[Change | None, Copy | None]:
-    """The change of the weight in memory that a tensor is a part of, and where it is in there.
+    hub: HubTensor | None, name: str, changes: Mapping[str, tuple[Change, ...]]
+) -> tuple[tuple[Change, ...], Copy | None]:
+    """The changes of the weight in memory that a tensor is a part of, and where it is in there.
 
     Raises:
         UsageError: it is made of several tensors, and an adapter changes one of them.
     """
     if hub is None:
-        return changes.get(name), None
+        return changes.get(name, ()), None
     changed = [part for part, _ in hub.parts if part in changes]
     if not changed:
-        return None, None
+        return (), None
     if len(hub.parts) > 1:
         raise UsageError(
             f"released models of this family hold {changed[0]} in other tensors ({hub.name}), "
@@ -209,13 +273,32 @@ class _Both:
 
 
 def _changes(
-    parts: PeftTensors[Translated], config: LoraConfig, shapes: Mapping[str, Shape], where: str
-) -> dict[str, Change]:
-    """What the adapter changes, by the model's names in memory, whose `shapes` these are.
+    adapters: Adapters, shapes: Mapping[str, Shape], where: str
+) -> dict[str, tuple[Change, ...]]:
+    """What the adapters change, by the model's names in memory, whose `shapes` these are; the
+    changes of a weight in the adapters' order.
 
     Raises:
         KeysMismatchError, TensorMismatchError: weights are missing or do not fit the adapter.
+        UsageError: DoRA would come after another adapter.
     """
+    made: dict[str, tuple[Change, ...]] = {}
+    for parts, config in adapters:
+        for name, change in _changes_of(parts, config, shapes, where).items():
+            if name in made and change.magnitude is not None:
+                raise UsageError(
+                    f"an adapter with DoRA would be merged into {name} after another adapter. PEFT "
+                    "takes the other one out again first, and rounds",
+                    remedy="name the adapter with DoRA first, or merge them with PEFT",
+                    path=where,
+                )
+            made[name] = (*made.get(name, ()), change)
+    return made
+
+
+def _changes_of(
+    parts: PeftTensors[Translated], config: LoraConfig, shapes: Mapping[str, Shape], where: str
+) -> dict[str, Change]:
     weights = config.weights(parts.pairs, shapes, where)
     if lost := sorted(parts.pairs.keys() - set(weights.values())):
         raise KeysMismatchError(
@@ -295,16 +378,17 @@ def _oriented(change: Change, others: Mapping[str, Change], where: str) -> Chang
 
 
 def _changed(
-    base: Translated, change: Change | None, copy: Copy | None, where: str
+    base: Translated, changes: tuple[Change, ...], copy: Copy | None, where: str
 ) -> Merged | Translated:
-    """A tensor with the change of the weight of which it is `copy`, or all.
+    """A tensor with the changes of the weight of which it is `copy`, or all.
 
     Raises:
         TensorMismatchError: its dtype cannot be computed with.
         UsageError: it is not a block of the weight.
     """
-    if change is None:
+    if not changes:
         return base
+    change = changes[0]  # all are of one shape, and only the first may be DoRA's
     if base.dtype not in CASTABLE:
         raise _of_strange_dtype(base.name, {base.dtype}, where)
     box, turned = Box.whole(change.shape), False
@@ -319,7 +403,7 @@ def _changed(
                 path=where,
             )
         box, turned = found
-    return Merged(base.name, base.dtype, base, change, box, turned)
+    return Merged(base.name, base.dtype, base, changes, box, turned)
 
 
 def _block(copy: Copy, shape: Shape) -> tuple[Box, bool] | None:
@@ -347,8 +431,9 @@ def _of_strange_dtype(name: str, dtypes: set[str], where: str) -> TensorMismatch
 
 
 def _open_base(
-    directory: str | os.PathLike[str], config: LoraConfig, settings: ModelConfig | None
+    directory: str | os.PathLike[str], configs: Sequence[LoraConfig], settings: ModelConfig | None
 ) -> TensorReader:
     """The base's weights in a Hugging Face directory; those that are quantized become numbers."""
-    config.refuse_biases(os.fspath(directory))
+    for config in configs:
+        config.refuse_biases(os.fspath(directory))
     return dequantized(open_directory(Path(os.fspath(directory))), settings)

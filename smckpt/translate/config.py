@@ -16,8 +16,10 @@ from smckpt.errors import UsageError
 __all__ = [
     "CONFIG",
     "GENERATION_CONFIG",
+    "TEMPLATES",
     "ModelConfig",
     "code_files",
+    "is_beside_config",
     "read_config",
     "tokenizer_files",
 ]
@@ -45,7 +47,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _TOKENIZER_ENDINGS = (".model", ".spm", ".tiktoken")
-_TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
+TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
@@ -136,14 +138,18 @@ def read_config(source: Any) -> ModelConfig | None:
     return ModelConfig(values, directory)
 
 
+def is_beside_config(name: str) -> bool:
+    """Whether a file of this name belongs to a model's config: of a tokenizer, or code."""
+    known = (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES)
+    return name in known or name.endswith((*_TOKENIZER_ENDINGS, ".py"))
+
+
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a tokenizer or processor in `directory`, with its further chat templates."""
     names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
     found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
     return [
-        path
-        for path in (*found, *sorted(directory.glob(f"{_TEMPLATES}/*.jinja")))
-        if path.is_file()
+        path for path in (*found, *sorted(directory.glob(f"{TEMPLATES}/*.jinja"))) if path.is_file()
     ]
 
 

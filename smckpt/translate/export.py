@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone
@@ -29,7 +30,7 @@ from smckpt.translate.export_group import export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
-from smckpt.translate.sidecars import tokenizer_of, write_sidecars
+from smckpt.translate.sidecars import config_beside, tokenizer_of, write_sidecars
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import OutputFile, arrange
@@ -95,7 +96,7 @@ def export_hf(
     mtp: str = DROP,
     lora: str | None = None,
     lora_config: Any = None,
-    lora_adapter: str | None = None,
+    lora_adapter: str | Sequence[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     timeout: float = 600.0,
@@ -130,9 +131,12 @@ def export_hf(
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
         config: the model's config: a directory or file, a dict, or `model.config`. It is written
-            with the keys of both transformers 4 and 5, and with the dtype of the weights.
+            with the keys of both transformers 4 and 5, and with the dtype of the weights. By
+            default the config.json in the checkpoint's own directory, where the door for
+            transformers' Trainer writes it; a note says so.
         tokenizer: a directory whose tokenizer files are copied, or an object with
-            `save_pretrained`. By default the files beside `config`, if that is a directory.
+            `save_pretrained`. By default the files beside `config`, if that is a directory or the
+            checkpoint's own.
         dtype: "float32", "bfloat16" or "float16": cast floating tensors to it, rounding to nearest
             even, except those that `from_pretrained` keeps in float32. None keeps each tensor's
             own.
@@ -158,7 +162,9 @@ def export_hf(
             `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
         lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
             `model.peft_config`.
-        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several.
+        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several. With
+            "merge" also a list of names: they are merged in this order, as PEFT's
+            `merge_and_unload(adapter_names=…)` does.
         base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
             only the adapter's.
         process_group: the processes that call this together, with the same arguments, and share the
@@ -195,6 +201,11 @@ def export_hf(
             overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
         )
         settings = read_config(base if config is None and lora == "merge" else config)
+        noted: tuple[str, ...] = ()
+        if isinstance(checkpoint, (str, os.PathLike)) and settings is None and lora != "adapter":
+            settings, noted = config_beside(
+                access.open(checkpoint), lambda: cleanup.enter_context(TemporaryDirectory())
+            )
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         refuse_into_source(out_dir, *files, **given)
@@ -231,7 +242,7 @@ def export_hf(
                 )
             kept = found.kept.get(dtype or "", frozenset())
             cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]
-            found = replace(found, targets=cast)
+            found = replace(found, targets=cast, notes=(*noted, *found.notes))
             files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
             output, written = Output(access.open(out_dir), files), settings
             if written is not None and found.predicting is not None:

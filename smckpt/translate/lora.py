@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "LoraConfig",
     "PeftTensors",
     "read_lora_config",
+    "read_lora_configs",
     "sort",
 ]
 
@@ -116,7 +117,7 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
     if len(adapters) > 1:
         raise UsageError(
             f"the checkpoint has several adapters: {', '.join(sorted(adapters))}",
-            remedy="pass lora_adapter= one of them",
+            remedy='pass lora_adapter= one of them, or with "merge" several',
             path=where,
         )
     if wanted is not None and wanted not in adapters:
@@ -325,13 +326,36 @@ def _fits(shape: Shape, sides: Mapping[str, Any]) -> bool:
     return rows == columns and rows % experts == 0 and tuple(shape[-2:]) in ends
 
 
-def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
-    """A LoRA config from a directory, a JSON file, a dict, PEFT's object, or `model.peft_config`,
-    which has one for each adapter.
+def read_lora_configs(source: Any, names: Sequence[str]) -> list[LoraConfig]:
+    """The configs of the named adapters, or of the only one, from a directory, a JSON file, a dict,
+    PEFT's object, or `model.peft_config`, which has one for each adapter.
 
     Raises:
-        UsageError: it is none of these, or not a LoRA config.
+        UsageError: it is none of these, not a LoRA config, or lacks that of one of several.
     """
+    if len(names) > 1:
+        if isinstance(source, (str, os.PathLike)):
+            lost = [n for n in names if not _has_own(Path(os.fspath(source)), n)]
+        else:
+            lost = [n for n in names if not isinstance(source, Mapping) or n not in source]
+        if lost:
+            raise UsageError(
+                f"lora_config= has no config of the adapter {lost[0]!r}",
+                remedy="pass model.peft_config, or the directory of save_pretrained, which has one "
+                "for each",
+            )
+    return [read_lora_config(source, name) for name in names or (None,)]
+
+
+def _has_own(directory: Path, adapter: str) -> bool:
+    """Whether a directory of PEFT's `save_pretrained` has this adapter: `default` lies at its top,
+    another one in a folder of its name."""
+    at_top = adapter == "default" and (directory / ADAPTER_CONFIG).is_file()
+    return at_top or (directory / adapter / ADAPTER_CONFIG).is_file()
+
+
+def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
+    """The config of one adapter; of this name, where there are several."""
     if source is None:
         raise UsageError(
             "lora= needs the adapter's config, because no tensor contains lora_alpha, but "
@@ -342,6 +366,8 @@ def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
         inside = path.is_dir()
+        if adapter is not None and (path / adapter / ADAPTER_CONFIG).exists():
+            path = path / adapter
         path = path / ADAPTER_CONFIG if inside else path
         where = str(path)
         try:

@@ -1,8 +1,9 @@
-"""A tensor with a LoRA pair added during the export: weight + scaling · B·A, range by range.
+"""A tensor with LoRA pairs added during the export: weight + scaling · B·A, range by range.
 
 The arithmetic is that of PEFT, which loads an adapter in float32: the product and the sum are
 computed in float32. The sum is rounded once, to the dtype that is written. For embeddings and for
-parameters of experts, PEFT rounds the product to the base's dtype first.
+parameters of experts, PEFT rounds the product to the base's dtype first. Several adapters are added
+one after another, and between them PEFT rounds the sum to the base's dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _KEPT = 4  # pairs of matrices that stay in memory, because several ranges or ex
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter adds to a weight of the model.
+    """What one adapter adds to a weight of the model.
 
     name: the weight's, in memory. shape: (experts, rows, columns); (1, rows, columns) of a weight
     without experts. flip: the product is transposed (embeddings, Conv1D). rounded: the product is
@@ -62,6 +63,11 @@ class Change:
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
     @property
+    def key(self) -> str:
+        """One for each weight and adapter."""
+        return self.a.name
+
+    @property
     def of_columns(self) -> bool:
         """Whether DoRA needs the lengths of columns, so the whole weight."""
         return self.flip and self.magnitude is not None
@@ -69,13 +75,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor with a change. box: the part of the changed weight that the tensor is. turned: its
-    rows are the weight's columns."""
+    """A tensor with the changes of its weight, in the adapters' order. Only the first may have a
+    magnitude. box: the part of the changed weight that the tensor is. turned: its rows are the
+    weight's columns."""
 
     name: str
     dtype: str
     base: Translated
-    change: Change
+    changes: tuple[Change, ...]
     box: Box
     turned: bool = False
 
@@ -85,7 +92,7 @@ class Merged:
 
     @property
     def source_dtype(self) -> str:
-        wide = "float64" in (self.base.dtype, self.change.dtype)
+        wide = "float64" in (self.base.dtype, *(change.dtype for change in self.changes))
         return "float64" if wide else "float32"
 
 
@@ -104,16 +111,17 @@ class MergedSource:
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """For each chunk: the chunk, and a plan for the weights that it reads."""
         for target in (item.target for chunk in chunks for item in chunk.ranges):
-            if isinstance(target, Merged) and target.change.name not in self._plans:
-                self._plan(target)
+            if isinstance(target, Merged):
+                for change in target.changes:
+                    if change.key not in self._plans:
+                        self._plan(target.base, change)
         plain = [replace(c, ranges=tuple(map(_of_base, c.ranges))) for c in chunks]
         return list(zip(chunks, self._parts.plans_of(plain), strict=True))
 
-    def _plan(self, target: Merged) -> None:
+    def _plan(self, base: Translated, change: Change) -> None:
         """Plan to read a change's matrices, and if columns' lengths are needed, the whole base."""
-        change, base = target.change, target.base
         pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in change.adapted)
-        (self._plans[change.name],) = self._parts.plans_of([Chunk(0, 0, pair)])
+        (self._plans[change.key],) = self._parts.plans_of([Chunk(0, 0, pair)])
         if change.of_columns:
             rows, columns = base.shape
             step = max(1, CHUNK // DTYPES[base.dtype].itemsize // columns)
@@ -122,7 +130,7 @@ class MergedSource:
                 for at in range(0, rows, step)
             ]
             plans = self._parts.plans_of([Chunk(0, 0, (item,)) for item in ranges])
-            self._bases[change.name] = list(zip(ranges, plans, strict=True))
+            self._bases[change.key] = list(zip(ranges, plans, strict=True))
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
         chunk, own = plan
@@ -147,15 +155,14 @@ class MergedSource:
         self, target: Merged, start: int, stop: int, base: memoryview, out: memoryview
     ) -> None:
         """Compute elements [start, stop) of a target, some rows at a time."""
-        wide, change = target.source_dtype, target.change
-        left, right, *more = self._pair(change)
-        lengths = self._column_lengths(target) if change.of_columns else None
+        wide, dtype = target.source_dtype, target.base.dtype
+        parts = [self._parts_of(change, target) for change in target.changes]
+        by_rows = any(map(_by_rows, target.changes))
         first, at, left_at = target.box.offsets
         _, height, columns = target.box.sizes
         if target.turned:
-            left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
             at, left_at, height, columns = left_at, at, columns, height
-        values = np.frombuffer(base, stored_type(target.base.dtype))
+        values = np.frombuffer(base, stored_type(dtype))
         skipped = _of_base(Range(target, start, stop, 0)).start
         result = np.frombuffer(out, stored_type(wide))
         row, end = start // columns, -(-stop // columns)
@@ -164,33 +171,45 @@ class MergedSource:
             last = min(row + max(1, _AT_ONCE // columns), end, (expert + 1) * height)
             low, high = max(start, row * columns), min(stop, last * columns)
             here = slice(at + inside, at + inside + last - row)
-            matrix = right[first + expert][:, left_at : left_at + columns]
-            product = change.scaling * (left[first + expert][here] @ matrix).reshape(-1)
-            whole_rows = change.magnitude is not None and lengths is None
-            begin, until = (row * columns, last * columns) if whole_rows else (low, high)
-            product = product[begin - row * columns : until - row * columns]
-            if change.rounded:
-                rounded = cast(product, change.dtype, target.base.dtype)
-                product = cast(rounded, target.base.dtype, wide)
-            stored = values[begin - skipped : until - skipped]
-            total = cast(stored, target.base.dtype, wide) + product
-            if lengths is not None:
-                total *= (more[0] / lengths)[np.arange(begin, until) % columns]
-            elif change.magnitude is not None:
-                rows = total.reshape(-1, columns)
-                rows *= (more[0][here] / _lengths(rows, 1))[:, None]
+            begin, until = (row * columns, last * columns) if by_rows else (low, high)
+            total = cast(values[begin - skipped : until - skipped], dtype, wide)
+            for number, (change, left, right, magnitude, lengths) in enumerate(parts):
+                if number:
+                    total = cast(cast(total, wide, dtype), dtype, wide)
+                matrix = right[first + expert][:, left_at : left_at + columns]
+                product = change.scaling * (left[first + expert][here] @ matrix).reshape(-1)
+                product = product[begin - row * columns : until - row * columns]
+                if change.rounded:
+                    product = cast(cast(product, change.dtype, dtype), dtype, wide)
+                total = total + product
+                if magnitude is not None and lengths is not None:
+                    total *= (magnitude / lengths)[np.arange(begin, until) % columns]
+                elif magnitude is not None:
+                    rows = total.reshape(-1, columns)
+                    rows *= (magnitude[here] / _lengths(rows, 1))[:, None]
             result[low - start : high - start] = total[low - begin : high - begin]
             row = last
+
+    def _parts_of(
+        self, change: Change, target: Merged
+    ) -> tuple[Change, Array, Array, Array | None, Array | None]:
+        """A change, with the matrices to multiply for the target's rows, DoRA's vector, and the
+        lengths of columns if it needs them."""
+        left, right, *more = self._pair(change)
+        if target.turned:
+            left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
+        lengths = self._column_lengths(change, target) if change.of_columns else None
+        return change, left, right, more[0] if more else None, lengths
 
     def _pair(self, change: Change) -> tuple[Array, ...]:
         """The two matrices to multiply, for each expert, and DoRA's vector if there is one. The
         first matrix has the weight's rows."""
         with self._lock:
-            found = self._pairs.get(change.name)
+            found = self._pairs.get(change.key)
         if found is not None:
             return found
         memory = [aligned(_nbytes(t)) for t in change.adapted]
-        self._parts.read(self._plans[change.name], memory)
+        self._parts.read(self._plans[change.key], memory)
         matrices: list[Array] = [
             cast(np.frombuffer(data, stored_type(t.dtype)), t.dtype, change.dtype).reshape(t.shape)
             for data, t in zip(memory, change.adapted, strict=True)
@@ -203,22 +222,22 @@ class MergedSource:
             a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
         made = (np.ascontiguousarray(b), np.ascontiguousarray(a), *more)
         with self._lock:
-            self._pairs[change.name] = made
+            self._pairs[change.key] = made
             while len(self._pairs) > _KEPT:
                 del self._pairs[next(iter(self._pairs))]
         return made
 
-    def _column_lengths(self, target: Merged) -> Array:
+    def _column_lengths(self, change: Change, target: Merged) -> Array:
         """The lengths of all columns of the sum, from one more pass over the base."""
-        change, wide = target.change, target.source_dtype
+        wide = target.source_dtype
         with self._lock:
-            found = self._lengths.get(change.name)
+            found = self._lengths.get(change.key)
         if found is not None:
             return found
         left, right, *_ = self._pair(change)
         columns = change.shape[-1]
         squares = np.zeros(columns)
-        for item, plan in self._bases[change.name]:
+        for item, plan in self._bases[change.key]:
             memory = aligned(item.nbytes)
             self._parts.read(plan, [memory])
             values = np.frombuffer(memory, stored_type(target.base.dtype)).reshape(-1, columns)
@@ -231,7 +250,7 @@ class MergedSource:
                 squares += np.square(total + product, dtype=np.float64).sum(0)
         made: Array = np.sqrt(squares).astype(wide)
         with self._lock:
-            self._lengths[change.name] = made
+            self._lengths[change.key] = made
         return made
 
 
@@ -245,7 +264,7 @@ def _of_base(item: Range) -> Range:
     """The base's elements for a range: whole rows where their lengths are needed."""
     target: Target = item.target.base if isinstance(item.target, Merged) else item.target
     start, stop = item.start, item.stop
-    if isinstance(item.target, Merged) and _by_rows(item.target.change):
+    if isinstance(item.target, Merged) and any(map(_by_rows, item.target.changes)):
         columns = target.shape[1]
         start, stop = start // columns * columns, -(-stop // columns) * columns
     return Range(target, start, stop, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,27 @@ import numpy as np
 
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.storage.urls import is_local
+from smckpt.storage import Storage
+from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
     CONFIG,
     GENERATION_CONFIG,
+    TEMPLATES,
     ModelConfig,
     code_files,
+    is_beside_config,
+    read_config,
     tokenizer_files,
 )
 from smckpt.translate.files import Output
 from smckpt.translate.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.targets import OutputFile, Target, is_quantized
 
-__all__ = ["index_of", "tokenizer_of", "write_sidecars"]
+__all__ = ["config_beside", "index_of", "tokenizer_of", "write_sidecars"]
+
+# Bytes of a file beside a checkpoint in a store; a large tokenizer has some tens of MB.
+_MOST = 1 << 28
 
 
 def write_sidecars(
@@ -85,6 +92,42 @@ def _main_dtype(targets: Sequence[Target]) -> str | None:
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=False) + "\n").encode()
+
+
+def config_beside(
+    storage: Storage, copies: Callable[[], str]
+) -> tuple[ModelConfig | None, tuple[str, ...]]:
+    """The model's config in the directory of a checkpoint, where the Trainer and others write one,
+    and notes on it. One that is no model's is left.
+
+    Args:
+        copies: makes a directory for copies of the files, if they are in a store.
+    """
+    if is_local(storage.url):
+        folder = Path(local_path(storage.url))
+        there = (folder / CONFIG).is_file()
+    else:
+        there = any(file.name == CONFIG for file in storage.list(CONFIG))
+        folder = _copied(storage, Path(copies())) if there else Path()
+    if not there:
+        return None, ()
+    try:
+        settings = read_config(folder)
+    except UsageError as error:
+        return None, (f"{CONFIG} in the checkpoint's directory was not taken: {error.message}",)
+    return settings, (f"no config was given: {CONFIG} in the checkpoint's directory was taken",)
+
+
+def _copied(storage: Storage, folder: Path) -> Path:
+    """Copy the files that belong to a config out of a store."""
+    for file in storage.list():
+        if is_beside_config(file.name):
+            (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))
+    templates = storage.at(f"{storage.url.rstrip('/')}/{TEMPLATES}")
+    for file in templates.list():
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
+    return folder
 
 
 def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | None:

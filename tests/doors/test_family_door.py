@@ -170,6 +170,22 @@ def test_a_package_that_brings_no_family_is_named(tmp_path, model, text, said):
     assert said in " ".join(told.stderr.split())
 
 
+def test_a_package_that_brings_a_built_in_family_is_named(tmp_path, model):
+    """It would be passed over. A family of another name is not concerned."""
+    _, hub, directory = model
+    site = installed(tmp_path, "smckpt.families", "llama = their_family:STABLELM")
+    (site / "their_family.py").write_text("STABLELM = 3")  # never imported
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    paths = written(tmp_path / "ranks", hub, 2)
+    told = export_with(site, *paths, tmp_path / "no", "--tp", "2", "--config", tmp_path)
+    assert told.returncode
+    said = "the family of models 'llama' is built in, and the package theirs brings another one"
+    assert said in " ".join(told.stderr.split())
+    assert not (tmp_path / "no").exists()
+    told = export_with(site, *paths, tmp_path / "no", "--tp", "2", "--config", directory)
+    assert "no table for the model type 'stablelm'" in " ".join(told.stderr.split())
+
+
 def installed(folder: Path, group: str, point: str) -> Path:
     """A directory of packages with one whose metadata has an entry point."""
     site = folder / "site"

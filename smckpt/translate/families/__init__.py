@@ -35,6 +35,12 @@ def is_built_in(model_type: str) -> bool:
 
 
 def find_family(model_type: str) -> Family | None:
+    """
+    Raises:
+        UsageError: an installed package brings one that cannot be used, or one by the name of a
+            built-in one.
+    """
+    _FAMILIES.refuse_taken(model_type)
     return _FAMILIES.find(model_type)
 
 

@@ -133,7 +133,7 @@ def main() -> None:
         return
     if what == "loaded":
         told = train(made(out, how, SmckptAccelerator), resume=True, loaded=True)
-        print("told", json.dumps(told), flush=True)
+        print(f"told {json.dumps(told)}", flush=True)
         return
     resumed = train(made(out, how, SmckptAccelerator), resume=True)
     straight = train(made(f"{out}-straight", how, SmckptAccelerator), resume=False)
@@ -142,7 +142,7 @@ def main() -> None:
         train(made(f"{out}-stock", how, Accelerator), resume=False, last=4)
         told["stock"] = train(made(f"{out}-stock", how, SmckptAccelerator), resume=True)
     made(out, how, SmckptAccelerator).end_training()
-    print("told", json.dumps(told), flush=True)
+    print(f"told {json.dumps(told)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def script(
 
 def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     """What each rank of a script has told: `told {…}`. Ranks share the output, so it may follow
-    something else in a line."""
+    something else in a line; each rank writes it as one text."""
     found, at, mark = [], 0, "told {"
     while (at := done.stdout.find(mark, at)) >= 0:
         value, at = json.JSONDecoder().raw_decode(done.stdout, at + len(mark) - 1)

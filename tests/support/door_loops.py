@@ -293,7 +293,7 @@ def main() -> None:
     found = newest(place, name)
     dist.barrier()  # no rank saves before all have looked
     LOOPS[name](training, place, found)
-    print("told", json.dumps({**training.told(), "began": found}), flush=True)
+    print(f"told {json.dumps({**training.told(), 'began': found})}", flush=True)
     dist.destroy_process_group()
 
 

@@ -174,7 +174,7 @@ class Loaded(Callback):
         saved = smckpt.load(checkpoint_id=newest)
         with whole(module.layers):
             told = {"step": trainer.global_step, "wrong": other_than(saved, module)}
-        print("told", json.dumps(told), flush=True)
+        print(f"told {json.dumps(told)}", flush=True)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         os._exit(0)  # all was looked at; Lightning would go on
@@ -273,7 +273,7 @@ def main() -> None:
         train(out, how, resume=True, loaded=True)
     resumed = train(out, how, resume=True)
     straight = train(f"{out}-straight", how, resume=False)
-    print("told", json.dumps({"resumed": resumed, "straight": straight}), flush=True)
+    print(f"told {json.dumps({'resumed': resumed, 'straight': straight})}", flush=True)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def main() -> None:
         raise AssertionError("it lives")
     resumed = train(dirpath, resume=True)
     straight = train(f"{dirpath}-straight", resume=False)
-    print("told", json.dumps({"resumed": resumed, "straight": straight}), flush=True)
+    print(f"told {json.dumps({'resumed': resumed, 'straight': straight})}", flush=True)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def main() -> None:
     for number in (1, 2, 3):
         step(straight, optimizer, number)
     told = {"resumed": digest(model), "straight": digest(straight)}
-    print("told", json.dumps(told), flush=True)
+    print(f"told {json.dumps(told)}", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -121,7 +121,7 @@ def main() -> None:
         raise AssertionError("it lives")
     resumed = train(out, resume=True)
     straight = train(Path(f"{out}-straight"), resume=False)
-    print("told", json.dumps({"resumed": resumed, "straight": straight}), flush=True)
+    print(f"told {json.dumps({'resumed': resumed, 'straight': straight})}", flush=True)
     dist.destroy_process_group()
 
 

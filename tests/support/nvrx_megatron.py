@@ -197,7 +197,7 @@ def main() -> None:
         told["from"] = newest(out).name
         told["resumed"] = train(out, resume=True).digest()
         told["straight"] = train(Path(f"{out}-straight"), resume=False).digest()
-    print("told", json.dumps(told), flush=True)
+    print(f"told {json.dumps(told)}", flush=True)
     dist.destroy_process_group()
 
 

@@ -156,7 +156,7 @@ def looks_at(out: str) -> None:
         saved["optimizer"]["state"] = {name: slots[str(at)] for at, name in enumerate(names)}
         wrong = other_than(saved, model, optimizer.state)
         told = {"wrong": wrong, "epochs": [loaded["epochs_run"], saved["epochs_run"]]}
-        print("told", json.dumps(told), flush=True)
+        print(f"told {json.dumps(told)}", flush=True)
         return loaded
 
     CheckpointClient.load_distributed_checkpoint = load
@@ -464,6 +464,6 @@ def units(out: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "units":
-        print("told", json.dumps(units(Path(sys.argv[2]))), flush=True)
+        print(f"told {json.dumps(units(Path(sys.argv[2])))}", flush=True)
     else:
         recipe(sys.argv[1], sys.argv[2:])

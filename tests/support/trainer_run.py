@@ -48,7 +48,7 @@ class Loaded(TrainerCallback):
         saved = smckpt.load(checkpoint_id=newest)
         told = {"step": state.global_step, "of": newest.step}
         told["wrong"] = other_than(saved, its["model"], its["optimizer"].state)
-        print("told", json.dumps(told), flush=True)
+        print(f"told {json.dumps(told)}", flush=True)
         raise EOFError
 
 
@@ -178,7 +178,7 @@ def main() -> None:
         trainer(out, how, [Dies(int(rest[0]))]).train()
         raise AssertionError("it lives")
     if what == "best":
-        print("told", json.dumps(best(out, how)), flush=True)
+        print(f"told {json.dumps(best(out, how))}", flush=True)
         return
     if what == "loaded":
         with suppress(EOFError):
@@ -190,7 +190,7 @@ def main() -> None:
     straight = trainer(f"{out}-straight", how, [])
     straight.train()
     told = {"resumed": resumed, "straight": ended(straight), "kept": sorted(os.listdir(out))}
-    print("told", json.dumps(told), flush=True)
+    print(f"told {json.dumps(told)}", flush=True)
 
 
 if __name__ == "__main__":

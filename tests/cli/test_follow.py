@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -77,6 +78,9 @@ def test_each_kth_step_is_exported_as_the_run_goes_on(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         _wait_for(out / "10" / RECORD, process)
+        follower = psutil.Process(process.pid)  # it yields to the training
+        assert follower.nice() == max(10, os.nice(0))
+        assert follower.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
         models[20] = saved(root, 20)  # the run commits while it is followed
         printed, _ = process.communicate(timeout=seconds(90))
     finally:

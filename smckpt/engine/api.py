@@ -271,8 +271,7 @@ def load(
             looks.
         storage_reader: a `DistributedFileSystemReader`; or another DCP reader, with which DCP
             loads.
-        planner: a DCP load planner; DCP then plans, with its collectives. A directory that DCP
-            itself wrote is read too, if it is on a disk.
+        planner: a DCP load planner; DCP then plans, with its collectives.
         only: without a target, the top keys to load.
         renamed: the names that parameters or modules of the target have in the checkpoint, such as
             {"backbone": "encoder"}; all that is below a module follows it. The first that fits

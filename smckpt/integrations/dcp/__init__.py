@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from smckpt.engine.job import SaveHandle
 from smckpt.engine.runtime import Runtime
@@ -19,8 +18,6 @@ from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.meeting.group import Group, group_of
-from smckpt.storage import open_storage
-from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
     "DistributedFileSystemReader",
@@ -62,12 +59,10 @@ def foreign_load(
     process_group: Any,
     no_dist: bool = False,
 ) -> MutableMapping[str, Any]:
-    """A load that DCP plans, with its collectives. The default reader is smckpt's, and DCP's own
-    for a directory that DCP wrote.
+    """A load that DCP plans, with its collectives. The default reader is smckpt's.
 
     Raises:
-        UsageError: neither `checkpoint_id` nor the reader names a directory; or it is in a store,
-            and DCP wrote it.
+        UsageError: neither `checkpoint_id` nor the reader names a directory.
         CheckpointError: the load failed on a rank.
     """
     group = group_of(process_group, no_dist)
@@ -76,9 +71,7 @@ def foreign_load(
     together = process_group
     if together is None and len(group.ranks) > 1:
         together = dist.group.WORLD
-    ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
-    if reader is None and checkpoint_id and _is_of_dcp(checkpoint_id):
-        ours = _reader_of_dcp
+    ours = partial(DistributedFileSystemReader, process_group=together)
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     return load_with_dcp(
         state_dict,
@@ -89,23 +82,6 @@ def foreign_load(
         process_group=process_group,
         no_dist=no_dist,
     )
-
-
-def _is_of_dcp(place: str | os.PathLike[str]) -> bool:
-    """Whether torch.distributed.checkpoint wrote what is here."""
-    there = any(file.name == ".metadata" for file in open_storage(place).list(".metadata"))
-    return there and not DistributedFileSystemReader.validate_checkpoint_id(place)
-
-
-def _reader_of_dcp(place: str | os.PathLike[str]) -> Any:
-    if not is_local(os.fspath(place)):
-        raise UsageError(
-            "torch.distributed.checkpoint wrote this checkpoint, and its planner reads it from a "
-            "disk only",
-            remedy="leave planner= out, or copy the checkpoint to a disk",
-            path=str(place),
-        )
-    return FileSystemReader(local_path(os.fspath(place)))
 
 
 def _storage(

@@ -1,10 +1,11 @@
 """Measures the time and memory of exports of a sharded checkpoint to a Hugging Face directory.
 
-    python benchmarks/export.py --dir /path/on/the/disk
+    python benchmarks/export.py --dir /path/on/the/disk [--family stablelm]
 
 Two ranks save one bf16 model (FSDP2), with smckpt and with torch.distributed.checkpoint. Then the
-ways run in turn (A B C A B C …). Each makes a loadable directory in a process of its own. The page
-cache is emptied before, and the time includes making the output durable. The limit, from the same
+ways run in turn, and each turn begins with another way (A B C, B C A, …): what the one before left
+behind affects all of them. Each makes a loadable directory in a process of its own. The page cache
+is emptied before, and the time includes making the output durable. The limit, from the same
 run, is a copy of the same bytes on the same disk: the faster of `cp` and of two threads with direct
 reads and writes. The time excludes imports; processor time (children's too) and the process's peak
 resident memory include them, and the memory mapped pages of files. It prints medians, with minimum
@@ -14,6 +15,7 @@ and maximum.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -29,16 +31,18 @@ from typing import Any
 
 PIECE = 16 << 20
 BIN = "pytorch_model.bin"
+FAMILIES = {"llama": "LlamaForCausalLM", "stablelm": "StableLmForCausalLM"}
 
 
-def llama(options: argparse.Namespace) -> Any:
-    from transformers import LlamaConfig
+def model_config(options: argparse.Namespace) -> Any:
+    from transformers import AutoConfig
 
-    return LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.hidden * 11 // 4,
+    # stablelm is a family without a table: transformers tells its names in released models
+    return AutoConfig.for_model(
+        options.family, hidden_size=options.hidden, intermediate_size=options.hidden * 11 // 4,
         num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64,
         num_key_value_heads=max(1, options.hidden // 512), vocab_size=32000,
-        tie_word_embeddings=False, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=False, dtype="bfloat16", architectures=[FAMILIES[options.family]],
     )  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def save_sharded(options: argparse.Namespace) -> None:
 
     root = Path(options.dir)
     dist.init_process_group("gloo")
-    config = llama(options)
+    config = model_config(options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
@@ -115,6 +119,11 @@ def by_direct_copy(root: Path, out: Path) -> Callable[[], None]:
     return act
 
 
+def import_model(root: Path) -> None:
+    family = json.loads((root / "config" / "config.json").read_text())["model_type"]
+    importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
 def by_smckpt(root: Path, out: Path, **options: Any) -> Callable[[], None]:
     from smckpt import export_hf
 
@@ -128,8 +137,7 @@ def by_smckpt_alone(root: Path, out: Path) -> Callable[[], None]:
 
 
 def by_smckpt_compared(root: Path, out: Path) -> Callable[[], None]:
-    from transformers.models.llama import modeling_llama  # noqa: F401  # else within the time
-
+    import_model(root)  # else within the time
     return by_smckpt(root, out)
 
 
@@ -163,7 +171,8 @@ def by_torch_save(root: Path, out: Path) -> Callable[[], None]:
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.llama import modeling_llama  # noqa: F401  # else within the time
+
+    import_model(root)  # else within the time
 
     def act() -> None:
         out.mkdir()
@@ -190,6 +199,10 @@ WAYS: dict[str, tuple[str, Callable[[Path, Path], Callable[[], None]]]] = {
     "accelerate": ("accelerate merge_fsdp_weights", by_accelerate),
     "torch": ("dcp_to_torch_save, load, save_pretrained", by_torch_save),
 }
+
+
+def ways_of(options: argparse.Namespace) -> list[str]:
+    return [name for name in WAYS if name != "translated" or options.family == "llama"]
 
 
 def print_none(_: object) -> None:
@@ -255,7 +268,8 @@ def prepare(options: argparse.Namespace) -> None:
          __file__, "--save", *sys.argv[1:]], check=True,
     )  # fmt: skip
     export_hf(root / "smckpt", root / "hf", config=root / "config" / "config.json")
-    import_hf(root / "hf", root / "megatron", "mcore_te", tp=2)
+    if "translated" in ways_of(options):
+        import_hf(root / "hf", root / "megatron", "mcore_te", tp=2)
     dcp_to_torch_save(root / "dcp", root / "state.pt")
     shutil.rmtree(root / "hf")
 
@@ -283,7 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", required=True, help="a directory on the disk; five times the size")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--family", choices=FAMILIES, default="llama")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -294,14 +309,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         options.dir = os.path.join(options.dir, "smckpt-benchmark-export")
         sys.argv[1:] = ["--dir", options.dir, "--hidden", str(options.hidden), "--layers",
-                        str(options.layers)]  # fmt: skip
+                        str(options.layers), "--family", options.family]  # fmt: skip
         shutil.rmtree(options.dir, ignore_errors=True)
         os.makedirs(options.dir)
         try:
             prepare(options)
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
-            for _ in range(options.repeats):
-                for name in WAYS:
+            ways = ways_of(options)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+            for turn in range(options.repeats):
+                first = turn * 3 % len(ways)
+                for name in [*ways[first:], *ways[:first]]:
                     found[name].append(run_once(name, options))
             report(found)
         finally:

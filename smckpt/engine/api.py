@@ -271,7 +271,8 @@ def load(
             looks.
         storage_reader: a `DistributedFileSystemReader`; or another DCP reader, with which DCP
             loads.
-        planner: a DCP load planner; DCP then plans, with its collectives.
+        planner: a DCP load planner; DCP then plans, with its collectives. A directory that DCP
+            itself wrote is read too, if it is on a disk.
         only: without a target, the top keys to load.
         renamed: the names that parameters or modules of the target have in the checkpoint, such as
             {"backbone": "encoder"}; all that is below a module follows it. The first that fits
@@ -322,8 +323,14 @@ def load(
                 "a DCP reader or planner needs a target to fill, and there is none",
                 remedy="pass a state_dict",
             )
+        of_dcp = False
+        if storage_reader is None and checkpoint_id:
+            place, is_of_dcp = checkpoint_id, _dcp().is_of_dcp
+            loader = _RUNTIME.loader(group)
+            told = loader.told("dcp", lambda: {"dcp": is_of_dcp(place)}, LOAD_TIMEOUT)
+            of_dcp = told["dcp"]
         loaded: MutableMapping[str, Any] = _dcp().foreign_load(
-            state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
+            state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist, of_dcp
         )
         return loaded
     try:

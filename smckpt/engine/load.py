@@ -235,7 +235,7 @@ class Loader:
             newest = look()
             return {"found": None if newest is None else newest.to_json()}
 
-        told = self._told("find", found, timeout)
+        told = self.told("find", found, timeout)
         return None if told["found"] is None else FoundCheckpoint.from_json(told["found"])
 
     def open(self, storage: Storage, timeout: float) -> Catalogue:
@@ -252,10 +252,11 @@ class Loader:
             opened.append(open_catalogue(storage))
             return {"choose": opened[0].identity, "name": opened[0].commit.name}
 
-        told = self._told("open", commit, timeout)
+        told = self.told("open", commit, timeout)
         return opened[0] if opened else open_catalogue(storage, **told)
 
-    def _told(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
+    def told(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
+        """One rank looks and sends what it found, which is JSON, to all. All raise its error."""
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
         meeting = self.membership.meeting(timeout)

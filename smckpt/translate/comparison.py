@@ -4,7 +4,8 @@ Tensors that are exactly those of a built-in family's table fit, because tests c
 with transformers. Other tensors are compared with a model on the meta device. That model also gives
 the names in released checkpoints. If torch and transformers are not loaded yet, a child process
 builds the model, so that the export itself needs little memory. The child needs seconds to import
-them.
+them. Meanwhile an export may begin under the names that it has, which those in released checkpoints
+mostly are, and begin again if they are not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from smckpt.translate.pieces import TensorKey, tensors_of
 from smckpt.translate.prediction import DROP
 from smckpt.translate.targets import Target, is_quantized
 
-__all__ = ["Comparison"]
+__all__ = ["Comparison", "OtherNamesError"]
 
 _LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
@@ -48,17 +49,28 @@ main()
 _HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
+class OtherNamesError(CheckpointError):
+    """An export began under the names that it has, and those in released checkpoints differ."""
+
+
 class Comparison:
     """Compares names and shapes with the model of `config`. It starts to compare when it is made.
 
     `names` waits for the released names. `tell` passes the tensors that will be written. `check`
     raises if they are known not to fit. `finish` waits for the result. With `strict` False nothing
     is raised.
+
+    guess: `names` does not wait. It takes the given names for the released ones, and `check` and
+        `finish` raise OtherNamesError if they are not. After that, `names` knows.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None, *, strict: bool = True) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | None, *, strict: bool = True, guess: bool = False
+    ) -> None:
         self._config = config
         self._strict = strict
+        self._guess = guess
+        self._guessed = False
         self._found: Fit | str | None = None
         self._child: _Child | None = None
         self._where = ""
@@ -96,6 +108,9 @@ class Comparison:
             self._told = True
             return None
         self._tell(targets, where, memory)
+        if self._guess and self._child is not None and self._found is None:
+            self._guess, self._guessed = False, True
+            return Fit("", ())
         self._wait()
         return self._found
 
@@ -140,10 +155,18 @@ class Comparison:
         """
         Raises:
             KeysMismatchError: they do not fit; the message lists the differences.
+            OtherNamesError: a guess was wrong.
         """
         if self._child is not None and self._found is None:
             self._found = self._child.answer
+        if self._found is None:
+            return
+        guessed, self._guessed = self._guessed, False
         if not self._strict or not isinstance(self._found, Fit) or not self._found.lines:
+            if guessed and (isinstance(self._found, str) or self._found.hub is not None):
+                raise OtherNamesError(
+                    "released checkpoints have other names", remedy="begin again", path=self._where
+                )
             return
         lines = self._found.lines
         more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""

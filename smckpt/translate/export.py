@@ -20,10 +20,11 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.errors import UsageError
 from smckpt.storage import Access, access_to
+from smckpt.storage.urls import is_local
 from smckpt.translate.adapter import find_peft_contents
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
-from smckpt.translate.comparison import Comparison
+from smckpt.translate.comparison import Comparison, OtherNamesError
 from smckpt.translate.config import read_config
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
 from smckpt.translate.export_group import export_group_of
@@ -145,6 +146,7 @@ def export_hf(
             By default the key "model", or the only part that is not an optimizer.
         threads: how many threads read and write; by default one for each processor, at most 8.
         progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
+            It begins again where released checkpoints turn out to have other names.
         overwrite: replace a model in `out_dir`. The old one is removed first.
         s3_region, s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
@@ -212,7 +214,14 @@ def export_hf(
 
         config_of_model = None if settings is None or lora == "adapter" else settings.complete(None)
         asked = naming == HUB or (against_model and group.leads)
-        comparison = Comparison(config_of_model if asked else None, strict=against_model)
+        # One process, whose files replace none and have the tensors' own dtypes. Not in a store,
+        # where a file that is whole can be loaded.
+        guess = group.count == 1 and not overwrite and dtype is None and lora is None
+        comparison = Comparison(
+            config_of_model if asked else None,
+            strict=against_model,
+            guess=guess and is_local(os.fspath(out_dir)),
+        )
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
@@ -252,14 +261,22 @@ def export_hf(
                 lambda: write_sidecars(output, written, tokens, found.adapter, found.targets),
             )  # fmt: skip
 
-        stages = Stages(group, comparison, overwrite, allow_nonfinite, workers, progress)
-        cleanup.callback(stages.close)
-        on_failure = cleanup.enter_context(ExitStack())
-        on_failure.callback(stages.abandon)
-        group.meet("plan", lambda: stages.plan(plan), stages.prepare)
-        decided = group.meet("written", stages.write, stages.publish)
-        on_failure.pop_all()
-    return _report(stages.made, decided, time.perf_counter() - began)
+        def attempt() -> tuple[Planned, dict[str, Any]]:
+            stages = Stages(group, comparison, overwrite, allow_nonfinite, workers, progress)
+            with ExitStack() as done:
+                done.callback(stages.close)
+                on_failure = done.enter_context(ExitStack())
+                on_failure.callback(stages.abandon)
+                group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+                decided = group.meet("written", stages.write, stages.publish)
+                on_failure.pop_all()
+            return stages.made, decided
+
+        try:
+            made, decided = attempt()
+        except OtherNamesError:  # what was written meanwhile is gone
+            made, decided = attempt()
+    return _report(made, decided, time.perf_counter() - began)
 
 
 def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:

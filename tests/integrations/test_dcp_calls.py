@@ -27,6 +27,7 @@ import smckpt
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
 from smckpt.integrations.dcp import calls
 from smckpt.run import provide
+from smckpt.storage import open_storage
 from tests.support.launch import ROOT
 from tests.support.limits import seconds
 
@@ -269,3 +270,21 @@ def test_torchs_own_tests_pass_with_ours_in_dcps_place() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=True
     )
     assert "stock: 6 of 6\ncalls: 6 of 6\nstorage: 6 of 6" in done.stdout, done.stdout
+
+
+def test_a_load_with_a_planner_reads_what_dcp_wrote(tmp_path: Path, s3_root: str) -> None:
+    """From a disk. What DCP wrote into a store is read without a planner, as the error says."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for place in (tmp_path / "theirs", (tmp_path / "theirs").as_uri()):
+        smckpt.load(target := {"w": torch.zeros(2)}, checkpoint_id=place, planner=Doubled())
+        assert target["w"].tolist() == [2.0, 2.0]
+    store = open_storage(s3_root)
+    for path in (tmp_path / "theirs").iterdir():
+        store.put(path.name, path.read_bytes())
+    with pytest.raises(UsageError, match="from a disk only.*leave planner= out"):
+        smckpt.load({"w": torch.zeros(2)}, checkpoint_id=s3_root, planner=Doubled())
+    smckpt.load(plain := {"w": torch.zeros(2)}, checkpoint_id=s3_root)
+    assert plain["w"].tolist() == [1.0, 1.0]
+    smckpt.save({"w": torch.full((2,), 3.0)}, checkpoint_id=tmp_path / "theirs")
+    smckpt.load(ours := {"w": torch.zeros(2)}, checkpoint_id=tmp_path / "theirs", planner=Doubled())
+    assert ours["w"].tolist() == [6.0, 6.0]  # a commit of smckpt's comes first, as without one

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
+from transformers import StableLmConfig, StableLmForCausalLM
 
 import smckpt
 from smckpt import LOCAL, SHARDED, errors, export_hf, sm_state_dict_type
 from smckpt.translate import comparison, import_hf, meta_model
 from smckpt.translate.verify_hf import verify_hf
-from tests.support import hub_families, interpreters, judges
+from tests.support import child, hub_families, interpreters, judges
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -270,3 +271,58 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers.modeling_utils" in imported
     assert imported.isdisjoint({"accelerate", "smckpt.translate.export", "smckpt.storage"})
+
+
+BEGINS = """
+import json, sys
+from smckpt import errors, export_hf
+from smckpt.translate.stages import Stages
+begun, write = [], Stages.write
+def counted(stages):
+    begun.append(sorted(t.name for t in stages.made.found.targets))
+    return write(stages)
+Stages.write = counted
+try:
+    made = export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3], **json.loads(sys.argv[4]))
+    print(json.dumps([len(begun), made.naming, made.notes]))
+except errors.KeysMismatchError as error:
+    print(json.dumps([len(begun), "refused", []]))
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def begun(folder: Path, model: Any, config: dict[str, Any], **options: Any) -> list[Any]:
+    """How often a fresh process begins to write an export, and under which names it ends."""
+    folder.mkdir()
+    smckpt.save({"model": model.state_dict()}, checkpoint_id=folder / "c")
+    values = model.config.to_dict() | {"architectures": [type(model).__name__]} | config
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    arguments = [str(folder / name) for name in ("c", "hf", "config.json")]
+    told: list[Any] = json.loads(child.run(BEGINS, *arguments, json.dumps(options), timeout=120))
+    return told
+
+
+def test_an_export_begins_before_transformers_tells_the_names_and_again_if_they_differ(tmp_path):
+    torch.manual_seed(0)
+    stablelm = StableLmForCausalLM(
+        StableLmConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    minimax = hub_families.model("minimax")
+    assert begun(tmp_path / "same", stablelm, {}) == [1, "hub", []]
+    assert begun(tmp_path / "others", minimax, {}) == [2, "hub", []]
+    for folder, model in (("same", stablelm), ("others", minimax)):
+        wanted = released(model, tmp_path / folder / "wanted")
+        found = load_file(tmp_path / folder / "hf" / "model.safetensors")
+        assert sorted(found) == sorted(wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+        assert not [*(tmp_path / folder / "hf").glob("*.unfinished")]
+    unknown = begun(tmp_path / "unknown", stablelm, {"model_type": "own"})
+    assert unknown[:2] == [2, "module"] and "the names are those of the state dict" in unknown[2][0]
+    # it waits where it would write other dtypes, or remove an old model first
+    assert begun(tmp_path / "cast", minimax, {}, dtype="bfloat16") == [1, "hub", []]
+    assert begun(tmp_path / "over", minimax, {}, overwrite=True) == [1, "hub", []]
+    wrong = begun(tmp_path / "wrong", stablelm, {"num_hidden_layers": 3})
+    assert wrong[1] == "refused" and not (tmp_path / "wrong" / "hf").exists()

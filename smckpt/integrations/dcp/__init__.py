@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from smckpt.engine.job import SaveHandle
 from smckpt.engine.runtime import Runtime
@@ -18,12 +19,15 @@ from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.meeting.group import Group, group_of
+from smckpt.storage import open_storage
+from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
     "DistributedFileSystemReader",
     "DistributedFileSystemWriter",
     "foreign_load",
     "foreign_save",
+    "is_of_dcp",
 ]
 
 
@@ -58,11 +62,14 @@ def foreign_load(
     planner: Any,
     process_group: Any,
     no_dist: bool = False,
+    of_dcp: bool = False,
 ) -> MutableMapping[str, Any]:
-    """A load that DCP plans, with its collectives. The default reader is smckpt's.
+    """A load that DCP plans, with its collectives. The default reader is smckpt's, or with `of_dcp`
+    DCP's own.
 
     Raises:
-        UsageError: neither `checkpoint_id` nor the reader names a directory.
+        UsageError: neither `checkpoint_id` nor the reader names a directory; or it is in a store,
+            and DCP wrote it.
         CheckpointError: the load failed on a rank.
     """
     group = group_of(process_group, no_dist)
@@ -71,7 +78,9 @@ def foreign_load(
     together = process_group
     if together is None and len(group.ranks) > 1:
         together = dist.group.WORLD
-    ours = partial(DistributedFileSystemReader, process_group=together)
+    ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
+    if of_dcp:
+        ours = _reader_of_dcp
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     return load_with_dcp(
         state_dict,
@@ -82,6 +91,23 @@ def foreign_load(
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def is_of_dcp(place: str | os.PathLike[str]) -> bool:
+    """Whether torch.distributed.checkpoint wrote what is here. One rank asks; it lists."""
+    there = any(file.name == ".metadata" for file in open_storage(place).list(".metadata"))
+    return there and not DistributedFileSystemReader.validate_checkpoint_id(place)
+
+
+def _reader_of_dcp(place: str | os.PathLike[str]) -> Any:
+    if not is_local(os.fspath(place)):
+        raise UsageError(
+            "torch.distributed.checkpoint wrote this checkpoint, and its planner reads it from a "
+            "disk only",
+            remedy="leave planner= out, or copy the checkpoint to a disk",
+            path=str(place),
+        )
+    return FileSystemReader(local_path(os.fspath(place)))
 
 
 def _storage(

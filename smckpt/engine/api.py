@@ -323,14 +323,8 @@ def load(
                 "a DCP reader or planner needs a target to fill, and there is none",
                 remedy="pass a state_dict",
             )
-        of_dcp = False
-        if storage_reader is None and checkpoint_id:
-            place, is_of_dcp = checkpoint_id, _dcp().is_of_dcp
-            loader = _RUNTIME.loader(group)
-            told = loader.told("dcp", lambda: {"dcp": is_of_dcp(place)}, LOAD_TIMEOUT)
-            of_dcp = told["dcp"]
         loaded: MutableMapping[str, Any] = _dcp().foreign_load(
-            state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist, of_dcp
+            _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
         )
         return loaded
     try:

@@ -27,8 +27,9 @@ __all__ = [
     "DistributedFileSystemWriter",
     "foreign_load",
     "foreign_save",
-    "is_of_dcp",
 ]
+
+_PATIENCE = 1800.0  # seconds that the ranks wait for the one that looks, as in a load
 
 
 def foreign_save(
@@ -56,16 +57,16 @@ def foreign_save(
 
 
 def foreign_load(
+    runtime: Runtime,
     state_dict: MutableMapping[str, Any],
     checkpoint_id: str | os.PathLike[str] | None,
     reader: Any,
     planner: Any,
     process_group: Any,
     no_dist: bool = False,
-    of_dcp: bool = False,
 ) -> MutableMapping[str, Any]:
-    """A load that DCP plans, with its collectives. The default reader is smckpt's, or with `of_dcp`
-    DCP's own.
+    """A load that DCP plans, with its collectives. The default reader is smckpt's, or DCP's own
+    for a directory that DCP wrote.
 
     Raises:
         UsageError: neither `checkpoint_id` nor the reader names a directory; or it is in a store,
@@ -79,8 +80,10 @@ def foreign_load(
     if together is None and len(group.ranks) > 1:
         together = dist.group.WORLD
     ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
-    if of_dcp:
-        ours = _reader_of_dcp
+    if reader is None and checkpoint_id:
+        place = checkpoint_id
+        told = runtime.loader(group).told("dcp", lambda: {"dcp": _is_of_dcp(place)}, _PATIENCE)
+        ours = _reader_of_dcp if told["dcp"] else ours
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     return load_with_dcp(
         state_dict,
@@ -93,7 +96,7 @@ def foreign_load(
     )
 
 
-def is_of_dcp(place: str | os.PathLike[str]) -> bool:
+def _is_of_dcp(place: str | os.PathLike[str]) -> bool:
     """Whether torch.distributed.checkpoint wrote what is here. One rank asks; it lists."""
     there = any(file.name == ".metadata" for file in open_storage(place).list(".metadata"))
     return there and not DistributedFileSystemReader.validate_checkpoint_id(place)

@@ -11,7 +11,9 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 import smckpt
 from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.storage import Storage, access_to
+from smckpt.translate.config import TEMPLATES, is_beside_config
 
 __all__ = ["SmckptTrainer", "SmckptTrainerMixin"]
 
@@ -37,7 +41,8 @@ class SmckptTrainerMixin:
 
     A save commits in the background, and only then does `save_total_limit` remove older
     checkpoints. A resume takes the newest whole checkpoint, also one of the stock Trainer. `train`
-    returns when the last save is committed; if a save failed, it raises.
+    returns when the last save is committed; if a save failed, it raises. The model's config and the
+    tokenizer or processor are written beside each checkpoint, where an export finds them.
 
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `output_dir`.
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
@@ -59,6 +64,7 @@ class SmckptTrainerMixin:
     state: Any
     control: Any
     callback_handler: Any
+    _smckpt_beside: Mapping[str, bytes] | None = None
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -77,7 +83,7 @@ class SmckptTrainerMixin:
             self._state_to_save(),
             checkpoint_id=self._place(directory),
             step=step,
-            on_commit=self._rotation(run, step),
+            on_commit=self._after_commit(run, step),
             **self.smckpt_arguments,
         )
 
@@ -135,8 +141,49 @@ class SmckptTrainerMixin:
         state["trainer"] = self.state.__dict__.copy()
         return state
 
-    def _rotation(self, run: str, step: int) -> Callable[[smckpt.SaveHandle], None] | None:
+    def _after_commit(self, run: str, step: int) -> Callable[[smckpt.SaveHandle], None]:
         """The function that the coordinator calls after the commit."""
+        directory, rotate = os.path.join(run, f"checkpoint-{step}"), self._rotation(run, step)
+        beside = self._files_beside() if self.args.should_save else {}
+        with contextlib.suppress(FileNotFoundError):
+            beside = {**beside, CONFIG_NAME: Path(directory, CONFIG_NAME).read_bytes()}
+
+        def act(handle: smckpt.SaveHandle) -> None:
+            try:
+                there = self._storage(directory)
+                for path, data in beside.items():
+                    folder, _, name = path.rpartition("/")
+                    (there.join(folder) if folder else there).put_exclusive(name, data)
+            finally:
+                if rotate is not None:
+                    rotate(handle)
+
+        return act
+
+    def _files_beside(self) -> Mapping[str, bytes]:
+        """What the Trainer saves with each model besides its weights and config. It is made once,
+        and in this thread: a fast tokenizer fails where one thread uses it and another saves it."""
+        if self._smckpt_beside is None:
+            made: Any = getattr(self, "processing_class", None)
+            if made is None:  # in the Trainer's order
+                made = getattr(getattr(self, "data_collator", None), "tokenizer", None)
+            can_generate = getattr(self.model, "can_generate", lambda: False)
+            with tempfile.TemporaryDirectory() as folder:
+                if hasattr(made, "save_pretrained"):
+                    made.save_pretrained(folder)
+                if can_generate():
+                    try:
+                        self.model.generation_config.save_pretrained(folder)
+                    except ValueError as error:  # settings that contradict each other
+                        log.warning("%s is not saved: %s", GENERATION_CONFIG_NAME, error)
+                files = [path for path in Path(folder).rglob("*") if path.is_file()]
+                self._smckpt_beside = {
+                    path.relative_to(folder).as_posix(): path.read_bytes() for path in files
+                }
+        return self._smckpt_beside
+
+    def _rotation(self, run: str, step: int) -> Callable[[smckpt.SaveHandle], None] | None:
+        """The function that removes older checkpoints after a commit."""
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         if not limit or limit < 0:
             return None
@@ -152,6 +199,12 @@ class SmckptTrainerMixin:
         return rotate
 
     def _remove(self, directory: str) -> None:
+        if self.smckpt_root is not None:
+            there = self._storage(directory)
+            templates = there.join(TEMPLATES)
+            templates.delete_many(templates.names())
+            templates.remove_directory()
+            there.delete_many([name for name in there.names() if is_beside_config(name)])
         with contextlib.suppress(CheckpointNotFoundError):  # never committed, or not smckpt's
             smckpt.remove(self._place(directory), **self.smckpt_arguments)
         shutil.rmtree(directory, ignore_errors=True)
@@ -250,6 +303,10 @@ class SmckptTrainerMixin:
         if self.smckpt_root is None:
             return directory
         return f"{self.smckpt_root.rstrip('/')}/{os.path.basename(directory)}"
+
+    def _storage(self, directory: str) -> Storage:
+        place = self._place(directory)
+        return access_to(place, **self.smckpt_arguments).open(place)
 
     def _is_whole(self, directory: str) -> bool:
         place = self._place(directory)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import smckpt
-from smckpt import verify_checkpoint
+from smckpt import export_hf, verify_checkpoint
 from smckpt.errors import UsageError
 from smckpt.integrations.transformers import SmckptTrainer
-from tests.support import child
+from smckpt.storage import open_storage
+from tests.support import child, hub_families
 from tests.support.interpreters import transformers4
 
 SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
@@ -81,6 +82,60 @@ def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
     step, _ = max(told["losses"], key=lambda row: row[1])
     assert told["best"] == f"checkpoint-{step}" and told["ended"] == told["held"]
     assert step != told["losses"][-1][0]
+
+
+@pytest.mark.parametrize(
+    "where", ["output_dir", "s3", pytest.param("a disk", marks=pytest.mark.long)]
+)
+def test_an_export_finds_config_and_tokenizer_beside_a_checkpoint(
+    tmp_path: Path, request: pytest.FixtureRequest, where: str
+) -> None:
+    code = """
+    import sys
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, TrainingArguments
+    from smckpt.integrations.transformers import SmckptTrainer
+    from tests.support import hub_families
+    out, root = sys.argv[1:]
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]"
+    )
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    arguments = TrainingArguments(
+        out, max_steps=3, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )
+    tokens = hub_families.TOKENS
+    trainer = SmckptTrainer(
+        model=hub_families.model("llama"), args=arguments, processing_class=tokenizer,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    )
+    trainer.smckpt_root = root or None
+    trainer.train()
+    torch.save(trainer.model.eval()(tokens).logits, out + "/logits.pt")
+    """
+    out = tmp_path / "run"
+    root = "" if where == "output_dir" else str(tmp_path / "elsewhere")
+    if where == "s3":
+        root = request.getfixturevalue("s3_root")
+    child.run(code, str(out), root, timeout=120)
+    root = root or str(out)
+    export_hf(f"{root}/checkpoint-3", tmp_path / "hf")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert torch.equal(served(hub_families.TOKENS).logits, torch.load(out / "logits.pt"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.convert_tokens_to_ids(["b", "c"]) == [1, 2]
+    assert set(tokenizer.chat_template) == {"default", "tools"}
+    assert (tmp_path / "hf" / "generation_config.json").is_file()
+    # nothing is left of the checkpoints that were removed
+    for removed in ("checkpoint-1", "checkpoint-2"):
+        there = open_storage(root).join(removed)
+        assert [*there.names(), *there.join("additional_chat_templates").names()] == []
+        assert not (tmp_path / "elsewhere" / removed).exists()
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-3", "logits.pt"]
 
 
 @pytest.mark.parametrize("name", ["push_to_hub", "save_on_each_node", "deepspeed"])

@@ -276,30 +276,42 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
 BEGINS = """
 import json, sys
 from smckpt import errors, export_hf
+from smckpt.translate.export_group import export_group_of_environment
 from smckpt.translate.stages import Stages
 begun, write = [], Stages.write
 def counted(stages):
     begun.append(sorted(t.name for t in stages.made.found.targets))
     return write(stages)
 Stages.write = counted
+checkpoint, out, config, options = sys.argv[1:]
+crew = export_group_of_environment(60)
 try:
-    made = export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3], **json.loads(sys.argv[4]))
-    print(json.dumps([len(begun), made.naming, made.notes]))
+    made = export_hf(
+        checkpoint, out, config=config, process_group=crew, **json.loads(options)
+    )
+    told = [len(begun), made.naming, made.notes]
 except errors.KeysMismatchError as error:
-    print(json.dumps([len(begun), "refused", []]))
-assert not {"torch", "transformers"} & set(sys.modules)
+    told = [len(begun), "refused", []]
+assert crew or not {"torch", "transformers"} & set(sys.modules)
+sys.stdout.write(json.dumps(told) + chr(10))  # one text of the ranks' output
 """
 
 
-def begun(folder: Path, model: Any, config: dict[str, Any], **options: Any) -> list[Any]:
-    """How often a fresh process begins to write an export, and under which names it ends."""
+def begun(
+    folder: Path, model: Any, config: dict[str, Any], *, out: str = "", ranks: int = 1,
+    **options: Any,
+) -> list[Any]:  # fmt: skip
+    """How often fresh processes begin to write an export, and under which names it ends."""
     folder.mkdir()
     smckpt.save({"model": model.state_dict()}, checkpoint_id=folder / "c")
     values = model.config.to_dict() | {"architectures": [type(model).__name__]} | config
     (folder / "config.json").write_text(json.dumps(values, default=str))
-    arguments = [str(folder / name) for name in ("c", "hf", "config.json")]
-    told: list[Any] = json.loads(child.run(BEGINS, *arguments, json.dumps(options), timeout=120))
-    return told
+    (folder / "begins.py").write_text(BEGINS)
+    arguments = [str(folder / "c"), out or str(folder / "hf"), str(folder / "config.json")]
+    done = child.script(folder / "begins.py", *arguments, json.dumps(options), ranks=ranks)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and told == [told[0]] * ranks, done.stderr
+    return told[0]  # type: ignore[no-any-return]
 
 
 def test_an_export_begins_before_transformers_tells_the_names_and_again_if_they_differ(tmp_path):
@@ -321,8 +333,16 @@ def test_an_export_begins_before_transformers_tells_the_names_and_again_if_they_
         assert not [*(tmp_path / folder / "hf").glob("*.unfinished")]
     unknown = begun(tmp_path / "unknown", stablelm, {"model_type": "own"})
     assert unknown[:2] == [2, "module"] and "the names are those of the state dict" in unknown[2][0]
-    # it waits where it would write other dtypes, or remove an old model first
-    assert begun(tmp_path / "cast", minimax, {}, dtype="bfloat16") == [1, "hub", []]
-    assert begun(tmp_path / "over", minimax, {}, overwrite=True) == [1, "hub", []]
     wrong = begun(tmp_path / "wrong", stablelm, {"num_hidden_layers": 3})
     assert wrong[1] == "refused" and not (tmp_path / "wrong" / "hf").exists()
+
+
+@pytest.mark.long
+def test_an_export_waits_for_the_names_where_it_could_not_begin_again(tmp_path, s3_root):
+    """It would write other dtypes, remove an old model first, write where files that are whole can
+    be loaded, or do so with other processes."""
+    minimax = hub_families.model("minimax")
+    assert begun(tmp_path / "cast", minimax, {}, dtype="bfloat16") == [1, "hub", []]
+    assert begun(tmp_path / "over", minimax, {}, overwrite=True) == [1, "hub", []]
+    assert begun(tmp_path / "s3", minimax, {}, out=f"{s3_root}/hf") == [1, "hub", []]
+    assert begun(tmp_path / "two", minimax, {}, ranks=2) == [1, "hub", []]

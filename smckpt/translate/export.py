@@ -210,6 +210,8 @@ def export_hf(
             )
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
+        if not files:
+            given["checkpoint"] = checkpoint
         refuse_into_source(out_dir, *files, **given)
 
         config_of_model = None if settings is None or lora == "adapter" else settings.complete(None)

@@ -21,7 +21,7 @@ from smckpt.storage import FileWriter, Storage
 from smckpt.storage.base import name_taken
 from smckpt.storage.faults import storage_error
 from smckpt.storage.posix_write import sync_directory
-from smckpt.storage.urls import file_url, is_local, local_path
+from smckpt.storage.urls import file_url, is_local, local_path, normal_url
 from smckpt.translate.targets import INDEX, OutputFile
 
 __all__ = ["Output", "aligned", "refuse_into_source"]
@@ -33,6 +33,7 @@ _WEIGHTS = re.compile(
     r"(model|adapter_model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
     r"(\.index\.json)?$"
 )
+_FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
 
 
 class Output:
@@ -197,14 +198,11 @@ def refuse_into_source(
     """Raise UsageError if `out_dir` contains files of ranks or of another argument. They would be
     lost when an old model, or the rest of a failed export, is removed."""
     url = os.fspath(out_dir)
-    if not is_local(url):
-        return
-    there = os.path.realpath(local_path(url))
-    places = [(os.path.dirname(os.path.realpath(path)), "a rank's file") for path in files]
+    there = _places(url)[0]
+    places = [(place, "a rank's file") for path in files for place in _places(path)[1:]]
     for name, value in given.items():
         if isinstance(value, (str, os.PathLike)):
-            path = os.path.realpath(value)
-            places.append((os.path.dirname(path) if os.path.isfile(path) else path, f"{name}="))
+            places += [(place, f"{name}=") for place in _places(value)]
     for place, what in places:
         if place == there:
             raise UsageError(
@@ -212,6 +210,17 @@ def refuse_into_source(
                 remedy="choose another out_dir",
                 path=url,
             )
+
+
+def _places(path: str | os.PathLike[str]) -> list[str]:
+    """A path, and the directory that it is in if it is a file. In a store its name tells that."""
+    url = os.fspath(path)
+    if is_local(url):
+        found = os.path.realpath(local_path(url))
+        return [found, os.path.dirname(found)] if os.path.isfile(found) else [found]
+    found = normal_url(url)
+    parent, _, name = found.rstrip("/").rpartition("/")
+    return [found, f"{parent}/"] if _FILE.search(name) else [found]
 
 
 def aligned(size: int) -> memoryview:

@@ -362,13 +362,20 @@ def test_nothing_is_written_where_the_source_is(tmp_path):
         save_file(ref.mcore(state, 2, r), path)
     link = tmp_path / "link"
     link.symlink_to(ranks)
+    one, ours = hub / "model.safetensors", saved(tmp_path, state)
     before = sorted(tmp_path.rglob("*"))
     into: dict[str, Any] = {"tp": 2, "overwrite": True}
+    whole: dict[str, Any] = {"config": _model().config, "overwrite": True}
     for act in (
         lambda: export_hf(paths, link, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub / "config.json", **into),
         lambda: import_hf(hub, hub, "mcore_te", **into),
+        lambda: export_hf(one, hub, **whole),  # a file, not a list of one
+        lambda: export_hf(one.as_uri(), str(hub), **whole),
+        lambda: export_hf(ours, ours, **whole),
+        lambda: export_hf("s3://b/m/model.safetensors", "s3://b/m", **whole),
+        lambda: export_hf("s3://b/run/100/", "s3://b/run/100", **whole),
     ):
         with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
             act()

@@ -130,8 +130,9 @@ def open_stages(
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
-    """Open the weights of a Hugging Face directory: one file, or those of its index; safetensors,
-    or else what `torch.save` wrote.
+    """Open the weights of a Hugging Face directory: one file, or else those of its index;
+    safetensors, or else what `torch.save` wrote. transformers looks in this order too, and leaves
+    an old index beside the one file that it saves.
 
     Args:
         exact: the index must name every tensor with its file.
@@ -142,7 +143,7 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
     """
     folder = Folder(SourceFiles(), str(directory.absolute()))
     single, index = _weights_of(folder)
-    where = _weight_map(folder, index) if index in folder.files else {}
+    where = {} if single in folder.files else _weight_map(folder, index)
     tensors: dict[TensorKey, SavedTensor] = {}
     for name in sorted(set(where.values())) or [single]:
         if name not in folder.files:
@@ -178,10 +179,10 @@ def weight_files(folder: Folder) -> list[ArchiveRecord]:
         CorruptCheckpointError: an index is damaged, or a file that it names is missing.
     """
     for index, single in ((INDEX, SINGLE), (INDEX_BIN, SINGLE_BIN)):
-        if index in folder.files:
-            names = sorted(set(_weight_map(folder, index).values()))
-        elif single in folder.files:
+        if single in folder.files:
             names = [single]
+        elif index in folder.files:
+            names = sorted(set(_weight_map(folder, index).values()))
         else:
             continue
         for name in names:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf, save
+from smckpt import convert, errors, export_hf, save
 from smckpt.translate import import_hf, verify_hf
 from smckpt.translate.config import read_config
 from smckpt.translate.contents import whole_tensors
@@ -389,6 +389,32 @@ def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path, judged):
     with pytest.raises(errors.UsageError, match="none of model.safetensors, .*pytorch_model.bin"):
         import_hf(folder, tmp_path / "r", "mcore_te")
     judged("llama", "release in .bin files", imports=["save_pretrained"], at="2")
+
+
+def test_one_file_beside_the_index_of_an_older_model_is_what_transformers_reads(tmp_path):
+    """`save_pretrained` into one directory, first in shards, then in one file, leaves the index."""
+    from transformers import AutoModelForCausalLM
+
+    old, new, hub = ref.model("llama"), ref.model("llama"), tmp_path / "hub"
+    with torch.no_grad():
+        new.model.norm.weight.add_(1)
+    old.save_pretrained(hub, max_shard_size="100KB")
+    shards = {path.name: path.read_bytes() for path in hub.glob("model-*")}
+    new.save_pretrained(hub)
+    index = hub / "model.safetensors.index.json"
+    assert index.exists() and not [*hub.glob("model-*")]
+    for number, again in enumerate(({}, shards)):  # somebody else may leave the shards too
+        for name, data in again.items():
+            (hub / name).write_bytes(data)
+        theirs = AutoModelForCausalLM.from_pretrained(hub).state_dict()
+        assert torch.equal(theirs["model.norm.weight"], new.state_dict()["model.norm.weight"])
+        import_hf(hub, tmp_path / f"c{number}", "hf_tp")
+        export_hf(tmp_path / f"c{number}", tmp_path / f"hf{number}")
+        ours = load_file(tmp_path / f"hf{number}" / "model.safetensors")
+        assert [n for n in theirs if not torch.equal(ours[n], theirs[n])] == []
+        convert(hub, tmp_path / f"{number}.pt", to="torch")
+        converted = torch.load(tmp_path / f"{number}.pt")
+        assert [n for n in theirs if not torch.equal(converted[n], theirs[n])] == []
 
 
 def test_a_bin_file_of_an_old_torch_is_imported(tmp_path, judged):

@@ -436,4 +436,5 @@ def _open_base(
     """The base's weights in a Hugging Face directory; those that are quantized become numbers."""
     for config in configs:
         config.refuse_biases(os.fspath(directory))
+        config.refuse_other_base(os.fspath(directory))
     return dequantized(open_directory(Path(os.fspath(directory))), settings)

@@ -42,6 +42,9 @@ _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<r
 _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "trainable_token_indices", "alora_invocation_tokens",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
+# Ways to begin that take the adapter's first values out of the base's weights. Such an adapter
+# belongs to the changed base, which a checkpoint of the whole model has.
+_OUT_OF_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga", re.IGNORECASE)
 # PEFT wraps a module once for each of its parameters that has a pair.
 _WRAPPED = re.compile(r"(\.base_layer)+(?=\.|$)")
 
@@ -286,6 +289,20 @@ class LoraConfig:
             raise UsageError(
                 f"smckpt does not merge an adapter with {', '.join(used)}",
                 remedy='export it with lora="adapter" and merge it with PEFT',
+                path=where,
+            )
+
+    def refuse_other_base(self, where: str) -> None:
+        """Raise UsageError if the adapter's start has changed the base. The released weights are
+        then not those that the adapter was trained on."""
+        start = self.values.get("init_lora_weights")
+        if isinstance(start, str) and _OUT_OF_BASE.fullmatch(start):
+            raise UsageError(
+                f"init_lora_weights={start!r} changed the base's weights before the training, so "
+                "the adapter does not belong to those of base=",
+                remedy="leave base= out, if the checkpoint has the base; merge it with PEFT; or, "
+                "if the directory has the changed weights, pass lora_config= with "
+                "init_lora_weights=True",
                 path=where,
             )
 

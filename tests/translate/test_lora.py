@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -317,6 +318,25 @@ def test_merged_into_a_base_directory(tmp_path):
         lora_config=tmp_path / "peft", base=tmp_path / "base",
     )  # fmt: skip
     assert_merged(tmp_path / "hf", model)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_release(tmp_path, start):
+    """PEFT takes them out of the base's weights: the sum with the release would have them twice."""
+    model = llama(init_lora_weights=start, rank_pattern={})
+    base().save_pretrained(tmp_path / "base")
+    whole = saved(tmp_path / "whole", model.state_dict())
+    alone = saved(tmp_path / "alone", get_peft_model_state_dict(model))
+    given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
+    for checkpoint in (whole, alone):
+        with pytest.raises(errors.UsageError, match=f"init_lora_weights='{start}' changed the"):
+            export_hf(checkpoint, tmp_path / "no", base=tmp_path / "base", **given)
+    export_hf(whole, tmp_path / "hf", config=model.config, **given)
+    copy.deepcopy(model).unload().save_pretrained(tmp_path / "changed")
+    assert_merged(tmp_path / "hf", model)
+    plain = {**model.peft_config["default"].to_dict(), "init_lora_weights": True}
+    export_hf(alone, tmp_path / "hf2", lora="merge", lora_config=plain, base=tmp_path / "changed")
+    assert_same_files(tmp_path / "hf2", tmp_path / "hf")
 
 
 def test_embeddings_and_transposed_layers_are_merged(tmp_path):

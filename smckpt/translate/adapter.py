@@ -31,7 +31,7 @@ from smckpt.translate.detect import looks_transformed
 from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_configs, sort
 from smckpt.translate.merged import Change, Merged, MergedSource
-from smckpt.translate.names import HubTensor, model_tensors
+from smckpt.translate.names import HubTensor, find_ties, model_tensors
 from smckpt.translate.pieces import RankTensors
 from smckpt.translate.quantized import dequantized
 from smckpt.translate.rank_files import TensorReader, open_directory
@@ -39,6 +39,8 @@ from smckpt.translate.stream import tied_names
 from smckpt.translate.translated import Translated, TranslatedSource
 
 __all__ = ["find_peft_contents"]
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 
 # The adapters to merge, in order.
 Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
@@ -114,6 +116,8 @@ def find_peft_contents(
             plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
             tied = tied_names(TranslatedSource(reader), plain, catalogue.url)
         configs[0].refuse_tied(tied, made.changed, catalogue.url)
+    elif settings is not None and settings.ties_embeddings:
+        _refuse_tied_to_released(made, whole, configs, catalogue.url)
     merged = MergedSource(reader if directory is None else _Both(reader, directory))
     targets = [target for target in made.targets if target.name not in tied]
     return ExportContents(
@@ -224,6 +228,24 @@ def _into_directory(
         _changed(t, *_change_of(hub.get(name), name, changes), where) for name, t in stored.items()
     ]
     return _ToWrite(made, [*changes], HUB)
+
+
+def _refuse_tied_to_released(
+    made: _ToWrite, whole: Mapping[str, Translated], configs: Sequence[LoraConfig], where: str
+) -> None:
+    """Raise UsageError if an adapter trains the embedding of a model whose directory has no head of
+    its own. The trained model's head is the embedding as it was, and that directory has no place
+    for both."""
+    together = all(config.values.get("ensure_weight_tying") for config in configs)
+    headed = find_ties([*(target.name for target in made.targets), _EMBEDDING])
+    if not headed and not together and find_ties([*made.changed, *whole, _HEAD]):
+        raise UsageError(
+            "the adapter trains an embedding that the config ties to the head, and the head was "
+            "not trained with it",
+            remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave base= '
+            "out and pass config= with tie_word_embeddings=False",
+            path=where,
+        )
 
 
 def _change_of(

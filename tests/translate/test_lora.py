@@ -339,6 +339,36 @@ def test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_releas
     assert_same_files(tmp_path / "hf2", tmp_path / "hf")
 
 
+def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(tmp_path):
+    """A released base with a tied head has the embedding alone, and the head would become it."""
+    tied = base(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "base")
+    for folder, more in (
+        (tmp_path / "added", {"target_modules": ["embed_tokens"]}),
+        (tmp_path / "whole", {"modules_to_save": ["embed_tokens"]}),
+    ):
+        model = peft_model(copy.deepcopy(tied), rank_pattern={}, **more)
+        given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
+        checkpoint = saved(folder, model.state_dict())
+        with pytest.raises(errors.UsageError, match="an embedding that the config ties"):
+            export_hf(checkpoint, tmp_path / "no", base=tmp_path / "base", **given)
+        assert not (tmp_path / "no").exists()
+    untied = {**tied.config.to_dict(), "tie_word_embeddings": False}
+    export_hf(checkpoint, tmp_path / "hf", config=untied, **given)  # what the error advises
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert (logits(again) - logits(model)).abs().max() <= 1e-4
+    for more in (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ):
+        model = peft_model(copy.deepcopy(tied), rank_pattern={}, **more)
+        folder = tmp_path / str(len(more))
+        export_hf(saved(folder, get_peft_model_state_dict(model)), folder / "hf", lora="merge",
+                  lora_config=model.peft_config, base=tmp_path / "base")  # fmt: skip
+        again = AutoModelForCausalLM.from_pretrained(folder / "hf")
+        assert (logits(again) - logits(model)).abs().max() <= 1e-4
+
+
 def test_embeddings_and_transposed_layers_are_merged(tmp_path):
     torch.manual_seed(1)
     config = GPT2Config(

@@ -38,6 +38,10 @@ _LORA = re.compile(
 )
 _MAGNITUDE = re.compile(r"(?P<module>.*)\.lora_magnitude_vector(\.(?P<adapter>[^.]+)\.weight)?$")
 _SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)$")
+# the rows of an embedding that are trained alone (trainable_token_indices)
+_TOKENS = re.compile(
+    r"(?P<module>.*\.token_adapter)\.trainable_tokens_delta(\.(?P<adapter>[^.]+))?$"
+)
 # Options that change the sum of base and product, so they are not merged here.
 _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "trainable_token_indices", "alora_invocation_tokens",
@@ -109,6 +113,10 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
             adapters.add(saved["adapter"])
             short = f"{saved['module']}.{saved['rest']}"
             parts.saved[short] = parts.adapter[PREFIX + short] = tensor
+        elif (tokens := _TOKENS.match(name)) is not None:
+            if tokens["adapter"]:
+                adapters.add(tokens["adapter"])
+            parts.adapter[f"{PREFIX}{tokens['module']}.trainable_tokens_delta"] = tensor
         elif ".lora_" in name:
             raise UsageError(
                 f"{full} is of a kind of LoRA that is not exported",
@@ -135,7 +143,7 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
 
 def _adapter_of(name: str) -> str | None:
     """The adapter that a tensor names, if it names one."""
-    for pattern in (_MAGNITUDE, _SAVED):
+    for pattern in (_MAGNITUDE, _SAVED, _TOKENS):
         if found := pattern.match(name):
             return found["adapter"]
     pair = _LORA.match(name)

@@ -92,6 +92,31 @@ def test_the_adapters_directory_loads_in_peft(tmp_path, whole):
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_that_are_trained_alone_go_with_the_adapter(tmp_path, whole, tied):
+    """A merge is refused: it would need the sum of other rows of the embedding."""
+    own = base(tie_word_embeddings=tied)
+    model = peft_model(copy.deepcopy(own), trainable_token_indices=[1, 7])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(1)
+    state = model.state_dict() if whole else get_peft_model_state_dict(model)
+    given: dict[str, Any] = {"lora_config": model.peft_config}
+    checkpoint = saved(tmp_path, state)
+    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
+    model.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out", "peft"))
+    # of a tied model, the head's rows are the embedding's, and PEFT writes them once
+    assert {name for name in ours.keys() ^ theirs.keys() if "lm_head" not in name} == set()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = PeftModel.from_pretrained(own, str(tmp_path / "out"))
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(errors.UsageError, match="trainable_token_indices"):
+        export_hf(checkpoint, tmp_path / "no", lora="merge", config=own.config, **given)
+
+
 def test_an_adapter_on_an_embedding_keeps_its_names(tmp_path):
     model = llama(target_modules=["embed_tokens", "v_proj"], rank_pattern={})
     config = model.peft_config["default"]

@@ -63,13 +63,13 @@ def write_sidecars(
         for path in (*tokenizer_files(tokenizer), *code_files(tokenizer)):
             folder = "" if path.parent == tokenizer else path.parent.name
             output.put(path.name, path.read_bytes(), folder)
-    elif tokenizer is not None and is_local(output.url):
-        tokenizer.save_pretrained(output.url)
-    elif tokenizer is not None:
+    elif tokenizer is not None:  # by `put`, so that a failed export removes them too
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).iterdir()):
-                output.put(path.name, path.read_bytes())
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    inside = path.parent.relative_to(folder).as_posix()
+                    output.put(path.name, path.read_bytes(), "" if inside == "." else inside)
 
 
 def index_of(files: Sequence[OutputFile]) -> bytes:

@@ -14,16 +14,21 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
+    PreTrainedTokenizerFast,
     T5Config,
 )
 
 from smckpt import errors, export_hf
+from smckpt.storage import open_storage
 from tests.support import child, shards
 from tests.support.limits import seconds
 
@@ -221,6 +226,27 @@ def test_tokenizer_and_generation_settings_are_copied_from_the_configs_directory
 
 
 # -- where the model stands -------------------------------------------------------------------
+
+
+def test_a_tokenizers_files_are_all_written_and_all_removed_if_the_export_fails(tmp_path, s3_root):
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}  # one in a folder
+    model = llama()
+    checkpoint = saved(tmp_path, model)
+    given: dict[str, Any] = {"config": model.config, "tokenizer": tokenizer}
+    export_hf(checkpoint, tmp_path / "hf", **given)
+    again = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert again.chat_template == tokenizer.chat_template
+    export_hf(checkpoint, f"{s3_root}/hf", **given)
+    folder = open_storage(f"{s3_root}/hf/additional_chat_templates")
+    assert folder.names() == ["tool_use.jinja"]
+    with torch.no_grad():
+        model.lm_head.weight[0] = float("nan")
+    for _ in range(2):
+        with pytest.raises(errors.UsageError, match="NaN or infinite"):
+            export_hf(saved(tmp_path / "bad", model), tmp_path / "no", **given)
+        assert not (tmp_path / "no").exists()
 
 
 def _with(folder: Path, **tops: dict[str, torch.Tensor]) -> Path:

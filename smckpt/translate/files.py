@@ -28,10 +28,11 @@ __all__ = ["Output", "aligned", "refuse_into_source"]
 
 UNFINISHED = ".unfinished"
 
-# Weights in any form that from_pretrained loads, and their indices.
+# Weights in any form that from_pretrained loads, and their indices. Where it finds an adapter's
+# config, it loads that adapter, whatever else is there.
 _WEIGHTS = re.compile(
     r"(model|adapter_model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
-    r"(\.index\.json)?$"
+    r"(\.index\.json)?$|adapter_config\.json$"
 )
 _FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
 

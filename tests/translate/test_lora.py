@@ -334,6 +334,17 @@ def test_one_of_several_adapters_is_exported_and_merged(tmp_path, name):
         assert torch.allclose(tensor, wanted[key], atol=1e-6), key
 
 
+def test_a_merged_model_replaces_an_adapter(tmp_path):
+    """Beside an adapter's config, `from_pretrained` would load the adapter and its base."""
+    model = llama()
+    checkpoint = saved(tmp_path, model.state_dict())
+    given: dict[str, Any] = {"lora_config": model.peft_config}
+    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
+    export_hf(checkpoint, tmp_path / "out", lora="merge", config=model.config, overwrite=True,
+              **given)  # fmt: skip
+    assert_merged(tmp_path / "out", model)
+
+
 def test_merged_into_a_base_directory(tmp_path):
     model = llama(modules_to_save=["lm_head"])
     base().save_pretrained(tmp_path / "base")

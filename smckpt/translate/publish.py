@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.headers import Header, read_header
+from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -36,6 +38,7 @@ from smckpt.translate.published import (
     spans,
     state_after,
 )
+from smckpt.translate.targets import INDEX, SINGLE
 
 __all__ = ["PublishReport", "publish"]
 
@@ -43,6 +46,8 @@ log = logging.getLogger("smckpt")
 
 _PIECE = 16 << 20  # bytes in memory at once, if the store does not say
 _WEIGHTS = ".safetensors"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")  # an export writes their index last
+_MAX_INDEX = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,30 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
             remedy="pass a directory with *.safetensors, such as an export, without folders",
             path=model.url,
         )
+    if SINGLE not in infos:  # it is loaded before an index
+        _refuse_half(model, infos)
     return {name: _scan(model, name, size) for name, size in infos.items()}
+
+
+def _refuse_half(model: Storage, names: Collection[str]) -> None:
+    """
+    Raises:
+        UsageError: the weights are in several files, and one of them, or the index, is missing.
+    """
+    if INDEX not in names:
+        missing = [INDEX] if any(map(_SHARD.fullmatch, names)) else []
+    else:
+        try:
+            found = strict_json(model.read(INDEX, most=_MAX_INDEX).decode())["weight_map"]
+            missing = sorted({*found.values()} - {*names})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            missing = ["a weight_map in its index"]
+    if missing:
+        raise UsageError(
+            f"this is not the directory of one whole model: it lacks {', '.join(missing[:8])}",
+            remedy="wait for the export that writes it, or export it again",
+            path=model.url,
+        )
 
 
 def _scan(model: Storage, name: str, size: int) -> PublishedFile:

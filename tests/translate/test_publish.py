@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -510,6 +511,32 @@ def test_what_is_no_whole_model_is_refused(served: Served) -> None:
     with pytest.raises(errors.UsageError, match="local directory"):
         apply_published(served.root, "s3://bucket/host")
     assert not open_storage(served.root).list_dirs()
+
+
+def test_half_of_an_export_in_several_files_is_refused(served: Served) -> None:
+    """Its files have their names while they are written; the index comes last."""
+    index = served.model / "model.safetensors.index.json"
+    parts = [served.model / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    (served.model / "model.safetensors").unlink(missing_ok=True)
+    for path in [*served.model.glob("*.safetensors")]:
+        path.unlink()
+    save_file(weights(), parts[0])
+    with pytest.raises(errors.UsageError, match=r"it lacks model\.safetensors\.index\.json"):
+        served.publish()
+    where = {"weight_map": {"a": parts[0].name, "b": parts[1].name}}
+    index.write_text(json.dumps(where))
+    with pytest.raises(errors.UsageError, match="it lacks model-00002-of-00002"):
+        served.publish()
+    for text in ("{", "[]", json.dumps({"weight_map": [1]})):
+        index.write_text(text)
+        with pytest.raises(errors.UsageError, match="it lacks a weight_map"):
+            served.publish()
+    assert not open_storage(served.root).list_dirs()
+    index.write_text(json.dumps(where))
+    save_file({"b": np.ones(2, np.float32)}, parts[1])
+    served.publish()
+    served.apply()
+    served.assert_same()
 
 
 def test_the_commands_print_what_they_did(served: Served) -> None:

@@ -26,7 +26,7 @@ from smckpt.errors import (
 )
 from smckpt.manager.pins import pinned
 from smckpt.storage import Access, Storage, access_to
-from smckpt.storage.urls import file_url, join_url, normal_url, relative_url
+from smckpt.storage.urls import file_url, is_local, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
 
@@ -81,6 +81,7 @@ def follow(
 
     Raises:
         UsageError: an argument is wrong.
+        CheckpointNotFoundError: with `once`: there is no such directory.
         StorageError: with `once`: the root cannot be read. Otherwise a warning says so.
     """
     base, there = normal_url(os.fspath(root)), normal_url(os.fspath(out))
@@ -94,6 +95,14 @@ def follow(
         raise UsageError(f"every={every!r}, interval={interval!r}", remedy="give positive numbers")
     options = {"s3_region": s3_region, "s3client_config": s3client_config}
     access = access_to(out, root, **options)
+    if is_local(base) and not os.path.isdir(base):
+        if once:  # an end without an export would look as if all were exported
+            raise CheckpointNotFoundError(
+                "no such directory",
+                remedy="check the path, and that the file system is mounted",
+                path=base,
+            )
+        log.warning("there is no directory %s yet; its steps are exported when they come", base)
     tried: set[tuple[str, str]] = set()
     while True:
         newest = -1

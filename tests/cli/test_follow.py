@@ -232,6 +232,12 @@ def test_an_option_that_means_nothing_is_refused(
     assert done.returncode == 2 and said in done.stderr
 
 
+def test_a_mistyped_root_does_not_look_like_a_run_that_is_exported(tmp_path: Path) -> None:
+    status, told = run(tmp_path / "rnu", tmp_path / "hf", "--once")
+    assert status == 2 and "rnu: no such directory" in told[0]
+    assert not (tmp_path / "hf").exists()
+
+
 def test_the_exports_may_not_lie_in_the_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="choose another directory"):
         list(follow(tmp_path, tmp_path, exporting, once=True))

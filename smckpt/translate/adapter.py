@@ -66,7 +66,8 @@ def find_peft_contents(
             f"a directory of an adapter holds one, but lora_adapter= names {', '.join(names)}",
             remedy="export one at a time, each to a directory of its own",
         )
-    configs = read_lora_configs(lora_config, names)
+    kind = None if settings is None else settings.values["model_type"]
+    configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
     catalogue = open_catalogue(access.open(checkpoint))
     found = model_tensors(catalogue, prefix, peft=True)
     reader = LogicalTensors(catalogue, found)
@@ -344,7 +345,7 @@ def _change(
     parameter = config.has_parameter(name)
     embeds = module in parts.embeddings
     key = name if parameter else module
-    flip = embeds or (config.transposed and not parameter)
+    flip = embeds or (config.transposes(module) and not parameter)
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)[:3]
     product = (b.shape[0], a.shape[1])
     if len(shape) == 3:

@@ -49,6 +49,9 @@ _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
 # Ways to begin that take the adapter's first values out of the base's weights. Such an adapter
 # belongs to the changed base, which a checkpoint of the whole model has.
 _OUT_OF_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga", re.IGNORECASE)
+# Families with Conv1D, and the names that it has there.
+_CONV1D_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 # PEFT wraps a module once for each of its parameters that has a pair.
 _WRAPPED = re.compile(r"(\.base_layer)+(?=\.|$)")
 
@@ -188,9 +191,10 @@ def _add_others(parts: PeftTensors[T], others: Mapping[str, T], named: bool) -> 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """adapter_config.json as plain values."""
+    """adapter_config.json as plain values. model_type: the base's, if it is known."""
 
     values: dict[str, Any]
+    model_type: str | None = None
 
     def check(self, pairs: Mapping[str, Mapping[str, Any]], where: str) -> None:
         """Check that every module has both LoRA matrices, with the rank that the config gives.
@@ -286,8 +290,11 @@ class LoraConfig:
             module, "rank_pattern", "r")  # fmt: skip
         return float(alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank))
 
-    @property
-    def transposed(self) -> bool:
+    def transposes(self, module: str) -> bool:
+        """Whether a module has its weight transposed, as Conv1D has. PEFT finds it out for each,
+        but its config has one value for all: that of the last."""
+        if self.model_type in _CONV1D_FAMILIES:
+            return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
         return bool(self.values.get("fan_in_fan_out"))
 
     def refuse_unmerged(self, where: str) -> None:

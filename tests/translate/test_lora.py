@@ -310,6 +310,29 @@ def test_experts_whose_order_does_not_show_are_refused(tmp_path):
                   lora="merge", lora_config=model.peft_config)  # fmt: skip
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_conv1d_and_linear_layers_of_one_adapter_are_told_apart(tmp_path, dora):
+    """PEFT's config has one fan_in_fan_out, that of the last module, and a square weight fits both
+    ways."""
+    config = GPT2Config(
+        n_embd=48, n_layer=2, n_head=4, vocab_size=ref.V, n_positions=64, tie_word_embeddings=False
+    )
+    own = AutoModelForCausalLM.from_config(config)
+    own.save_pretrained(tmp_path / "base")
+    model = peft_model(own, target_modules=["attn.c_proj", "c_attn", "lm_head"], rank_pattern={},
+                       use_dora=dora)  # fmt: skip
+    assert model.peft_config["default"].fan_in_fan_out is False
+    given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
+    export_hf(
+        saved(tmp_path / "whole", model.state_dict()), tmp_path / "hf", config=config, **given
+    )
+    export_hf(saved(tmp_path / "alone", get_peft_model_state_dict(model)), tmp_path / "hf2",
+              base=tmp_path / "base", **given)  # fmt: skip
+    ours, also = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "hf2"))
+    assert_merged(tmp_path / "hf", model)
+    assert all(torch.equal(ours[n], also[n]) for n in ours)
+
+
 @pytest.mark.parametrize("name", ["default", "second"])
 def test_one_of_several_adapters_is_exported_and_merged(tmp_path, name):
     model = llama(use_dora=True, modules_to_save=["lm_head"])

@@ -30,6 +30,7 @@ from smckpt.storage.posix_write import sync_directory
 from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.arguments import check_counts, check_paths
 from smckpt.translate.published import (
+    RECORD,
     Publish,
     PublishedFile,
     PublishedTensor,
@@ -43,7 +44,6 @@ __all__ = ["ApplyReport", "apply_published"]
 log = logging.getLogger("smckpt")
 
 LATEST = "latest"
-_RECORD = ".smckpt_publish.json"
 _APPLIED = re.compile(r"\d{8,12}", re.ASCII)
 _TEMPORARY = ".applying-"
 _PIECE = 16 << 20
@@ -144,7 +144,7 @@ def _locked(place: str) -> Iterator[None]:
 
 def _record_of(directory: str) -> str | None:
     """The identity of the publish that is whole in a directory."""
-    path = os.path.join(directory, _RECORD)
+    path = os.path.join(directory, RECORD)
     try:
         with open(path, "rb") as file:
             return str(open_json(file.read(1 << 16), path).get("identity"))
@@ -190,7 +190,7 @@ def _made_from(
                 continue
             nbytes += _make_file(source, writers, base, path, file)
         body = {"format": list(FORMAT_VERSION), "identity": chain[-1].identity}
-        with open(os.path.join(making, _RECORD), "wb") as record:
+        with open(os.path.join(making, RECORD), "wb") as record:
             record.write(seal_json(body))
             record.flush()
             os.fsync(record.fileno())
@@ -327,7 +327,7 @@ def _forget_old(place: str, folder: str, keep: int) -> None:
     for name in older[: max(len(older) - (keep - 1), 0)]:
         with ExitStack() as gone:  # first its record, so that a half removed one is no base
             gone.callback(shutil.rmtree, os.path.join(place, name), ignore_errors=True)
-            os.unlink(os.path.join(place, name, _RECORD))
+            os.unlink(os.path.join(place, name, RECORD))
     for name in os.listdir(place):
         if name.startswith(_TEMPORARY):
             shutil.rmtree(os.path.join(place, name), ignore_errors=True)

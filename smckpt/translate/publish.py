@@ -29,6 +29,7 @@ from smckpt.translate.arguments import check_counts, check_paths
 from smckpt.translate.files import UNFINISHED, aligned
 from smckpt.translate.published import (
     MANIFEST,
+    RECORD,
     Publish,
     PublishedFile,
     PublishedTensor,
@@ -146,7 +147,8 @@ def _chain(root: Storage) -> list[Publish]:
 
 def _scanned(model: Storage) -> dict[str, PublishedFile]:
     """All files of a model's directory, with the checksums of their blocks."""
-    infos = {info.name: info.size for info in model.list()}
+    # not the record of a directory that was applied: each host writes its own
+    infos = {info.name: info.size for info in model.list() if info.name != RECORD}
     unfinished = [name for name in infos if name.endswith(UNFINISHED)]
     folders = list(model.list_dirs())
     if unfinished or folders or not any(name.endswith(_WEIGHTS) for name in infos):

@@ -23,6 +23,7 @@ from smckpt.storage.urls import file_url
 
 __all__ = [
     "MANIFEST",
+    "RECORD",
     "Publish",
     "PublishedFile",
     "PublishedTensor",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 MANIFEST = "publish.json"
+RECORD = ".smckpt_publish.json"  # in an applied directory: of which publish it is
 _MAX_MANIFEST = 1 << 28  # bytes
 _NUMBER = re.compile(r"\d{8,12}", re.ASCII)
 _NAME = re.compile(r"[^/\\\0]+")

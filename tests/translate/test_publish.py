@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from smckpt import apply_published, errors, publish
 from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.storage import open_storage
-from smckpt.translate.published import MANIFEST
+from smckpt.translate.published import MANIFEST, RECORD
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 
@@ -537,6 +537,25 @@ def test_half_of_an_export_in_several_files_is_refused(served: Served) -> None:
     served.publish()
     served.apply()
     served.assert_same()
+
+
+def test_a_model_that_began_as_a_copy_of_an_applied_one_is_published_without_its_record(
+    served: Served,
+) -> None:
+    """A host's unchanged files are links: a record among them would be written through them."""
+    served.publish()
+    copy = Path(served.apply().directory) / RECORD
+    shutil.copy(copy, served.model)
+    for number in (1, 2):
+        served.tensors["embed.weight"] += 1
+        write(served.model, served.tensors, **{RECORD: copy.read_bytes()})
+        assert served.publish().number == number
+        assert not (Path(served.root) / f"{number:08d}" / RECORD).exists()
+        before = (served.host / "latest" / RECORD).read_bytes()
+        old = Path(os.path.realpath(served.host / "latest"))
+        served.apply()
+        served.assert_same()
+        assert (old / RECORD).read_bytes() == before
 
 
 def test_the_commands_print_what_they_did(served: Served) -> None:

@@ -137,7 +137,7 @@ PUBLISHED = [
     of(
         "apply: a half removed directory has no record",
         "translate/apply.py",
-        "            os.unlink(os.path.join(place, name, _RECORD))",
+        "            os.unlink(os.path.join(place, name, RECORD))",
         "            pass",
         PUBLISH + "test_a_half_removed_directory_is_made_anew",
     ),

@@ -20,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "code_files",
     "is_beside_config",
+    "is_of_tokenizer",
     "read_config",
     "tokenizer_files",
 ]
@@ -140,8 +141,12 @@ def read_config(source: Any) -> ModelConfig | None:
 
 def is_beside_config(name: str) -> bool:
     """Whether a file of this name belongs to a model's config: of a tokenizer, or code."""
-    known = (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES)
-    return name in known or name.endswith((*_TOKENIZER_ENDINGS, ".py"))
+    return name in (CONFIG, GENERATION_CONFIG) or is_of_tokenizer(name) or name.endswith(".py")
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer or processor."""
+    return name in _TOKENIZER_FILES or name.endswith(_TOKENIZER_ENDINGS)
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from smckpt.translate.config import (
     ModelConfig,
     code_files,
     is_beside_config,
+    is_of_tokenizer,
     read_config,
     tokenizer_files,
 )
@@ -60,16 +61,23 @@ def write_sidecars(
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
     if isinstance(tokenizer, Path):
-        for path in (*tokenizer_files(tokenizer), *code_files(tokenizer)):
-            folder = "" if path.parent == tokenizer else path.parent.name
-            output.put(path.name, path.read_bytes(), folder)
+        _copy(output, tokenizer, [*tokenizer_files(tokenizer), *code_files(tokenizer)])
     elif tokenizer is not None:  # by `put`, so that a failed export removes them too
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).rglob("*")):
-                if path.is_file():
-                    inside = path.parent.relative_to(folder).as_posix()
-                    output.put(path.name, path.read_bytes(), "" if inside == "." else inside)
+        with tempfile.TemporaryDirectory() as made:
+            tokenizer.save_pretrained(made)
+            _copy(output, Path(made), sorted(filter(Path.is_file, Path(made).rglob("*"))))
+
+
+def _copy(output: Output, origin: Path, paths: Sequence[Path]) -> None:
+    """Write a tokenizer's files. Those of an older one leave: its chat template, for example, would
+    be read with the new one."""
+    if any(is_of_tokenizer(path.name) for path in paths):
+        templates = output.storage.at(f"{output.url.rstrip('/')}/{TEMPLATES}")
+        templates.delete_many(templates.names())
+        output.storage.delete_many([*filter(is_of_tokenizer, output.storage.names())])
+    for path in paths:
+        inside = path.parent.relative_to(origin).as_posix()
+        output.put(path.name, path.read_bytes(), "" if inside == "." else inside)
 
 
 def index_of(files: Sequence[OutputFile]) -> bytes:

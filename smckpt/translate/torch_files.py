@@ -20,6 +20,8 @@ __all__ = ["is_safetensors", "load_inert", "stored_tensors", "torch_root"]
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module"
 _MODELS = ("model", "state_dict", "module")
+# How a file begins in a clone of a release without its large files.
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 class _Inert:
@@ -60,7 +62,18 @@ def load_inert(path: Path) -> Any:
 
 
 def is_safetensors(source: SourceFiles, file: ArchiveRecord) -> bool:
-    return source.read(file, 0, min(9, file.nbytes))[8:9] == b"{"
+    """
+    Raises:
+        UsageError: git-lfs has not fetched the file.
+    """
+    first = source.read(file, 0, min(len(_POINTER), file.nbytes))
+    if first == _POINTER:
+        raise UsageError(
+            "this is git-lfs's pointer to the file, not the file",
+            remedy="fetch it: git lfs pull",
+            path=file.path,
+        )
+    return first[8:9] == b"{"
 
 
 def stored_tensors(source: SourceFiles, file: ArchiveRecord) -> tuple[dict[str, StoredTensor], Any]:

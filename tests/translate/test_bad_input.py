@@ -352,6 +352,22 @@ def test_a_shard_of_another_step_is_told_by_its_checksum(tmp_path):
     assert not list((tmp_path / "hf").glob("*"))
 
 
+def test_what_git_lfs_has_not_fetched_is_named(tmp_path):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        hub = tmp_path / name.partition(".")[2]
+        hub.mkdir()
+        (hub / name).write_bytes(pointer)
+        _model().config.save_pretrained(hub)
+        for act in (
+            lambda: import_hf(hub, tmp_path / "c", "hf_tp"),  # noqa: B023
+            lambda: export_hf(hub / name, tmp_path / "hf", config=hub),  # noqa: B023
+        ):
+            with pytest.raises(errors.UsageError, match="git-lfs's pointer") as caught:
+                act()
+            assert name in str(caught.value) and "git lfs pull" in str(caught.value)
+
+
 def test_nothing_is_written_where_the_source_is(tmp_path):
     """Overwriting takes an old model's files away first: here the only ones there are."""
     hub, ranks = tmp_path / "hub", tmp_path / "ranks"

@@ -249,6 +249,21 @@ def test_a_tokenizers_files_are_all_written_and_all_removed_if_the_export_fails(
         assert not (tmp_path / "no").exists()
 
 
+def test_an_overwritten_directory_keeps_nothing_of_an_older_tokenizer(tmp_path):
+    model, hf = llama(), tmp_path / "hf"
+    checkpoint = saved(tmp_path, model)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    old, new = (PreTrainedTokenizerFast(tokenizer_object=words) for _ in range(2))
+    old.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    export_hf(checkpoint, hf, config=model.config, tokenizer=old)
+    (hf / "README.md").write_text("mine")
+    export_hf(checkpoint, hf, config=model.config, overwrite=True)  # none is given: the old stays
+    assert AutoTokenizer.from_pretrained(hf).chat_template == old.chat_template
+    export_hf(checkpoint, hf, config=model.config, tokenizer=new, overwrite=True)
+    assert AutoTokenizer.from_pretrained(hf).chat_template is None
+    assert (hf / "README.md").read_text() == "mine"
+
+
 def _with(folder: Path, **tops: dict[str, torch.Tensor]) -> Path:
     """A checkpoint whose state dict has these top-level keys ("" for none)."""
     return shards.write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.support.guard_list.guard import Guard
+from tests.support.guard_list.of_exports import EXPORTED
 from tests.support.guard_list.of_faults import (
     DISKS,
     FORKED,
@@ -31,6 +32,6 @@ __all__ = ["GUARDS", "Guard"]
 
 GUARDS = [
     *(*KEEPING, *RESUMING, *DECIDING, *SPACE, *ENDING),
-    *(*REPAIR, *MENDING, *PUBLISHED),
+    *(*REPAIR, *MENDING, *PUBLISHED, *EXPORTED),
     *(*SILENT, *HANGING, *DISKS, *LATE, *TWO_JOBS, *WRONG_CLOCKS, *SMALL, *FORKED, *UPGRADED),
 ]

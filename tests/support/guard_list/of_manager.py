@@ -283,7 +283,7 @@ ENDING = [
     ),
     of(
         "end: a dead rank is named before the time is over", "manager/notice.py",
-        "timeout=notice.grace / 3,", "timeout=notice.grace * 3,",
+        "            return grace / 3\n", "            return grace * 3\n",
         NOTICE + "test_a_rank_that_is_dead_holds_nobody_up",
     ),
     of(

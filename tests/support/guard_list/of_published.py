@@ -16,6 +16,13 @@ PUBLISHED = [
         FOLLOW + "test_a_run_does_not_delete_the_step_that_is_read",
     ),
     of(
+        "follow: a mistyped root",
+        "manager/follow.py",
+        "        if once:  # an end without",
+        "        if False:  # an end without",
+        FOLLOW + "test_a_mistyped_root_does_not_look_like_a_run_that_is_exported",
+    ),
+    of(
         "follow: what is exported stays",
         "manager/follow.py",
         "if _recorded(target) == found.identity:",

@@ -1,0 +1,90 @@
+"""Guards of exports and of adapters that are merged."""
+
+# ruff: noqa: E501 - the texts are lines of the code
+from __future__ import annotations
+
+from tests.support.guard_list.guard import of
+
+BAD = "tests/translate/test_bad_input.py::"
+EXPORT = "tests/translate/test_export.py::"
+LORA = "tests/translate/test_lora.py::"
+NAMES = "tests/translate/test_names.py::"
+PUBLISH = "tests/translate/test_publish.py::"
+RELEASED = "tests/translate/test_released.py::"
+
+EXPORTED = [
+    of(
+        "export: the source is never the target", "translate/export.py",
+        '            given["checkpoint"] = checkpoint\n', "            pass\n",
+        BAD + "test_nothing_is_written_where_the_source_is",
+    ),
+    of(
+        "export: what git-lfs has not fetched is named", "translate/torch_files.py",
+        "if first == _POINTER:", "if False:",
+        BAD + "test_what_git_lfs_has_not_fetched_is_named",
+    ),
+    of(
+        "export: a tokenizer's files leave with a failed export", "translate/sidecars.py",
+        "        with tempfile.TemporaryDirectory() as made:",
+        "        for made in [output.url]:",
+        EXPORT + "test_a_tokenizers_files_are_all_written_and_all_removed_if_the_export_fails",
+    ),
+    of(
+        "export: nothing stays of an older tokenizer", "translate/sidecars.py",
+        "        output.storage.delete_many([*filter(is_of_tokenizer, output.storage.names())])",
+        "        pass",
+        EXPORT + "test_an_overwritten_directory_keeps_nothing_of_an_older_tokenizer",
+    ),
+    of(
+        "export: a merged model replaces an adapter", "translate/files.py",
+        r"|adapter_config\.json$", "",
+        LORA + "test_a_merged_model_replaces_an_adapter",
+    ),
+    of(
+        "export: into a store it waits for the names", "translate/export.py",
+        "guess=guess and is_local(os.fspath(out_dir)),", "guess=guess,",
+        NAMES + "test_an_export_waits_for_the_names_where_it_could_not_begin_again",
+    ),
+    of(
+        "export: several processes wait for the names", "translate/export.py",
+        "guess = group.count == 1 and not", "guess = not",
+        NAMES + "test_an_export_waits_for_the_names_where_it_could_not_begin_again",
+    ),
+    of(
+        "import: one file comes before an old index", "translate/rank_files.py",
+        "{} if single in folder.files else _weight_map(folder, index)",
+        "_weight_map(folder, index) if index in folder.files else {}",
+        RELEASED + "test_one_file_beside_the_index_of_an_older_model_is_what_transformers_reads",
+    ),
+    of(
+        "lora: an adapter that began with parts of its base", "translate/adapter.py",
+        "        config.refuse_other_base(os.fspath(directory))\n", "",
+        LORA + "test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_release",
+    ),
+    of(
+        "lora: an embedding apart from its tied head", "translate/adapter.py",
+        "    if not headed and not together and", "    if False and",
+        LORA + "test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both",
+    ),
+    of(
+        "lora: tokens that are trained alone", "translate/lora.py",
+        '            parts.adapter[f"{PREFIX}{tokens[\'module\']}.trainable_tokens_delta"] = tensor',
+        "            pass",
+        LORA + "test_tokens_that_are_trained_alone_go_with_the_adapter",
+    ),
+    of(
+        "lora: Conv1D beside linear layers", "translate/lora.py",
+        "if self.model_type in _CONV1D_FAMILIES:", "if False:",
+        LORA + "test_conv1d_and_linear_layers_of_one_adapter_are_told_apart",
+    ),
+    of(
+        "publish: half of an export", "translate/publish.py",
+        "        _refuse_half(model, infos)", "        pass",
+        PUBLISH + "test_half_of_an_export_in_several_files_is_refused",
+    ),
+    of(
+        "publish: the record of an applied directory", "translate/publish.py",
+        " if info.name != RECORD}", "}",
+        PUBLISH + "test_a_model_that_began_as_a_copy_of_an_applied_one_is_published_without_its_record",
+    ),
+]  # fmt: skip

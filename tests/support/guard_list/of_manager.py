@@ -283,7 +283,7 @@ ENDING = [
     ),
     of(
         "end: a dead rank is named before the time is over", "manager/notice.py",
-        "            return grace / 3\n", "            return grace * 3\n",
+        "return max(grace - max(_SAVE_FACTOR * self.save_seconds, grace / 3), grace / 10)", "return grace * 3",
         NOTICE + "test_a_rank_that_is_dead_holds_nobody_up",
     ),
     of(

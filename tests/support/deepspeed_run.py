@@ -1,9 +1,10 @@
-"""DeepSpeed's own engine on two ranks of gloo, on CPU: trains a model in ZeRO stage 3 and saves it.
+"""DeepSpeed's own engine on two ranks of gloo, on CPU: trains models under ZeRO and saves them.
 
 `deepspeed_run.py MODEL OUT`. MODEL is a Hugging Face directory. OUT/llama and OUT/odd are what
-`save_checkpoint` writes, of that model in bfloat16 with its embedding frozen, and of one with sizes
-that two ranks do not divide, a tied weight and a buffer. The rate is 0, so the weights stay.
-OUT/odd.pt is the state of the second before.
+`save_checkpoint` writes in stage 3, of that model in bfloat16 with its embedding frozen, and of one
+with sizes that two ranks do not divide, a tied weight and a buffer. OUT/stage0 to OUT/stage2 are of
+the first in the other stages. The rate is 0, so the weights stay. OUT/odd.pt is the state of the
+second before.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Odd(torch.nn.Module):
         return self.two(self.one(x)) + self.last(self.one(x))
 
 
-def train(model: torch.nn.Module, out: Path, bf16: bool, loss: Any) -> None:
+def train(model: torch.nn.Module, out: Path, bf16: bool, loss: Any, stage: int = 3) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -50,13 +51,14 @@ def train(model: torch.nn.Module, out: Path, bf16: bool, loss: Any) -> None:
 
 def main(model: str, out: Path) -> None:
     dist.init_process_group("gloo")
-    llama = AutoModelForCausalLM.from_pretrained(model)
-    llama.get_input_embeddings().weight.requires_grad_(False)
     tokens = torch.arange(16).reshape(2, 8)
-    train(
-        llama, out / "llama", True,
-        lambda engine: engine(input_ids=tokens, labels=tokens).loss.float(),
-    )  # fmt: skip
+    for stage in range(4):
+        llama = AutoModelForCausalLM.from_pretrained(model)
+        llama.get_input_embeddings().weight.requires_grad_(False)
+        train(
+            llama, out / ("llama" if stage == 3 else f"stage{stage}"), True,
+            lambda engine: engine(input_ids=tokens, labels=tokens).loss.float(), stage,
+        )  # fmt: skip
     torch.manual_seed(0)
     odd = Odd()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints in parts: ZeRO stage 3, and universal ones.
+"""DeepSpeed's checkpoints: of its ZeRO stages, and universal ones.
 
 Its own engine writes them where SMCKPT_DEEPSPEED names a folder with the package. Without it,
 `torch.save` of what the engine's `save_checkpoint` puts together stands in for it.
@@ -69,6 +69,11 @@ def test_what_deepspeed_writes_is_exported(tmp_path, judged):
     assert found.keys() == state.keys()
     assert [n for n, t in found.items() if not torch.equal(t.float(), state[n])] == []
     assert {n for n, t in found.items() if t.dtype != torch.float32} == {frozen}
+    for stage in range(3):  # whose weights are whole, in bfloat16
+        report = export_hf(tmp_path / f"stage{stage}", tmp_path / f"hf{stage}", config=model.config)
+        assert report.source == "DeepSpeed"
+        assert_same(tmp_path / f"hf{stage}", {n: t.bfloat16() for n, t in state.items()})
+        judged("llama", f"DeepSpeed ZeRO-{stage}", exports=["DeepSpeed"])
     export_hf(tmp_path / "odd", tmp_path / "odd-hf")
     assert_same(tmp_path / "odd-hf", torch.load(tmp_path / "odd.pt"))
     judged("llama", "DeepSpeed ZeRO-3", exports=["DeepSpeed"])

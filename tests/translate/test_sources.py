@@ -161,7 +161,8 @@ def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stage
     assert names == ["mp_rank_00_000", "mp_rank_00_001"]
 
 
-# -- DeepSpeed's directories. `torch.save` of what its engine puts together stands in for it.
+# -- DeepSpeed's directories. `torch.save` of what its engine puts together stands in for it here;
+# -- the engine itself writes them in test_deepspeed.py.
 
 
 def deepspeed_directory(folder: Path, cuts: list[State]) -> Path:

@@ -69,8 +69,7 @@ def find_peft_contents(
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
     catalogue = open_catalogue(access.open(checkpoint))
-    found = model_tensors(catalogue, prefix, peft=True)
-    reader = LogicalTensors(catalogue, found)
+    reader = LogicalTensors(catalogue, model_tensors(catalogue, prefix, peft=True))
     tensors = {target.name: target for target in whole_tensors(reader)}
     adapters = [
         (sort(tensors, catalogue.url, each), config)
@@ -88,43 +87,68 @@ def find_peft_contents(
         return ExportContents(
             source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity
         )
-    directory = _open_base(base, configs, settings) if base is not None else None
+    for config in configs:
+        config.refuse_unmerged(catalogue.url)
     whole = _saved_whole(names, [parts for parts, _ in adapters], catalogue.url)
+    if base is None:
+        found = _merged_here(reader, whole, adapters, settings, naming, comparison)
+    else:
+        directory = _open_base(base, configs, settings)
+        found = _merged_there(reader, whole, adapters, settings, directory, comparison)
+    return replace(found, identity=catalogue.identity, kept=kept_of_family(settings, found.targets))
+
+
+def _merged_here(
+    reader: LogicalTensors, whole: Mapping[str, Translated], adapters: Adapters,
+    settings: ModelConfig | None, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Adapters merged into the base that is in the checkpoint."""
+    url = reader.url
     stored = {**adapters[0][0].base, **whole}
-    if directory is None and looks_transformed(stored):
+    if looks_transformed(stored):
         raise UsageError(
             "the base's names are not those that Hugging Face has on disk",
             remedy="pass base= the Hugging Face directory of the base model",
-            path=catalogue.url,
+            path=url,
         )
-    for config in configs:
-        config.refuse_unmerged(catalogue.url)
-    notes = head_notes([*(directory.held if directory is not None else stored)], settings)
-    if directory is None:
-        made = _into_checkpoint(stored, adapters, naming, comparison, catalogue.url)
-    else:
-        made = _into_directory(whole, adapters, directory, comparison, catalogue.url)
+    made = _into_checkpoint(stored, adapters, naming, comparison, url)
+    _refuse_both(whole, made, url)
+    tied: tuple[str, ...] = ()
+    if settings is not None and settings.ties_embeddings:
+        plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
+        tied = tied_names(TranslatedSource(reader), plain, url)
+    adapters[0][1].refuse_tied(tied, made.changed, url)
+    notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
+    targets = [target for target in made.targets if target.name not in tied]
+    return ExportContents(MergedSource(reader), targets, tied, notes, made.naming)
+
+
+def _merged_there(
+    reader: LogicalTensors, whole: Mapping[str, Translated], adapters: Adapters,
+    settings: ModelConfig | None, directory: TensorReader, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Adapters merged into the base in a Hugging Face directory."""
+    url = reader.url
+    made = _into_directory(whole, adapters, directory, comparison, url)
+    _refuse_both(whole, made, url)
+    if settings is not None and settings.ties_embeddings:
+        _refuse_tied_to_released(made, whole, [config for _, config in adapters], url)
+    notes = (
+        *head_notes([*directory.held], settings),
+        *(made.notes if settings is not None else ()),
+    )
+    return ExportContents(
+        MergedSource(_Both(reader, directory)), made.targets, (), notes, made.naming
+    )
+
+
+def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite, where: str) -> None:
     if lost := sorted(whole.keys() & {*made.changed}):
         raise UsageError(
             f"one adapter saves {lost[0]} whole (modules_to_save), and another adds to it",
             remedy="export them one at a time, or merge them with PEFT",
-            path=catalogue.url,
+            path=where,
         )
-    notes = (*notes, *made.notes) if settings is not None else notes
-    tied: tuple[str, ...] = ()
-    if directory is None:
-        if settings is not None and settings.ties_embeddings:
-            plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
-            tied = tied_names(TranslatedSource(reader), plain, catalogue.url)
-        configs[0].refuse_tied(tied, made.changed, catalogue.url)
-    elif settings is not None and settings.ties_embeddings:
-        _refuse_tied_to_released(made, whole, configs, catalogue.url)
-    merged = MergedSource(reader if directory is None else _Both(reader, directory))
-    targets = [target for target in made.targets if target.name not in tied]
-    return ExportContents(
-        merged, targets, tied, notes, made.naming, identity=catalogue.identity,
-        kept=kept_of_family(settings, targets),
-    )  # fmt: skip
 
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:

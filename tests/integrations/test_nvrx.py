@@ -223,6 +223,7 @@ def test_a_request_runs_in_a_worker_with_its_preload_and_results(tmp_path: Path)
     assert order == ["first", "second"] * 2
 
 
+@pytest.mark.long
 def test_a_worker_for_each_request_ends_with_it(tmp_path: Path) -> None:
     queue, pids = AsyncCallsQueue(persistent=False), []
     for number in (1, 2):

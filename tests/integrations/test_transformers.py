@@ -85,7 +85,7 @@ def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["output_dir", "s3", pytest.param("a disk", marks=pytest.mark.long)]
+    "where", ["s3", *(pytest.param(w, marks=pytest.mark.long) for w in ("output_dir", "a disk"))]
 )
 def test_an_export_finds_config_and_tokenizer_beside_a_checkpoint(
     tmp_path: Path, request: pytest.FixtureRequest, where: str

@@ -80,6 +80,7 @@ def rows(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
     ]
 
 
+@pytest.mark.long
 def test_over_kills_and_changes_of_world_every_sample_is_taken_once_an_epoch(
     tmp_path: Path,
 ) -> None:

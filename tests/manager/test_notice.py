@@ -253,6 +253,7 @@ with CheckpointManager(sys.argv[1], grace=float(sys.argv[2])) as manager:
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {

@@ -19,15 +19,15 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.errors import UsageError
-from smckpt.storage import Access, access_to
+from smckpt.storage import Access, Storage, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.adapter import find_peft_contents
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
-from smckpt.translate.config import read_config
+from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
-from smckpt.translate.export_group import export_group_of
+from smckpt.translate.export_group import ExportGroup, export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
@@ -202,12 +202,12 @@ def export_hf(
         check_flags(
             overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
         )
-        settings = read_config(base if config is None and lora == "merge" else config)
-        noted: tuple[str, ...] = ()
-        if isinstance(checkpoint, (str, os.PathLike)) and settings is None and lora != "adapter":
-            settings, noted = config_beside(
-                access.open(checkpoint), lambda: cleanup.enter_context(TemporaryDirectory())
-            )
+        settings, noted = _settings(
+            base if config is None and lora == "merge" else config,
+            access,
+            None if lora == "adapter" else checkpoint,
+            lambda: cleanup.enter_context(TemporaryDirectory()),
+        )
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         if not files:
@@ -240,45 +240,51 @@ def export_hf(
             else:
                 refuse_given("with lora=", **{**vars(said), "mtp": None if mtp == DROP else mtp})
                 found = find_peft_contents(
-                    access,
-                    checkpoint,
-                    prefix,
-                    settings,
-                    lora,
-                    lora_config,
-                    base,
-                    naming,
-                    comparison,
-                    lora_adapter,
-                )
-            kept = found.kept.get(dtype or "", frozenset())
-            cast = [t if t.name in kept else _cast(t, dtype) for t in found.targets]
-            found = replace(found, targets=cast, notes=(*noted, *found.notes))
-            files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
-            output, written = Output(access.open(out_dir), files), settings
-            if written is not None and found.predicting is not None:
-                written = with_prediction_layers(written, found.predicting)
-            return Planned(
-                found, files, output,
-                lambda: write_sidecars(output, written, tokens, found.adapter, found.targets),
-            )  # fmt: skip
+                    access, checkpoint, prefix, settings, lora, lora_config, base, naming,
+                    comparison, lora_adapter,
+                )  # fmt: skip
+            found = replace(_cast(found, dtype), notes=(*noted, *found.notes))
+            return _planned(found, access.open(out_dir), settings, tokens, limit)
 
         def attempt() -> tuple[Planned, dict[str, Any]]:
-            stages = Stages(group, comparison, overwrite, allow_nonfinite, workers, progress)
-            with ExitStack() as done:
-                done.callback(stages.close)
-                on_failure = done.enter_context(ExitStack())
-                on_failure.callback(stages.abandon)
-                group.meet("plan", lambda: stages.plan(plan), stages.prepare)
-                decided = group.meet("written", stages.write, stages.publish)
-                on_failure.pop_all()
-            return stages.made, decided
+            return _attempt(
+                group, plan,
+                Stages(group, comparison, overwrite, allow_nonfinite, workers, progress),
+            )  # fmt: skip
 
         try:
             made, decided = attempt()
         except OtherNamesError:  # what was written meanwhile is gone
             made, decided = attempt()
     return _report(made, decided, time.perf_counter() - began)
+
+
+def _planned(
+    found: ExportContents, where: Storage, settings: ModelConfig | None, tokens: Any, limit: int
+) -> Planned:
+    files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+    output = Output(where, files)
+    if settings is not None and found.predicting is not None:
+        settings = with_prediction_layers(settings, found.predicting)
+    return Planned(
+        found, files, output,
+        lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets),
+    )  # fmt: skip
+
+
+def _attempt(
+    group: ExportGroup, plan: Callable[[], Planned], stages: Stages
+) -> tuple[Planned, dict[str, Any]]:
+    """Plan and write; if that fails, nothing is left. Returns what was written, and what the first
+    process has decided."""
+    with ExitStack() as done:
+        done.callback(stages.close)
+        on_failure = done.enter_context(ExitStack())
+        on_failure.callback(stages.abandon)
+        group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+        decided = group.meet("written", stages.write, stages.publish)
+        on_failure.pop_all()
+    return stages.made, decided
 
 
 def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:
@@ -306,8 +312,15 @@ def _one_file(found: ExportContents) -> tuple[OutputFile, ...]:
     return (replace(file, name=ADAPTER_WEIGHTS),)
 
 
-def _cast(target: Any, dtype: str | None) -> Any:
-    """A target in the dtype to write it in."""
+def _cast(found: ExportContents, dtype: str | None) -> ExportContents:
+    """The targets in the dtype to write them in."""
+    kept = found.kept.get(dtype or "", frozenset())
+    return replace(
+        found, targets=[t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
+    )
+
+
+def _cast_target(target: Any, dtype: str | None) -> Any:
     if dtype is None or not _is_float(target.dtype):
         return target
     if target.dtype not in CASTABLE:
@@ -331,6 +344,16 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
             f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
         )
     return checkpoint if many else ()
+
+
+def _settings(
+    config: Any, access: Access, checkpoint: Any, copies: Callable[[], str]
+) -> tuple[ModelConfig | None, tuple[str, ...]]:
+    """The config that is given, or the one beside the checkpoint, with notes on it."""
+    settings = read_config(config)
+    if settings is not None or not isinstance(checkpoint, (str, os.PathLike)):
+        return settings, ()
+    return config_beside(access.open(checkpoint), copies)
 
 
 def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:

@@ -23,7 +23,7 @@ from smckpt.translate.compile import Block
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.pieces import RankTensors, TensorKey
 
-__all__ = ["CheckpointTensors", "degrees_of", "stages_of"]
+__all__ = ["CheckpointTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
 
 _Rows = list[tuple[Entry, str]]
 _COMPARED = 64 << 10  # bytes of a tensor
@@ -78,6 +78,25 @@ def stages_of(catalogue: Catalogue, pp: int | None) -> int:
             path=catalogue.url,
         )  # fmt: skip
     return saved
+
+
+def has_parts_of_ranks(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> bool:
+    """Whether tensor- or expert-parallel ranks, as recorded, saved plain tensors of their own that
+    differ. By name alone, those of one rank would pass for the model's."""
+    degrees = degrees_of(catalogue, None, None)
+    if catalogue.topology is None or degrees.ranks == 1:
+        return False
+    by_name = catalogue.pieces.by_name
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if all(row.geometry.per_rank for row, _ in by_name[tensor.name])
+    }
+    reader = CheckpointTensors(catalogue, own, degrees)
+    try:
+        return any(map(reader.differs, own))
+    finally:
+        reader.close()
 
 
 def _refuse_other_order(state: ParallelState, url: str) -> None:
@@ -215,6 +234,21 @@ class CheckpointTensors:
             found = [s for s in self._meeting(row, fqn, block.copy) if self._is_of(s, key)]
             if found and block.copy.numel:
                 self._refuse_unlike(block, [found[0], *found[1:2], *found[2:][-1:]])
+
+    def differs(self, name: str) -> bool:
+        """Whether ranks of other coordinates hold another tensor under a name, as far as its
+        beginning shows. A part of a matrix begins otherwise than the other parts."""
+        held = self.held[name]
+        if len(set(held.shards.values())) > 1:
+            return True
+        found = set()
+        for place, shape in held.shards.items():
+            size = DTYPES[held.dtype].itemsize
+            block = _beginning(TensorKey(name, *place), shape, size)
+            data = bytearray(block.copy.numel * size)
+            self.read(self.plan([block]), [memoryview(data)])
+            found.add(bytes(data))
+        return len(found) > 1
 
     def _refuse_unlike(self, block: Block, sources: Sequence[SavedPiece]) -> None:
         data = []

@@ -13,7 +13,12 @@ from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.storage import Access
 from smckpt.translate.arguments import check_counts
-from smckpt.translate.checkpoint_tensors import CheckpointTensors, degrees_of, stages_of
+from smckpt.translate.checkpoint_tensors import (
+    CheckpointTensors,
+    degrees_of,
+    has_parts_of_ranks,
+    stages_of,
+)
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.compile import Block, prove_copies
 from smckpt.translate.config import CONFIG, ModelConfig
@@ -151,7 +156,8 @@ def find_contents(
     said.refuse_chunks(catalogue.url)
     tensors = model_tensors(catalogue, prefix)
     packed = naming == HUB and looks_packed(tensors, family)
-    if said.layout is not None or packed or looks_transformed(tensors):
+    apart = said.layout is None and has_parts_of_ranks(catalogue, tensors)
+    if said.layout is not None or packed or apart or looks_transformed(tensors):
         degrees = degrees_of(catalogue, said.tp, said.ep, said.etp)
         reader = CheckpointTensors(catalogue, tensors, degrees)
         reader.refuse_unlike_replicas()

@@ -278,6 +278,29 @@ def test_packed_experts_of_transformers_own_parallelism(tmp_path, mixtral):
         assert same(tmp_path / f"hf{number}", state)
 
 
+def test_parts_under_hugging_faces_names_do_not_pass_for_the_model(tmp_path, llama, mixtral):
+    """Their names are the model's, so without a config nothing but the ranks tells."""
+    for number, (model, state) in enumerate((llama, mixtral)):
+        model.save_pretrained(tmp_path / f"hub{number}")
+        place = tmp_path / f"c{number}"
+        import_hf(tmp_path / f"hub{number}", place, "hf_tp", tp=2)
+        report = export_hf(place, tmp_path / f"hf{number}")
+        assert report.layout == "hf_tp" and same(tmp_path / f"hf{number}", state)
+        (place / "config.json").unlink()
+        with pytest.raises(errors.UsageError, match=r"no config was given.*pass config="):
+            export_hf(place, tmp_path / "no", against_model=False)
+        with pytest.raises(errors.UsageError, match="no whole tensors"):
+            export_hf(place, tmp_path / "no", config=model.config, naming="module")
+
+
+def test_copies_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, llama):
+    model, state = llama
+    topology = ParallelState(2, tensor_parallel_degree=2).to_json()
+    path = shards.write(tmp_path / "c", 2, lambda r: shards.own(state, r), topology=topology)
+    report = export_hf(path, tmp_path / "hf", config=model.config)
+    assert report.layout is None and same(tmp_path / "hf", state)
+
+
 def test_plain_tensors_without_a_topology_are_refused(tmp_path, llama):
     model, state = llama
     cuts = [ref.mcore(state, 2, r) for r in range(2)]

@@ -7,6 +7,7 @@ from tests.support.guard_list.guard import of
 
 BAD = "tests/translate/test_bad_input.py::"
 EXPORT = "tests/translate/test_export.py::"
+LAYOUTS = "tests/translate/test_layout_checkpoints.py::"
 LORA = "tests/translate/test_lora.py::"
 NAMES = "tests/translate/test_names.py::"
 PUBLISH = "tests/translate/test_publish.py::"
@@ -49,6 +50,11 @@ EXPORTED = [
         "export: several processes wait for the names", "translate/export.py",
         "guess = group.count == 1 and not", "guess = not",
         NAMES + "test_an_export_waits_for_the_names_where_it_could_not_begin_again",
+    ),
+    of(
+        "export: parts of ranks by the model's own names", "translate/contents.py",
+        "apart = said.layout is None and has_parts_of_ranks(catalogue, tensors)", "apart = False",
+        LAYOUTS + "test_parts_under_hugging_faces_names_do_not_pass_for_the_model",
     ),
     of(
         "import: one file comes before an old index", "translate/rank_files.py",

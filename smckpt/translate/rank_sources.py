@@ -23,7 +23,7 @@ from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
 from smckpt.translate.rank_files import TensorReader, open_files, open_stages
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.torch_files import torch_root
+from smckpt.translate.torch_files import keys_of, torch_root
 
 __all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
 
@@ -103,8 +103,24 @@ def open_ranks(
     """A reader of the files of `pp` stages. layers, vpp: as of `merged`.
 
     Raises:
+        UsageError: no file has a tensor of a model.
         as `open_files` and `merged`.
     """
+    reader = _reader_of(found, degrees, pp, layers, vpp)
+    if not reader.held:
+        keys = keys_of(found.source, next(iter(found.files.values())))
+        raise UsageError(
+            f"there is no model in the file, whose keys are {keys[:8]}",
+            remedy="save the model's state dict (model.state_dict(), not the model) alone, or "
+            "under the key model",
+            path=found.url,
+        )
+    return reader
+
+
+def _reader_of(
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
+) -> TensorReader:
     if pp == 1:
         return open_files(found.files, degrees, found.source, found.alone)
     stages = open_stages(found.files, degrees, pp, found.source, found.alone)

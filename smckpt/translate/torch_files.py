@@ -15,11 +15,11 @@ from smckpt.translate.pickled import Global, Inert
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive, open_legacy
 
-__all__ = ["is_safetensors", "load_inert", "stored_tensors", "torch_root"]
+__all__ = ["is_safetensors", "keys_of", "load_inert", "stored_tensors", "torch_root"]
 
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
-# the model's names in trainers' files; DeepSpeed's is "module"
-_MODELS = ("model", "state_dict", "module")
+# the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
+_MODELS = ("model", "state_dict", "module", "model_state_dict")
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -98,6 +98,14 @@ def stored_tensors(source: SourceFiles, file: ArchiveRecord) -> tuple[dict[str, 
             )
     steps = [root[key] for key in _STEPS if isinstance(root.get(key), int)]
     return out, steps[0] if steps else None
+
+
+def keys_of(source: SourceFiles, file: ArchiveRecord) -> list[str]:
+    """The keys at the top of a file, for a message; [] for safetensors."""
+    if is_safetensors(source, file):
+        return []
+    root = torch_root(source, file)
+    return [str(key) for key in root] if isinstance(root, Mapping) else []
 
 
 def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:

@@ -237,6 +237,30 @@ def test_a_single_file_comes_out_with_released_names(tmp_path, suffix, prefix):
     assert_same(tmp_path / "hf", load_file(tmp_path / "released" / "model.safetensors"))
 
 
+def test_the_state_that_torchs_tutorials_save_is_exported(tmp_path, llama):
+    model, state = llama
+    held = {"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}}
+    torch.save(held, tmp_path / "c.pt")
+    export_hf(tmp_path / "c.pt", tmp_path / "hf", config=model.config)
+    assert_same(tmp_path / "hf", state)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_file_without_a_model_is_refused_with_the_keys_that_it_has(tmp_path, llama, named):
+    """Nothing else would tell, without a config."""
+    model, state = llama
+    more = {"config": model.config} if named else {}
+    for held, told in (
+        ({"ema": state, "epoch": 3}, r"\['ema', 'epoch'\].*under the key model"),
+        ({"model": model}, r"\['model'\].*not the model"),
+        ({}, r"no model in the file"),
+    ):
+        torch.save(held, tmp_path / "c.pt")
+        with pytest.raises(errors.UsageError, match=told):
+            export_hf(tmp_path / "c.pt", tmp_path / "hf", **more)
+        assert not (tmp_path / "hf").exists()
+
+
 def test_pages_of_a_torch_file_are_let_go(tmp_path, monkeypatch):
     """They count as this process's memory: 2.2 GB were resident where a few chunks are needed."""
     path = tmp_path / "model.pt"

@@ -12,6 +12,7 @@ LORA = "tests/translate/test_lora.py::"
 NAMES = "tests/translate/test_names.py::"
 PUBLISH = "tests/translate/test_publish.py::"
 RELEASED = "tests/translate/test_released.py::"
+SOURCES = "tests/translate/test_sources.py::"
 
 EXPORTED = [
     of(
@@ -55,6 +56,11 @@ EXPORTED = [
         "export: parts of ranks by the model's own names", "translate/contents.py",
         "apart = said.layout is None and has_parts_of_ranks(catalogue, tensors)", "apart = False",
         LAYOUTS + "test_parts_under_hugging_faces_names_do_not_pass_for_the_model",
+    ),
+    of(
+        "export: a file without a model", "translate/rank_sources.py",
+        "    if not reader.held:\n", "    if False:\n",
+        SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
     of(
         "import: one file comes before an old index", "translate/rank_files.py",

@@ -52,6 +52,8 @@ TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
+# Models of which transformers 5 takes one set of rotary parameters for each type of layer only.
+_BY_LAYER = ("gemma3", "olmo3")
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -247,12 +249,18 @@ def _older_keys_by_layer(values: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _newer_keys(values: dict[str, Any]) -> None:
     scaling = values.get("rope_scaling") or {}
-    new = {"rope_type": scaling.get("type", "default"), **scaling}
+    new: dict[str, Any] = {"rope_type": scaling.get("type", "default"), **scaling}
     new.pop("type", None)
     new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
     partial = values.get("partial_rotary_factor", values.get("rotary_pct"))
     if partial is not None:
         new["partial_rotary_factor"] = partial
+    local = "rope_local_base_freq" in values
+    if local or str(values.get("model_type")).startswith(_BY_LAYER):
+        new = {"full_attention": new}  # layers of the other type are never scaled
+        if local or values["model_type"] == "olmo3":  # transformers has a default for Gemma
+            theta = values["rope_local_base_freq" if local else "rope_theta"]
+            new["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
     values["rope_parameters"] = new
 
 

@@ -72,6 +72,31 @@ def test_layers_of_two_kinds_keep_both_thetas():
     assert (out["rope_theta"], out["rope_local_base_freq"]) == (1e6, 1e4)
 
 
+GEMMA = {"rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+OLMO = {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "local"),
+    [
+        ("gemma3_text", GEMMA, 5e3), ("gemma3_text", {**GEMMA, "rope_scaling": None}, 5e3),
+        ("gemma3_text", {"rope_scaling": GEMMA["rope_scaling"]}, 1e4), ("olmo3", OLMO, 2e6),
+    ],
+)  # fmt: skip
+def test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer(
+    tmp_path: Path, family: str, more: dict, local: float
+):
+    """As transformers 4 saves a fine-tuned Gemma 3 or OLMo 3. transformers 5 does not read one flat
+    set of such a model."""
+    values = {"model_type": family, "rope_theta": 2e6, "num_hidden_layers": 8, **more}
+    (tmp_path / "config.json").write_text(json.dumps(_complete(values)))
+    rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    scaled = more["rope_scaling"] or {"factor": None}
+    full, sliding = rope["full_attention"], rope["sliding_attention"]
+    assert (full["rope_theta"], full.get("factor")) == (2e6, scaled["factor"])
+    assert (sliding["rope_theta"], sliding["rope_type"]) == (local, "default")
+
+
 def test_the_dtype_is_that_of_the_weights_in_both_generations_keys_and_inside():
     inner = {"model_type": "llama", "dtype": "float32"}
     out = _complete({"model_type": "llava", "dtype": "float32", "text_config": inner}, "bfloat16")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.support.guard_list.guard import of
 
 BAD = "tests/translate/test_bad_input.py::"
+CONFIG = "tests/translate/test_config.py::"
 EXPORT = "tests/translate/test_export.py::"
 LAYOUTS = "tests/translate/test_layout_checkpoints.py::"
 LORA = "tests/translate/test_lora.py::"
@@ -61,6 +62,11 @@ EXPORTED = [
         "export: a file without a model", "translate/rank_sources.py",
         "    if not reader.held:\n", "    if False:\n",
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
+    ),
+    of(
+        "export: rotary parameters for each type of layer", "translate/config.py",
+        '    if local or str(values.get("model_type")).startswith(_BY_LAYER):', "    if False:",
+        CONFIG + "test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer",
     ),
     of(
         "import: one file comes before an old index", "translate/rank_files.py",

@@ -12,6 +12,7 @@ from typing import Any
 
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
+from smckpt.translate.families import find_family
 
 __all__ = [
     "CONFIG",
@@ -67,11 +68,14 @@ class ModelConfig:
 
     @property
     def ties_embeddings(self) -> bool | None:
-        """The value of `tie_word_embeddings`; None if it is not set."""
+        """The value of `tie_word_embeddings`; where it is not set, the family's default. None: the
+        family has no table, or no default."""
         for values in (self.values, *_nested(self.values)):
             if "tie_word_embeddings" in values:
                 return bool(values["tie_word_embeddings"])
-        return None
+        family = find_family(self.values["model_type"])
+        default = None if family is None else family.defaults.get("tie_word_embeddings")
+        return None if default is None else bool(default)
 
     def complete(self, dtype: str | None) -> dict[str, Any]:
         """The config to write: both generations' keys, and `dtype` of the weights that are written.

@@ -34,7 +34,7 @@ from smckpt.translate.names import find_ties
 from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.release import weights_of
-from smckpt.translate.stream import CHUNK, ChunkSource
+from smckpt.translate.stream import CHUNK, ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Chunk, Range, Target, is_quantized
 from smckpt.translate.translated import Translated, TranslatedSource
@@ -116,6 +116,7 @@ def verify_hf(
     stored = _tensors(files)
     settings = read_config(folder) if (folder / CONFIG).is_file() else None
     kind, problems = _in_memory(settings, stored)
+    problems += _untied(files, stored, settings)
     family = None if settings is None else find_family(settings.values["model_type"])
     further = further_layers(stored, family, settings)
     compared = 0
@@ -154,6 +155,20 @@ def verify_hf(
 
 def _tensors(reader: TensorReader) -> dict[str, Translated]:
     return {target.name: target for target in whole_tensors(reader)}
+
+
+def _untied(
+    files: TensorReader, stored: Mapping[str, Translated], settings: ModelConfig | None
+) -> list[str]:
+    """A problem for a head that the config ties and that differs: transformers 4 and servers put
+    the embedding in its place, and transformers 5 does not."""
+    if settings is None or not settings.ties_embeddings:
+        return []
+    try:
+        tied_names(TranslatedSource(files), stored.values(), files.url)
+    except TensorMismatchError as error:
+        return [error.message]
+    return []
 
 
 # -- against a checkpoint ------------------------------------------------------------------------

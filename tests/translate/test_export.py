@@ -21,8 +21,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BloomConfig,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     T5Config,
 )
@@ -211,6 +214,21 @@ def test_the_index_and_headers_are_what_transformers_expects(tmp_path):
         with safe_open(tmp_path / "hf" / file, "np") as opened:
             assert name in opened.keys()  # noqa: SIM118
             assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, OPTConfig, BloomConfig, FalconConfig])
+def test_a_head_is_tied_by_default_where_the_families_config_does_not_say_it(tmp_path, kind):
+    """The releases' configs leave the key out. transformers 4 would put the embedding in the place
+    of a head that differs, without a word."""
+    config = kind(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    said = {k: v for k, v in config.to_dict().items() if k != "tie_word_embeddings"}
+    state = {**AutoModelForCausalLM.from_config(config).state_dict()}
+    checkpoint = shards.write(tmp_path / "c", 1, lambda r: shards.plain(state, r, 1))
+    assert export_hf(checkpoint, tmp_path / "hf", config=said).left_out == ("lm_head.weight",)
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    checkpoint = shards.write(tmp_path / "d", 1, lambda r: shards.plain(state, r, 1))
+    with pytest.raises(errors.TensorMismatchError, match=r"lm_head\.weight"):
+        export_hf(checkpoint, tmp_path / "no", config=said)
 
 
 def test_tokenizer_and_generation_settings_are_copied_from_the_configs_directory(tmp_path):

@@ -154,6 +154,13 @@ def test_a_wrong_config_field_shows_in_the_logits_alone(exported, checkpoint, mo
     ]
 
 
+def test_a_head_that_the_config_ties_and_that_differs_is_a_problem(exported):
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    (told,) = verify_hf(exported).problems
+    assert "lm_head.weight and model.embed_tokens.weight differ" in told
+
+
 def test_a_lost_tensor_is_missing_in_the_index_and_in_transformers(exported):
     alter(exported, lambda tensors: tensors.pop("model.layers.1.mlp.gate_proj.weight"))
     with pytest.raises(errors.CorruptCheckpointError, match="but no file has them"):

@@ -14,6 +14,7 @@ NAMES = "tests/translate/test_names.py::"
 PUBLISH = "tests/translate/test_publish.py::"
 RELEASED = "tests/translate/test_released.py::"
 SOURCES = "tests/translate/test_sources.py::"
+VERIFY = "tests/translate/test_verify_hf.py::"
 
 EXPORTED = [
     of(
@@ -67,6 +68,16 @@ EXPORTED = [
         "export: rotary parameters for each type of layer", "translate/config.py",
         '    if local or str(values.get("model_type")).startswith(_BY_LAYER):', "    if False:",
         CONFIG + "test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer",
+    ),
+    of(
+        "export: heads that are tied by default", "translate/config.py",
+        "        return None if default is None else bool(default)", "        return None",
+        EXPORT + "test_a_head_is_tied_by_default_where_the_families_config_does_not_say_it",
+    ),
+    of(
+        "verify: a head that the config ties and that differs", "translate/verify_hf.py",
+        "    problems += _untied(files, stored, settings)\n", "",
+        VERIFY + "test_a_head_that_the_config_ties_and_that_differs_is_a_problem",
     ),
     of(
         "import: one file comes before an old index", "translate/rank_files.py",

@@ -20,8 +20,11 @@ __all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "stage_ten
 
 log = logging.getLogger("smckpt")
 
-# Parts of a name that wrappers add: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Parts of a name that wrappers add: torch.compile, FSDP1, activation checkpointing, Lightning's
+# strategies.
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
 _DDP = "module"  # DDP's, only at the beginning of all names
 # The prefix of all names if the model is the attribute `model` of a trainer's module, such as
 # Lightning's; and Megatron's names in NeMo's.
@@ -212,11 +215,9 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
         UsageError: two tensors would then have one name.
     """
     out: dict[str, T] = {}
-    ddp = all(name.startswith(f"{_DDP}.") for name in found)
-    inner = all(name.startswith("model.") for name in found) and any(map(_INNER.match, found))
+    outer = _outer_parts(found)
     for name, tensor in found.items():
-        parts = name.split(".")[1:] if ddp or inner else name.split(".")
-        clean = ".".join(p for p in parts if p not in _WRAPPERS)
+        clean = ".".join(_bare(name)[outer:])
         if clean in out:
             raise UsageError(
                 f"without the names of wrappers, {name} and another tensor are both called {clean}",
@@ -226,6 +227,24 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
     if out.keys() != found.keys():
         log.info("the export's names leave out the names of wrappers (DDP, FSDP, torch.compile)")
     return out
+
+
+def _outer_parts(found: Iterable[str]) -> int:
+    """How many parts at the beginning of all names are those of wrappers and trainers' modules, in
+    any order: DDP of a trainer's module, a compiled DDP."""
+    names = {".".join(_bare(name)) for name in found}
+    count = 0
+    while names and (
+        all(name.startswith(f"{_DDP}.") for name in names)
+        or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
+    ):
+        names = {name.partition(".")[2] for name in names}
+        count += 1
+    return count
+
+
+def _bare(name: str) -> list[str]:
+    return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
 def _tops(tensors: Mapping[str, LogicalTensor]) -> str:

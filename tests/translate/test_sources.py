@@ -237,6 +237,20 @@ def test_a_single_file_comes_out_with_released_names(tmp_path, suffix, prefix):
     assert_same(tmp_path / "hf", load_file(tmp_path / "released" / "model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    ["_orig_mod.module.", "module.model.", "model._orig_mod.", "_forward_module.model.",
+     "_orig_mod.module._fsdp_wrapped_module.model."],
+)  # fmt: skip
+def test_wrappers_and_a_trainers_module_are_left_out_in_any_order(tmp_path, llama, prefix):
+    """A compiled DDP, DDP of a trainer's module, a module that was compiled in a trainer's,
+    Lightning's with DeepSpeed. Without a config nothing but the names tells."""
+    _, state = llama
+    torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "c.pt")
+    export_hf(tmp_path / "c.pt", tmp_path / "hf")
+    assert_same(tmp_path / "hf", state)
+
+
 def test_the_state_that_torchs_tutorials_save_is_exported(tmp_path, llama):
     model, state = llama
     held = {"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}}

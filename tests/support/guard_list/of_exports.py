@@ -80,6 +80,11 @@ EXPORTED = [
         VERIFY + "test_a_head_that_the_config_ties_and_that_differs_is_a_problem",
     ),
     of(
+        "export: names of several wrappers", "translate/names.py",
+        "        count += 1\n", "        count += 1\n        break\n",
+        SOURCES + "test_wrappers_and_a_trainers_module_are_left_out_in_any_order",
+    ),
+    of(
         "import: one file comes before an old index", "translate/rank_files.py",
         "{} if single in folder.files else _weight_map(folder, index)",
         "_weight_map(folder, index) if index in folder.files else {}",

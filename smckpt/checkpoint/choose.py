@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ READERS = 16  # files that are read at once; a shared file system answers each i
 _TURNS = 10  # how often we look again because a sweep was under way
 _LEVELS = 3  # how many directories above are searched for the error message
 _BELOW = 16  # and how many directories below
+_OF_OTHERS = re.compile(r"iter_\d{7}|global_step\d+(_universal)?")  # Megatron-LM's, DeepSpeed's
 _COMMITS = ("record-", "manifest-")
 
 # A candidate: (fencing token, number), "record" or "manifest", name.
@@ -366,6 +368,8 @@ def _ours_nearby(storage: Storage, names: list[str]) -> str:
             break  # a whole bucket
         if _holds_commit(above):
             return f"but a checkpoint is above, in {above.url}"
+    if steps := [name for name in directories if _OF_OTHERS.fullmatch(name)]:
+        return f"but steps of Megatron-LM or DeepSpeed are below, in {', '.join(steps[-4:])}"
     ours = [name for name in names if parse_name(name) is not None]
     if ours:
         return f"the directory holds only {len(ours)} files of unfinished saves"

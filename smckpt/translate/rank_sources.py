@@ -33,6 +33,7 @@ _NEMO_RANK = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 _MODEL = "model_optim_rng.pt"
 _NEMO = "model_weights.ckpt"
 _DEEPSPEED_LATEST = ("latest", "latest_universal")
+_STEP = re.compile(r"global_step\d")
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt")
 _STAGE = re.compile(r"layer_\d+-.*model_.*states\.pt")
 _NEWEST, _PARTIAL = "newest", "_partial"  # SMP v1's, above its steps; behind their names
@@ -197,12 +198,7 @@ def _refuse_order(paths: Sequence[str]) -> None:
 def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
     rank's file has the whole of its weights."""
-    for latest in _DEEPSPEED_LATEST:
-        if latest in folder.files:
-            tag = folder.read(latest, _SHORT).decode(errors="replace").strip()
-            if tag in folder.folders:
-                folder = folder.at(tag)
-                break
+    folder = _step_of_deepspeed(folder)
     # a universal checkpoint has copies of stage 3's model_states
     parts = open_universal(folder) or open_zero3(folder)
     if parts is not None:
@@ -224,6 +220,27 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         )  # fmt: skip
     files = {name: folder.files[name] for name in found}
     return RankFilesFound(files, folder.source, len(found), format="DeepSpeed")
+
+
+def _step_of_deepspeed(folder: Folder) -> Folder:
+    """The step that DeepSpeed's file in the directory names; the directory, if there is no such
+    file. A universal checkpoint may be all that is left of the latest step."""
+    tags = {
+        name: folder.read(name, _SHORT).decode(errors="replace").strip()
+        for name in _DEEPSPEED_LATEST if name in folder.files
+    }  # fmt: skip
+    if not tags:
+        return folder
+    latest, tag = next(iter(tags.items()))
+    found = next((t for t in tags.values() if t in folder.folders and t.startswith(tag)), None)
+    if found is not None:
+        return folder.at(found)
+    if any(map(_STEP.match, (tag, *folder.folders))):
+        raise UsageError(
+            f"{latest} names {tag!r}, which is missing",
+            remedy="fetch it, or pass the directory of another step", path=folder.url,
+        )  # fmt: skip
+    return folder
 
 
 # -- SMP v1 ----------------------------------------------------------------------------------------
@@ -309,14 +326,14 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
     """Megatron writes the pipeline stage's number if there are stages, and the expert-parallel rank
     if there are several. If a name has one of the two, the run's arguments in the file say which
     one it is."""
+    named = {n: match.groups() for n in folder.folders if (match := _RANK.fullmatch(n))}
+    if any(_NEMO in folder.at(name).files for name in named):
+        return None
+    one = any(second and not third for _, second, third in named.values())
+    stages = not one or _has_stages([folder.at(name) for name in named])
     found: dict[tuple[int, int, int], str] = {}
-    for name in folder.folders:
-        if not (match := _RANK.fullmatch(name)):
-            continue
-        if _NEMO in folder.at(name).files:
-            return None
-        tp, second, third = match.groups()
-        if third is None and second is not None and not _has_stages(folder.at(name)):
+    for name, (tp, second, third) in named.items():
+        if third is None and not stages:
             second, third = None, second
         found[int(tp), int(second or 0), int(third or 0)] = name
     return _of_ranks(folder, found, _MODEL, "Megatron-LM (mp_rank_XX)")
@@ -347,7 +364,9 @@ def _of_ranks(
     for p in range(pp):
         for e in range(ep):
             for t in range(tp):
-                place = f"{ranks.get((t, p, e), f'mp_rank_{t:02d}')}/{file}"
+                place = (
+                    f"{ranks.get((t, p, e)) or _named_like(ranks, t, p if pp > 1 else e, e)}/{file}"
+                )
                 record = folder.find(place) if (t, p, e) in ranks else None
                 if record is None:
                     stage = f"stage {p}, " if pp > 1 else ""
@@ -361,8 +380,17 @@ def _of_ranks(
     return RankFilesFound(files, folder.source, tp, ep, kind, pp)
 
 
-def _has_stages(rank: Folder) -> bool:
-    if _MODEL not in rank.files:
+def _named_like(ranks: Mapping[tuple[int, int, int], str], *numbers: int) -> str:
+    """The directory of a rank that is missing, named as those of the others."""
+    left = iter(numbers)
+    name = next(iter(ranks.values()))
+    return re.sub(r"\d+", lambda match: f"{next(left):0{len(match[0])}d}", name)
+
+
+def _has_stages(ranks: Sequence[Folder]) -> bool:
+    """Whether the run had pipeline stages, as the first rank with a file says."""
+    rank = next((rank for rank in ranks if _MODEL in rank.files), None)
+    if rank is None:
         return True
     root = torch_root(rank.source, rank.files[_MODEL])
     arguments = root.get("args") if isinstance(root, Mapping) else None

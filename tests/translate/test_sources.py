@@ -150,6 +150,19 @@ def test_a_missing_rank_is_refused(tmp_path, llama):
         export_hf(root, tmp_path / "hf", config=model.config)
 
 
+@pytest.mark.parametrize("ep", [1, 4])
+def test_the_file_that_is_missing_is_told_by_its_own_name(tmp_path, llama, ep):
+    """Of expert-parallel ranks and, with the same number, of pipeline stages; without its directory
+    too."""
+    model, state = llama
+    root = megatron_directory(tmp_path / "m", [state] * 4, 4, pipeline_model_parallel_size=4 // ep)
+    place = root / "iter_0000010" / "mp_rank_00_002"
+    for remove in ((place / "model_optim_rng.pt").unlink, place.rmdir):
+        remove()
+        with pytest.raises(errors.UsageError, match=r"fetch mp_rank_00_002/model_optim_rng.pt"):
+            export_hf(root, tmp_path / "hf", config=model.config)
+
+
 def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):
     from smckpt.translate.rank_sources import RankFilesFound, open_source
 
@@ -192,6 +205,31 @@ def test_deepspeeds_weights_are_exported_up_to_stage_2(tmp_path, llama):
     os.remove(tmp_path / "ranks" / "global_step10" / "mp_rank_00_model_states.pt")
     with pytest.raises(errors.UsageError, match=r"mp_rank_00_model_states.pt.*missing"):
         export_hf(tmp_path / "ranks", tmp_path / "no", config=model.config)
+
+
+def test_a_step_that_deepspeed_names_and_that_is_missing_is_told(tmp_path, llama):
+    model, state = llama
+    root = deepspeed_directory(tmp_path / "run", [state])
+    (root / "latest").write_text("global_step20")
+    (root / "latest_universal").write_text("global_step10")  # an older one is not taken instead
+    with pytest.raises(errors.UsageError, match=r"latest names 'global_step20', which is missing"):
+        export_hf(root, tmp_path / "hf", config=model.config)
+    (root / "global_step10").rename(root / "global_step20_universal")
+    (root / "latest_universal").write_text("global_step20_universal")
+    export_hf(root, tmp_path / "hf", config=model.config)  # the same step in another form
+    assert_same(tmp_path / "hf", state)
+
+
+def test_steps_of_others_without_the_file_that_names_one_are_told(tmp_path, llama):
+    model, state = llama
+    megatron = megatron_directory(tmp_path / "m", [references.mcore(state, 1, 0)], 1)
+    for root, latest, step in (
+        (megatron, "latest_checkpointed_iteration.txt", "iter_0000010"),
+        (deepspeed_directory(tmp_path / "d", [state]), "latest", "global_step10"),
+    ):
+        (root / latest).unlink()
+        with pytest.raises(errors.CheckpointNotFoundError, match=f"are below, in {step}"):
+            export_hf(root, tmp_path / "hf", config=model.config)
 
 
 def test_other_formats_are_refused_by_name(tmp_path):

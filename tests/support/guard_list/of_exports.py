@@ -85,6 +85,11 @@ EXPORTED = [
         SOURCES + "test_wrappers_and_a_trainers_module_are_left_out_in_any_order",
     ),
     of(
+        "export: DeepSpeed's latest step is missing", "translate/rank_sources.py",
+        "if t in folder.folders and t.startswith(tag)", "if t in folder.folders",
+        SOURCES + "test_a_step_that_deepspeed_names_and_that_is_missing_is_told",
+    ),
+    of(
         "import: one file comes before an old index", "translate/rank_files.py",
         "{} if single in folder.files else _weight_map(folder, index)",
         "_weight_map(folder, index) if index in folder.files else {}",

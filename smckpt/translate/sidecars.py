@@ -60,6 +60,8 @@ def write_sidecars(
             output.put(GENERATION_CONFIG, beside.read_bytes())
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
+        else:  # that of an overwritten model would be read with this one
+            output.storage.delete(GENERATION_CONFIG)
     if isinstance(tokenizer, Path):
         _copy(output, tokenizer, [*tokenizer_files(tokenizer), *code_files(tokenizer)])
     elif tokenizer is not None:  # by `put`, so that a failed export removes them too

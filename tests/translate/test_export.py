@@ -282,6 +282,15 @@ def test_an_overwritten_directory_keeps_nothing_of_an_older_tokenizer(tmp_path):
     assert (hf / "README.md").read_text() == "mine"
 
 
+def test_an_overwritten_directory_keeps_no_older_settings_of_generation(tmp_path):
+    model, hf = llama(bos_token_id=None, eos_token_id=None, pad_token_id=None), tmp_path / "hf"
+    checkpoint = saved(tmp_path, model)
+    export_hf(checkpoint, hf, config={**model.config.to_dict(), "eos_token_id": 99})
+    assert json.loads((hf / "generation_config.json").read_text())["eos_token_id"] == 99
+    export_hf(checkpoint, hf, config=model.config, overwrite=True)
+    assert not (hf / "generation_config.json").exists()
+
+
 def _with(folder: Path, **tops: dict[str, torch.Tensor]) -> Path:
     """A checkpoint whose state dict has these top-level keys ("" for none)."""
     return shards.write(

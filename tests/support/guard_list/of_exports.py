@@ -90,6 +90,11 @@ EXPORTED = [
         SOURCES + "test_a_step_that_deepspeed_names_and_that_is_missing_is_told",
     ),
     of(
+        "export: nothing stays of older settings of generation", "translate/sidecars.py",
+        "            output.storage.delete(GENERATION_CONFIG)", "            pass",
+        EXPORT + "test_an_overwritten_directory_keeps_no_older_settings_of_generation",
+    ),
+    of(
         "import: one file comes before an old index", "translate/rank_files.py",
         "{} if single in folder.files else _weight_map(folder, index)",
         "_weight_map(folder, index) if index in folder.files else {}",

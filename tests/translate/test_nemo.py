@@ -160,7 +160,7 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
     folder = tmp_path / "unpacked"
     for rank in range(2):
         (folder / f"mp_rank_{rank:02d}").mkdir(parents=True)
-        torch.save({f"w{i}": torch.full((12 << 20,), float(i)) for i in range(8)},
+        torch.save({f"w{i}": torch.full((12 << 20,), float(8 * rank + i)) for i in range(8)},
                    folder / f"mp_rank_{rank:02d}" / "model_weights.ckpt")  # fmt: skip
     path = packed(folder, tmp_path / "model.nemo")
     code = (

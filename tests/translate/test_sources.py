@@ -163,6 +163,41 @@ def test_the_file_that_is_missing_is_told_by_its_own_name(tmp_path, llama, ep):
             export_hf(root, tmp_path / "hf", config=model.config)
 
 
+@pytest.mark.parametrize("ep", [1, 4])
+def test_a_copy_of_another_ranks_file_is_refused(tmp_path, ep):
+    """Of expert-parallel ranks, and of pipeline stages in the middle: names and shapes fit."""
+    model = references.model("mixtral" if ep > 1 else "llama", num_hidden_layers=4)
+    state = on_disk(model, tmp_path / "hub")
+    if ep > 1:
+        cuts = each_rank(lambda r, e: references.mcore(state, 1, 0, ep, e), 1, ep)
+    else:
+        whole = references.mcore(state, 1, 0)
+        cuts = [stage_of(whole, number, 4) for number in range(4)]
+    root = megatron_directory(tmp_path / "m", cuts, 4, pipeline_model_parallel_size=4 // ep)
+    export_hf(root, tmp_path / "hf", config=model.config)
+    assert_same(tmp_path / "hf", state)
+    first, second = (
+        root / "iter_0000010" / f"mp_rank_00_00{n}" / "model_optim_rng.pt" for n in (1, 2)
+    )
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(errors.UsageError, match=r"those of mp_rank_00_001.*copy of another rank's"):
+        export_hf(root, tmp_path / "no", config=model.config)
+
+
+def stage_of(state: State, number: int, pp: int) -> State:
+    """A stage with one layer, numbered from 0."""
+    out = {}
+    for name, tensor in state.items():
+        at = name.split(".")
+        if at[1] == "layers":
+            stage, name = int(at[2]), ".".join(["decoder", "layers", "0", *at[3:]])
+        else:
+            stage = 0 if name.startswith("embedding") else pp - 1
+        if stage == number:
+            out[name] = tensor
+    return out
+
+
 def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):
     from smckpt.translate.rank_sources import RankFilesFound, open_source
 

@@ -95,6 +95,11 @@ EXPORTED = [
         EXPORT + "test_an_overwritten_directory_keeps_no_older_settings_of_generation",
     ),
     of(
+        "export: a copy of another rank's file", "translate/rank_files.py",
+        "    if sums in seen:\n", "    if False:\n",
+        SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
+    ),
+    of(
         "import: one file comes before an old index", "translate/rank_files.py",
         "{} if single in folder.files else _weight_map(folder, index)",
         "_weight_map(folder, index) if index in folder.files else {}",

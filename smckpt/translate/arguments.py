@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.storage.urls import is_local
 
-__all__ = ["check_counts", "check_flags", "check_paths", "refuse_given"]
+__all__ = ["check_counts", "check_flags", "check_paths", "refuse_given", "refuse_store"]
 
 
 def check_counts(**given: Any) -> None:
@@ -37,3 +38,13 @@ def refuse_given(when: str, **given: Any) -> None:
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if names:
         raise UsageError(f"{', '.join(names)} has no effect {when}", remedy="leave it out")
+
+
+def refuse_store(**given: Any) -> None:
+    """Raise UsageError for a URL of a store where a directory on a disk is read."""
+    for name, value in given.items():
+        if isinstance(value, str) and not is_local(value):
+            raise UsageError(
+                f"{name}= is in a store, but is read from a disk only",
+                remedy="copy the directory to a disk, and pass its path there", path=value,
+            )  # fmt: skip

@@ -22,7 +22,13 @@ from smckpt.errors import UsageError
 from smckpt.storage import Access, Storage, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.adapter import find_peft_contents
-from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_given
+from smckpt.translate.arguments import (
+    check_counts,
+    check_flags,
+    check_paths,
+    refuse_given,
+    refuse_store,
+)
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
 from smckpt.translate.config import ModelConfig, read_config
@@ -202,6 +208,7 @@ def export_hf(
         check_flags(
             overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
         )
+        refuse_store(config=config, tokenizer=tokenizer, lora_config=lora_config, base=base)
         settings, noted = _settings(
             base if config is None and lora == "merge" else config,
             access,

@@ -18,7 +18,7 @@ from smckpt.errors import UsageError
 from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
-from smckpt.translate.arguments import check_counts, check_flags, check_paths
+from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_store
 from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
 from smckpt.translate.degrees import Degrees
@@ -113,6 +113,7 @@ def import_hf(
     """
     began = time.perf_counter()
     check_paths(directory=directory, out_dir=out_dir)
+    refuse_store(directory=directory, config=config)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers)
     check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)

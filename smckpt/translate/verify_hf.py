@@ -21,7 +21,7 @@ from smckpt.calls import alone
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
-from smckpt.translate.arguments import check_paths, refuse_given
+from smckpt.translate.arguments import check_paths, refuse_given, refuse_store
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
@@ -104,6 +104,7 @@ def verify_hf(
     """
     others = {"against": against, "reference": reference}
     check_paths(directory=directory, **{n: path for n, path in others.items() if path is not None})
+    refuse_store(directory=directory, reference=reference)
     folder = Path(os.fspath(directory))
     given = {
         "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,

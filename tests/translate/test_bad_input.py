@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf, import_hf
+from smckpt import errors, export_hf, import_hf, verify_hf
 from smckpt.translate.config import read_config
 from smckpt.translate.lora import read_lora_config
 from smckpt.translate.meta_model import compare
@@ -440,6 +440,21 @@ def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
     with pytest.raises(errors.TopologyError, match="16 does not divide the 8 heads"):
         import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", tp=16)
     assert not (tmp_path / "o").exists()
+
+
+def test_a_store_is_refused_by_name_where_a_disk_is_read(tmp_path):
+    state, url = ref.on_disk(_model(), tmp_path / "hub"), "s3://bucket/run/hf"
+    save_file(state, tmp_path / "model.safetensors")
+    for call, name in (
+        (lambda: verify_hf(url), "directory="),
+        (lambda: verify_hf(tmp_path / "hub", reference=url), "reference="),
+        (lambda: import_hf(url, tmp_path / "o", "mcore_te"), "directory="),
+        (lambda: import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", config=url), "config="),
+        (lambda: export_hf(tmp_path / "model.safetensors", tmp_path / "o", config=url), "config="),
+        (lambda: export_hf(tmp_path / "hub", tmp_path / "o", tokenizer=url), "tokenizer="),
+    ):
+        with pytest.raises(errors.UsageError, match=f"{name} is in a store.*to a disk"):
+            call()
 
 
 def write_ranks(folder: Path, cuts: list[State]) -> list[Path]:

@@ -100,6 +100,11 @@ EXPORTED = [
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),
     of(
+        "export: a store where a disk is read", "translate/arguments.py",
+        "if isinstance(value, str) and not is_local(value):", "if False:",
+        BAD + "test_a_store_is_refused_by_name_where_a_disk_is_read",
+    ),
+    of(
         "import: one file comes before an old index", "translate/rank_files.py",
         "{} if single in folder.files else _weight_map(folder, index)",
         "_weight_map(folder, index) if index in folder.files else {}",

@@ -31,7 +31,7 @@ from tests.support.limits import seconds
 from tests.support.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
-SCRIPT = Path(__file__).parents[1] / "support" / "nemo_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "nemo_writers.py"
 
 
 @pytest.fixture(scope="module")
@@ -87,31 +87,62 @@ def nemo(folder: Path, ranks: dict[str, State]) -> Path:
     return folder
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not os.environ.get("SMCKPT_NEMO"), reason="no folder with nemo")
-def test_what_nemo_itself_packs_is_exported(tmp_path, llama, monkeypatch, judged):
-    """SMCKPT_NEMO: as in PYTHONPATH, where nemo_toolkit 2.2.1 and what it imports are, for the
-    interpreter of SMCKPT_MEGATRON_PYTHON. It imports lightning 2.4 and pangu 4, not later ones, and
-    for its distributed archives megatron-core 0.15: 0.16 has no `tensorstore`, and 0.11 does not
-    write under torch 2.13."""
-    model, state = llama
+def written(
+    tmp_path: Path, state: State, kinds: list[tuple[int, int, str]]
+) -> list[dict[str, Any]]:
+    """What NeMo itself writes of each (tp, pp, kind). SMCKPT_NEMO: as in PYTHONPATH, where
+    nemo_toolkit 2.2.1 and what it imports are, for the interpreter of SMCKPT_MEGATRON_PYTHON. It
+    imports lightning 2.4 and pangu 4, not later ones, and for its distributed checkpoints
+    megatron-core 0.15: 0.16 has no `tensorstore`, and 0.11 does not write under torch 2.13."""
     jobs = []
-    for tp, pp, dist in ((1, 1, False), (2, 1, False), (2, 2, False), (2, 1, True), (1, 2, True)):
-        place = tmp_path / f"{tp}-{pp}-{dist}"
+    for tp, pp, kind in kinds:
+        place = tmp_path / f"{tp}-{pp}-{kind}"
         place.mkdir()
         for rank in range(tp):
             torch.save(references.mcore(state, tp, rank, local=True), place / f"{rank}-0.pt")
-        jobs.append({"tp": tp, "pp": pp, "dist": dist, "weights": str(place),
-                     "save": str(place / "model.nemo")})  # fmt: skip
-    monkeypatch.setenv("PYTHONPATH", os.environ["SMCKPT_NEMO"])
+        save = place / ("llama" if kind == "directory" else "model.nemo")
+        jobs.append({"tp": tp, "pp": pp, "kind": kind, "weights": str(place), "save": str(save)})
     interpreters.run(interpreters.megatron(), SCRIPT, json.dumps(jobs), timeout=250)
-    for job in jobs:
+    return jobs
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.environ.get("SMCKPT_NEMO"), reason="no folder with nemo")
+def test_what_nemo_itself_packs_is_exported(tmp_path, llama, monkeypatch, judged):
+    model, state = llama
+    monkeypatch.setenv("PYTHONPATH", os.environ["SMCKPT_NEMO"])
+    kinds = [(1, 1, "ranks"), (2, 1, "ranks"), (2, 2, "ranks"), (2, 1, "sharded"),
+             (1, 2, "sharded")]  # fmt: skip
+    for job in written(tmp_path, state, kinds):
+        sharded = job["kind"] == "sharded"
         report = export_hf(job["save"], tmp_path / "hf", config=model.config, overwrite=True)
-        assert report.source.startswith("NeMo, Megatron-core's" if job["dist"] else "NeMo"), job
+        assert report.source.startswith("NeMo, Megatron-core's" if sharded else "NeMo"), job
         # a sharded state has the names of Transformer Engine's spec
-        assert report.layout == ("mcore_te" if job["dist"] else "mcore_local"), job
+        assert report.layout == ("mcore_te" if sharded else "mcore_local"), job
         assert_same(tmp_path / "hf", state)
         judged("llama", "NeMo archive", exports=["NeMo"], at=str(job["tp"]))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.environ.get("SMCKPT_NEMO"), reason="no folder with nemo")
+def test_the_directory_that_nemo_2_itself_writes_is_exported(tmp_path, llama, monkeypatch, judged):
+    """NeMo's own: LlamaModel, a Trainer with MegatronStrategy and MegatronCheckpointIO, on CPU, and
+    the connector's `nemo_save`, with which its importers (`llm.import_ckpt`) end. What stands in:
+    the trainer does not train, and has no optimizer; the script sets up the process groups and puts
+    in the weights; the layers have the local spec, without Transformer Engine."""
+    model, state = llama
+    monkeypatch.setenv("PYTHONPATH", os.environ["SMCKPT_NEMO"])
+    kinds = [(1, 1, "directory"), (2, 1, "directory"), (2, 2, "directory")]
+    for job in written(tmp_path, state, kinds):
+        path = Path(job["save"])
+        assert sorted(entry.name for entry in path.iterdir()) == ["context", "weights"]
+        assert {"io.json", "model.yaml"} <= {entry.name for entry in (path / "context").iterdir()}
+        for given in (path, path / "weights"):
+            report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+            assert report.source == "NeMo, Megatron-core's distributed checkpoint (torch_dist)"
+            assert report.layout == "mcore_te", job
+            assert_same(tmp_path / "hf", state)
+        judged("llama", "NeMo directory", exports=["NeMo"], at=str(job["tp"]))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])

@@ -128,6 +128,7 @@ def main() -> None:
     torch.cuda.synchronize = lambda *_: None  # which Megatron asks for where nothing is on a GPU
     numpy.product = numpy.prod  # type: ignore[attr-defined]  # its name in numpy 1, for 0.15
     context = multiprocessing.get_context("fork")
+    sys.modules["__main__"].__file__ = None  # which a process that Megatron spawns would import
     for job in json.loads(sys.argv[1]):
         ranks = [
             context.Process(target=rank_main, args=(job, rank, f"{job['save']}.meet"))

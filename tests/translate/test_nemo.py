@@ -92,8 +92,9 @@ def written(
 ) -> list[dict[str, Any]]:
     """What NeMo itself writes of each (tp, pp, kind). SMCKPT_NEMO: as in PYTHONPATH, where
     nemo_toolkit 2.2.1 and what it imports are, for the interpreter of SMCKPT_MEGATRON_PYTHON. It
-    imports lightning 2.4 and pangu 4, not later ones, and for its distributed checkpoints
-    megatron-core 0.15: 0.16 has no `tensorstore`, and 0.11 does not write under torch 2.13."""
+    imports lightning 2.4, pangu 4, nemo_run 0.4 and numcodecs 0.15, not later ones, and for its
+    distributed checkpoints megatron-core 0.15: 0.16 has no `tensorstore`, and 0.11 does not write
+    under torch 2.13."""
     jobs = []
     for tp, pp, kind in kinds:
         place = tmp_path / f"{tp}-{pp}-{kind}"

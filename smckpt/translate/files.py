@@ -28,11 +28,13 @@ __all__ = ["Output", "aligned", "refuse_into_source"]
 
 UNFINISHED = ".unfinished"
 
-# Weights in any form that from_pretrained loads, and their indices. Where it finds an adapter's
-# config, it loads that adapter, whatever else is there.
+# Weights in any form that from_pretrained or a server loads, and what tells of them. Where
+# from_pretrained finds an adapter's config, it loads that adapter, whatever else is there; where
+# vLLM finds ModelOpt's or GPTQ's settings, it takes the weights for quantized.
 _WEIGHTS = re.compile(
-    r"(model|adapter_model|pytorch_model|tf_model|flax_model)[^/]*\.(safetensors|bin|h5|msgpack|unfinished)"
-    r"(\.index\.json)?$|adapter_config\.json$"
+    r"(model|adapter_model|pytorch_model|tf_model|flax_model|consolidated)[^/]*"
+    r"\.(safetensors|bin|h5|msgpack|pth|unfinished)(\.index\.json)?$"
+    r"|(adapter_config|hf_quant_config|quantize_config|params)\.json$"
 )
 _FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
 

@@ -354,6 +354,9 @@ def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritte
     with pytest.raises(errors.UsageError, match="not empty"):
         export_hf(other, out, config=second.config)
     assert_loads_as(first, out)
+    for name in ("consolidated.00.pth", "consolidated.safetensors", "params.json", "model.h5",
+                 "hf_quant_config.json", "quantize_config.json"):  # fmt: skip
+        (out / name).write_text("{}")
     export_hf(other, out, config=second.config, overwrite=True)
     assert sorted(p.name for p in out.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors",

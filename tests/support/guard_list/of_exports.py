@@ -41,8 +41,13 @@ EXPORTED = [
     ),
     of(
         "export: a merged model replaces an adapter", "translate/files.py",
-        r"|adapter_config\.json$", "",
+        "(adapter_config|", "(",
         LORA + "test_a_merged_model_replaces_an_adapter",
+    ),
+    of(
+        "export: nothing tells of an older model's weights", "translate/files.py",
+        "hf_quant_config|quantize_config|params", "hf_quant_config|quantize_config",
+        EXPORT + "test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritten",
     ),
     of(
         "export: into a store it waits for the names", "translate/export.py",

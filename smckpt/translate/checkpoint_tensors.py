@@ -83,8 +83,7 @@ def stages_of(catalogue: Catalogue, pp: int | None) -> int:
 def has_parts_of_ranks(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> bool:
     """Whether tensor- or expert-parallel ranks, as recorded, saved plain tensors of their own that
     differ. By name alone, those of one rank would pass for the model's."""
-    degrees = degrees_of(catalogue, None, None)
-    if catalogue.topology is None or degrees.ranks == 1:
+    if catalogue.topology is None:
         return False
     by_name = catalogue.pieces.by_name
     own = {
@@ -92,6 +91,8 @@ def has_parts_of_ranks(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor
         for name, tensor in tensors.items()
         if all(row.geometry.per_rank for row, _ in by_name[tensor.name])
     }
+    if not own or (degrees := degrees_of(catalogue, None, None)).ranks == 1:
+        return False
     reader = CheckpointTensors(catalogue, own, degrees)
     try:
         return any(map(reader.differs, own))

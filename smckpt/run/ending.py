@@ -153,14 +153,17 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, Ended):
+    ended: BaseException | None = error
+    while ended is not None and not isinstance(ended, Ended):
+        ended = ended.__cause__  # a module in C that is being imported makes an ImportError of it
+    if ended is None:
         sys.__excepthook__(kind, error, trace)
         return
     end_children()
     with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-        print("\n" + error.line, file=sys.stderr, flush=True)
-    signal.signal(error.signal, signal.SIG_DFL)
-    os.kill(os.getpid(), error.signal)
+        print("\n" + ended.line, file=sys.stderr, flush=True)
+    signal.signal(ended.signal, signal.SIG_DFL)
+    os.kill(os.getpid(), ended.signal)
 
 
 # `hand_over` started us: watch before anything slow is imported

@@ -14,7 +14,6 @@ And there is no training: the arguments are parsed and checked, the groups are M
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from types import SimpleNamespace
@@ -22,8 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from limits import seconds
-from megatron_stages import filled
+from megatron_stages import filled, on_forked_ranks
 
 TINY = """
     --hidden-size 64 --ffn-hidden-size 160 --num-layers 4 --num-attention-heads 8 --kv-channels 16
@@ -87,19 +85,8 @@ def main() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)
-    context = multiprocessing.get_context("fork")
     for job in json.loads(sys.argv[1]):
-        ranks = [
-            context.Process(target=rank_main, args=(job, rank, f"{job['save']}.meet"))
-            for rank in range(job["world"])
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(seconds(120))
-        for process in ranks:
-            process.kill()
-        assert not any(process.exitcode for process in ranks), job
+        on_forked_ranks(rank_main, job, job["world"])
 
 
 if __name__ == "__main__":

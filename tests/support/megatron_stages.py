@@ -11,16 +11,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import seconds
 from megatron_run import ON_CPU
 from safetensors.torch import load_file
 
 LAYERS = "decoder.layers."
+
+
+def on_forked_ranks(
+    rank_main: Callable[[dict[str, Any], int, str], None], job: dict[str, Any], world: int
+) -> None:
+    """Run a rank in each of `world` processes, forked so that they import nothing anew. They meet
+    by a file beside what the job saves."""
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=rank_main, args=(job, rank, f"{job['save']}.meet"))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(seconds(120))
+    for process in ranks:
+        process.kill()
+    assert not any(process.exitcode for process in ranks), job
 
 
 def config_of(job: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ Megatron-core 0.11, and what it calls is gone from 0.15.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from typing import Any
@@ -27,8 +26,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from limits import seconds
-from megatron_stages import config_of, filled
+from megatron_stages import config_of, filled, on_forked_ranks
 from nemo.collections.llm.gpt.model.llama import Llama3Config, LlamaModel
 from nemo.collections.nlp.parts.nlp_overrides import NLPSaveRestoreConnector
 from nemo.core import ModelPT
@@ -127,20 +125,9 @@ def main() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None  # which Megatron asks for where nothing is on a GPU
     numpy.product = numpy.prod  # type: ignore[attr-defined]  # its name in numpy 1, for 0.15
-    context = multiprocessing.get_context("fork")
     sys.modules["__main__"].__file__ = None  # which a process that Megatron spawns would import
     for job in json.loads(sys.argv[1]):
-        ranks = [
-            context.Process(target=rank_main, args=(job, rank, f"{job['save']}.meet"))
-            for rank in range(job["tp"] * job["pp"])
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(seconds(120))
-        for process in ranks:
-            process.kill()
-        assert not any(process.exitcode for process in ranks), job
+        on_forked_ranks(rank_main, job, job["tp"] * job["pp"])
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class FoundCheckpoint(str):
     Args:
         path: the same text.
         step: the step that the save recorded, or None.
-        fencing_token, number: which session made it, and the number of the save in that session.
+        fencing_token: of the session that made it.
+        number: of the save in that session.
         committed_at: nanoseconds since 1970.
         kind: "LOCAL", "SHARDED", "FULL" or None.
         nbytes: of all data files.
@@ -109,7 +110,8 @@ def find_checkpoints(
 
     Args:
         sure: raise if the store fails to read a directory at this moment, instead of skipping it.
-        s3_region, s3client_config: as for `smckpt.load`.
+        s3_region: as for `smckpt.load`.
+        s3client_config: as for `smckpt.load`.
 
     Raises:
         StorageError: the root cannot be read; with `sure`, also a directory below it.

@@ -73,7 +73,8 @@ def verify_checkpoint(
             It finds what is missing, short or exchanged, and not a changed byte on a disk.
         threads: how many threads read and check.
         progress: called with (bytes done, bytes in total), from any thread, one call at a time.
-        s3_region, s3client_config: as for `smckpt.load`.
+        s3_region: as for `smckpt.load`.
+        s3client_config: as for `smckpt.load`.
 
     Returns:
         A `Report`, which lists all damage; damage is not raised. If the commit itself (a record or

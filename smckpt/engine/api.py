@@ -94,8 +94,10 @@ def async_save(
             in it is logged.
         allow_objects: types that may be stored with `torch.save` although they are not plain data.
         options: see `SaveOptions`.
-        s3_region, s3client_config: for s3:// ids: the bucket's region, and an `S3Config` (or a
-            mapping of some of its fields). By default SMCKPT_S3_* and the AWS settings say them.
+        s3_region: for s3:// ids: the bucket's region. By default SMCKPT_S3_* and the AWS settings
+            give it.
+        s3client_config: for s3:// ids: an `S3Config`, or a mapping of some of its fields. By
+            default SMCKPT_S3_* and the AWS settings give them.
         no_dist: this process saves alone, as in DCP: other ranks neither write nor wait.
 
     Returns:
@@ -284,9 +286,12 @@ def load(
         threads: reading threads per rank. A rank with one processor first reads in the calling
             thread, and starts the others when it waits for a file system's data.
         timeout: how many seconds each meeting of the ranks may take.
-        groups, parallel_state, s3_region, s3client_config: as for `async_save`. If ranks saved
-            plain tensors of their own (tensor or expert parallelism), `parallel_state` says whose
-            tensors this rank takes. A job of another size must pass it.
+        groups: as for `async_save`.
+        parallel_state: as for `async_save`. If ranks saved plain tensors of their own (tensor or
+            expert parallelism), it decides whose tensors this rank takes. A job of another size
+            must pass it.
+        s3_region: as for `async_save`.
+        s3client_config: as for `async_save`.
         no_dist: this process loads alone, as in DCP.
 
     Returns:
@@ -394,7 +399,8 @@ def remove(
     Args:
         checkpoint_id: the directory that the group saved to. For a step of several groups, the
             directory above theirs.
-        s3_region, s3client_config: as for `async_save`.
+        s3_region: as for `async_save`.
+        s3client_config: as for `async_save`.
 
     Returns:
         What was removed, and the older commit that is the newest there now, if there is one.

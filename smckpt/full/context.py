@@ -55,18 +55,18 @@ def sm_state_dict_type(
         kind: FULL, SHARDED or LOCAL; or a member of torch's `StateDictType`, as in
             `FSDP.state_dict_type`: then an FSDP1 model's FULL and SHARDED state is what torch
             gives (ShardedTensors or DTensors, copies that collectives made).
-        state_dict_config, optim_state_dict_config: for FULL, a `FullStateDictConfig` (smckpt's or
-            torch's) and torch's `FullOptimStateDictConfig`. Without one, FULL gathers to rank 0
-            only, on the device; torch's `FULL_STATE_DICT` to all ranks, as in torch. With
-            `translate_on_save` (the default) a tensor-parallel model comes out in Hugging Face's
-            names and shapes (docs/layouts.md). For SHARDED and LOCAL, torch's config of the model;
-            with `offload_to_cpu` the tensors are copies in host memory.
+        state_dict_config: for FULL, a `FullStateDictConfig` (smckpt's or torch's). Without one,
+            FULL gathers to rank 0 only, on the device; torch's `FULL_STATE_DICT` to all ranks, as
+            in torch. With `translate_on_save` (the default) a tensor-parallel model comes out in
+            Hugging Face's names and shapes (docs/layouts.md). For SHARDED and LOCAL, torch's config
+            of the model; with `offload_to_cpu` the tensors are copies in host memory.
+        optim_state_dict_config: for FULL, torch's `FullOptimStateDictConfig`.
         only: the model's tensors to take: a function of the fully qualified name, or "trainable"
             for those with `requires_grad` (LoRA adapters). The others are left alone.
         parallel_state: for FULL, the ranks' coordinates where tensor-parallel ranks hold plain
             tensors of their own. A mesh with a dimension "tp" needs none.
-        layout, config: for FULL, the model's layout where its names fit several, and its config
-            where `model.config` is not Hugging Face's.
+        layout: for FULL, the model's layout where its names fit several.
+        config: for FULL, the model's config where `model.config` is not Hugging Face's.
         padded_vocab_size: for FULL, the number of vocabulary rows that the layout has, padding
             included, where trainers would not round vocab_size up to it; as in `export_hf`.
 

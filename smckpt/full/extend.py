@@ -70,8 +70,11 @@ def extend_torch_config(
     `sm_state_dict_type`. Other models, other kinds and `FSDP.set_state_dict_type` are unchanged.
 
     Args:
-        parallel_state, layout, config, padded_vocab_size: as in `sm_state_dict_type`, for every
-            such block. `parallel_state` may be a function that each block calls.
+        parallel_state: as in `sm_state_dict_type`, for every such block; or a function that
+            returns it, which each block calls.
+        layout: as in `sm_state_dict_type`.
+        config: as in `sm_state_dict_type`.
+        padded_vocab_size: as in `sm_state_dict_type`.
 
     Raises:
         UsageError: torch is extended already.

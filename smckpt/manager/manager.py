@@ -98,7 +98,8 @@ class CheckpointManager:
             same coordinates save together. None: the model's meshes tell.
         options: options of each save; see `SaveOptions`.
         timeout: seconds for each round in which the ranks agree.
-        s3_region, s3client_config: as in `async_save`.
+        s3_region: as in `async_save`.
+        s3client_config: as in `async_save`.
 
     Raises:
         UsageError: an argument is out of range, or contradicts another one.

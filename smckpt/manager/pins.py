@@ -63,7 +63,8 @@ def pinned(
     Args:
         checkpoint: the directory of a step.
         seconds: the pin ends by itself after this time, so that a killed reader leaves none.
-        s3_region, s3client_config: as in `smckpt.load`.
+        s3_region: as in `smckpt.load`.
+        s3client_config: as in `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint, or a run is deleting it.

@@ -81,7 +81,8 @@ def apply_published(
         directory: a directory on this host, or on a file system with hard links and flock.
         number: of the publish; by default the newest.
         keep: how many publishes stay in the directory.
-        s3_region, s3client_config: as in `smckpt.load`.
+        s3_region: as in `smckpt.load`.
+        s3client_config: as in `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: there is no such publish.

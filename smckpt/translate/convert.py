@@ -100,7 +100,8 @@ def convert(
         ignore: globs of names that are left out.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), one call at a time.
-        s3_region, s3client_config: as for `smckpt.load`.
+        s3_region: as for `smckpt.load`.
+        s3client_config: as for `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: no checkpoint of a known format is at `source`.

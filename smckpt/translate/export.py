@@ -124,8 +124,8 @@ def export_hf(
         out_dir: the directory to write. It is made if it is missing.
         layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
             the tensors' names; names that fit several layouts are refused.
-        tp, ep: tensor- and expert-parallel degrees. By default those recorded in the checkpoint,
-            otherwise 1.
+        tp: the tensor-parallel degree. By default the one recorded in the checkpoint, otherwise 1.
+        ep: the expert-parallel degree, with the same default.
         etp: the degree at which experts are cut, if it is not tp: Megatron's
             `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
             expert-parallel rank r // etp % ep.
@@ -154,7 +154,8 @@ def export_hf(
         progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
             It begins again where released checkpoints turn out to have other names.
         overwrite: replace a model in `out_dir`. The old one is removed first.
-        s3_region, s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        s3_region: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
         against_model: compare names and shapes with the config's model: with the table of a
             built-in family, and, if they do not fit it exactly and transformers is installed, with

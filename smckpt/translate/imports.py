@@ -88,7 +88,8 @@ def import_hf(
             unless `config` is given.
         out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
         layout: a layout's name, or a `TensorLayout`.
-        tp, ep: the degrees.
+        tp: the tensor-parallel degree.
+        ep: the expert-parallel degree.
         etp: the degree at which experts are cut, if it is not tp, as in `export_hf`. As many ranks
             are written as are needed for all experts. They are recorded as tp times expert-parallel
             ranks.
@@ -97,9 +98,11 @@ def import_hf(
             `padded_vocab_size`.
         prefix: the dotted place of the model in the state dict that will be loaded; "" for all of
             it.
-        threads, progress: as in `export_hf`.
+        threads: as in `export_hf`.
+        progress: as in `export_hf`.
         overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
-        s3_region, s3client_config: as for `save`, if `out_dir` is in S3.
+        s3_region: as for `save`, if `out_dir` is in S3.
+        s3client_config: as for `save`, if `out_dir` is in S3.
         allow_nonfinite: also import weights with NaN or infinity; the report counts them.
         mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
             leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and

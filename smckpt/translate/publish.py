@@ -95,7 +95,8 @@ def publish(
             dtypes and shapes. "block": write the blocks of 1 MiB that changed. None: write all.
         full_every: write all after this many publishes. Then those before the last full publish but
             one are deleted.
-        s3_region, s3client_config: as in `smckpt.load`.
+        s3_region: as in `smckpt.load`.
+        s3client_config: as in `smckpt.load`.
 
     Returns:
         the report. If nothing changed, it is about the last publish, with 0 bytes.

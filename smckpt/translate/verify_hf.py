@@ -91,8 +91,14 @@ def verify_hf(
             directory has another floating dtype. The directory's config gives the sizes. Weights
             that only the directory has quantized are compared as `import_hf` reads them.
         reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
-        prefix, layout, tp, ep, etp, pp, vpp, padded_vocab_size: for the checkpoint, as in
-            `export_hf`.
+        prefix: of the checkpoint, as in `export_hf`.
+        layout: of the checkpoint, as in `export_hf`.
+        tp: of the checkpoint, as in `export_hf`.
+        ep: of the checkpoint, as in `export_hf`.
+        etp: of the checkpoint, as in `export_hf`.
+        pp: of the checkpoint, as in `export_hf`.
+        vpp: of the checkpoint, as in `export_hf`.
+        padded_vocab_size: of the checkpoint, as in `export_hf`.
         progress: called with (bytes compared, bytes in total).
 
     Returns:

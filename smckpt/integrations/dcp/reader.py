@@ -64,8 +64,8 @@ class DistributedFileSystemReader(StorageReader):
             with a reader of the group, and meet in `read_metadata`. None: each rank looks by
             itself.
         timeout: seconds that the ranks of `process_group` wait for each other.
-        s3_region, s3client_config: options of S3 as in `smckpt.save`; None takes those of the
-            environment.
+        s3_region: as in `smckpt.save`; None takes the environment's.
+        s3client_config: as in `smckpt.save`; None takes the environment's.
 
     Raises:
         UsageError: this process is not in `process_group`, `timeout` is not positive, or options of
@@ -119,8 +119,10 @@ class DistributedFileSystemReader(StorageReader):
         """The saved tensors and values, in DCP's terms.
 
         Raises:
-            CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError,
-                FormatVersionError.
+            CheckpointNotFoundError: nothing is committed there.
+            CheckpointReplacedError: a newer save replaced it during the read.
+            CorruptCheckpointError: a record does not fit its checksum.
+            FormatVersionError: a newer version wrote it.
         """
         try:
             catalogue = self._opened()

@@ -97,8 +97,8 @@ class DistributedFileSystemWriter(StorageWriter):
         threads: number of writing threads.
         sweep: whether a new commit deletes the files that it supersedes.
         overwrite: False refuses a save where a checkpoint is committed, before anything is written.
-        s3_region, s3client_config: options of S3 as in `smckpt.save`; None takes those of the
-            environment.
+        s3_region: as in `smckpt.save`; None takes the environment's.
+        s3client_config: as in `smckpt.save`; None takes the environment's.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ from smckpt import CheckpointManager
 
 def train(config: dict[str, Any]) -> None:
     device = get_device()
-    torch.manual_seed(dist.get_rank())
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(dist.get_rank())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     fully_shard(model, mesh=mesh)

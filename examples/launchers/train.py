@@ -7,8 +7,10 @@ ROOT: a directory that all ranks see, or s3://bucket/prefix.
 """
 
 import os
+import random
 import sys
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +25,8 @@ def main(root: str, steps: int = 1000) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    torch.manual_seed(dist.get_rank())
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(dist.get_rank())
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     fully_shard(model, mesh=mesh)

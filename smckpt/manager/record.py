@@ -100,7 +100,8 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
     numbers: dict[str, float | None] = {}
     for name, value in (metrics or {}).items():
         try:
-            number = float(value)
+            # torch warns of a scalar taken from a tensor that requires a gradient
+            number = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"the metric {name!r} is {value!r}, not a number", remedy="pass numbers"

@@ -7,6 +7,7 @@ import datetime
 import os
 import random
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,10 @@ def test_an_older_checkpoint_lacks_newer_keys_and_they_stay_as_they_are(tmp_path
 def test_metrics_are_recorded_and_the_best_is_found(tmp_path: Path) -> None:
     state = objects(0)
     rules: dict[str, Any] = {"keep_last_n": 1, "keep_best": ("loss", "min", 1)}
-    with CheckpointManager(tmp_path, **rules) as manager:
-        for step, loss in ((1, torch.tensor(2.0)), (2, 1.0), (3, float("nan")), (4, np.float32(5))):
+    first = torch.tensor(2.0, requires_grad=True)  # as a loss is
+    with CheckpointManager(tmp_path, **rules) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, loss in ((1, first), (2, 1.0), (3, float("nan")), (4, np.float32(5))):
             manager.save(step, state, metrics={"loss": loss}, metadata={"note": "x"}).wait()
         best = manager.best()
     assert best is not None and best.step == 2

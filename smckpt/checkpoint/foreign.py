@@ -4,9 +4,13 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
-__all__ = ["foreign_format", "natural_order"]
+if TYPE_CHECKING:
+    from smckpt.storage import Storage
+
+__all__ = ["foreign_below", "foreign_format", "natural_order"]
 
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin|index\.json)")
 
@@ -49,6 +53,18 @@ def foreign_format(found: Collection[str], path: str) -> tuple[str, str] | None:
             f"smckpt import {path} OUT --layout LAYOUT",
         )
     return None
+
+
+def foreign_below(storage: Storage, depth: int = 2) -> Iterator[str]:
+    """What directories at and below `storage` hold in other formats, newest name first: each as one
+    sentence with its directory's name and the call that reads it."""
+    known = foreign_format(storage.names(), storage.url)
+    if known is not None:
+        what, remedy = known
+        yield f"{storage.url}: {what}; {remedy}"
+        return
+    for name in sorted(storage.list_dirs(), key=natural_order, reverse=True) if depth else ():
+        yield from foreign_below(storage.join(name), depth - 1)
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -28,17 +28,15 @@ from smckpt.cli.output import (
     print_error,
     print_json,
     print_line,
-    print_table,
     progress_bar,
-    time_text,
 )
 from smckpt.cli.prove import prove
 from smckpt.cli.publish import apply, publish
 from smckpt.cli.repair import repair
 from smckpt.cli.reshard import reshard
-from smckpt.cli.runs import doctor, prune, status
+from smckpt.cli.runs import doctor, ls, prune, status
 from smckpt.cli.verify import verify
-from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.errors import CheckpointError
 from smckpt.run.command import run
 
 __all__ = ["app", "main"]
@@ -88,70 +86,63 @@ def _options(command: list[str]) -> list[str]:
     return [option.name for option in known.params if option.name] if known else []
 
 
-@click.group(name="smckpt", context_settings={"help_option_names": ["-h", "--help"]})
+# What `smckpt --help` lists: the commands by what they are for, each in a few words.
+_SECTIONS = {
+    "Look": {
+        "ls": "committed checkpoints in and below a directory",
+        "doctor": "which step can be restored, and why no newer one",
+        "status": "saves under way, the age of the newest step, failures",
+        "show": "what is in a checkpoint, and who wrote it",
+        "verify": "every byte against its checksum; an exported model",
+        "diff": "which tensors and values of two checkpoints differ",
+        "browse": "all checkpoints of a run on one HTML page",
+    },
+    "Keep, move, mend": {
+        "cp": "copy a checkpoint, on disk or to and from S3",
+        "rm": "remove a checkpoint",
+        "prune": "remove the steps that rules do not keep",
+        "repair": "commit what a dead coordinator could not; mend files",
+    },
+    "Change its form": {
+        "export": "a Hugging Face model from a checkpoint",
+        "import": "a checkpoint from a Hugging Face model",
+        "convert": "to torch DCP or torch.save, and from them",
+        "reshard": "for another number of ranks",
+    },
+    "Serve": {
+        "publish": "write what changed in a model",
+        "apply": "bring a server's directory to the last publish",
+    },
+    "Run a script": {
+        "run": "with smckpt behind another system's names",
+        "prove": "killed and resumed: is it exact?",
+        "chaos": "killed in the middle of its saves",
+    },
+}
+
+
+class _Sections(click.Group):
+    """A group of commands whose help lists them by what they are for."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+
+
+@click.group(
+    name="smckpt",
+    cls=_Sections,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Begin with: smckpt ls ROOT; smckpt doctor ROOT; smckpt verify ROOT/STEP; "
+    "smckpt export ROOT/STEP OUT --config config.json",
+)
 @click.version_option(__version__, message="%(version)s")
 @click.pass_context
 def app(context: click.Context) -> None:
     """Find, show, verify and export smckpt checkpoints."""
     if context.invoked_subcommand != "run":  # a script sets up its own log, and only once
         logging.basicConfig(format="smckpt: %(message)s", level=logging.WARNING)
-
-
-@app.command()
-@click.argument("root")
-@as_json
-def ls(root: str, as_json: bool) -> None:
-    """List the committed checkpoints in and below ROOT, newest first."""
-    from smckpt.checkpoint.discover import find_checkpoints
-    from smckpt.storage.urls import is_local, local_path
-
-    # an empty list for a mistyped directory would look like an answer
-    if is_local(root) and not os.path.isdir(local_path(root)):
-        raise CheckpointNotFoundError(
-            "no such directory",
-            remedy="check the path, and that the file system is mounted",
-            path=root,
-        )
-    found = find_checkpoints(root)[::-1]
-    if as_json:
-        print_json([one.to_json() for one in found])
-        return
-    if not found:
-        print_line(_nothing_below(root))
-        return
-    print_line(f"in {root}:")
-    rows = [
-        (
-            _below(root, one),
-            one.step,
-            one.kind,
-            bytes_text(one.nbytes),
-            len(one.groups),
-            time_text(one.committed_at),
-        )
-        for one in found
-    ]
-    columns = ("checkpoint", "step", "kind", "size", "groups", "committed")
-    print_table("", columns, rows, right=("step", "size", "groups"))
-
-
-def _nothing_below(root: str) -> str:
-    """The message for a directory without smckpt's checkpoints; it names another format."""
-    from smckpt.checkpoint.foreign import foreign_format
-    from smckpt.storage import open_storage
-
-    storage = open_storage(root)
-    known = foreign_format(storage.names(), storage.url)
-    return f"no committed checkpoint in or below {root}" + (
-        ": " + "; ".join(known) if known else ""
-    )
-
-
-def _below(root: str, path: str) -> str:
-    """A path as seen from the root."""
-    from smckpt.storage.urls import normal_url, relative_url
-
-    return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
 
 
 @app.command()
@@ -418,7 +409,7 @@ def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
 
 
 for command in (
-    *(apply, browse, chaos, convert, diff, doctor, prove),
+    *(apply, browse, chaos, convert, diff, doctor, ls, prove),
     *(prune, publish, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

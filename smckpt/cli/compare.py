@@ -19,10 +19,13 @@ from smckpt.cli.output import (
 from smckpt.errors import CheckpointNotFoundError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from smckpt.checkpoint.catalogue import Catalogue
     from smckpt.checkpoint.compare import Compared
+    from smckpt.checkpoint.difference import Difference
 
-__all__ = ["diff", "ignore"]
+__all__ = ["diff", "ignore", "rows_of"]
 
 ignore = click.option("--ignore", multiple=True, metavar="PATTERN",
                       help="Do not compare these names (a glob); may be repeated.")  # fmt: skip
@@ -106,6 +109,21 @@ def _at(root: str, step: int) -> str:
     )
 
 
+def rows_of(differences: Sequence[Difference]) -> list[tuple[str, str | None, str, str]]:
+    """Rows of the table: what the job holds once, then what each rank holds. Ranks that differ
+    alike share a row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for one in differences:
+        alike.setdefault((one.name, one.what, one.text), []).append(one.holder)
+    rows = []
+    for (name, what, text), holders in alike.items():
+        ranks = [holder.removeprefix("rank ") for holder in holders if holder.startswith("rank ")]
+        together = len(ranks) == len(holders) > 1
+        of = f"ranks {', '.join(ranks)}" if together else ", ".join(filter(None, holders))
+        rows.append((name, of or None, what, text))
+    return sorted(rows, key=lambda row: row[1] is not None)
+
+
 def _print(found: Compared) -> None:
     """Print one line. If anything differs, print a table of it first."""
     size = (
@@ -117,10 +135,9 @@ def _print(found: Compared) -> None:
     if found.equal:
         print_line(f"equal: {size}")
         return
-    shown = found.differences[:SHOWN]
-    rows = [(one.name, one.holder or None, one.what, one.text) for one in shown]
-    print_table("", ("name", "of", "what", "A and B"), rows)
-    if len(shown) < len(found.differences):
-        print_line(f"  … and {len(found.differences) - len(shown)} more: --json lists all")
+    rows = rows_of(found.differences)
+    print_table("", ("name", "of", "what", "A and B"), rows[:SHOWN])
+    if rows[SHOWN:]:
+        print_line(f"  … and {len(rows) - SHOWN} more: --json lists all")
     names: dict[str, Any] = dict.fromkeys(one.name for one in found.differences)
     print_line(f"differ: {count_text(len(names), 'name')} of {size}")

@@ -85,6 +85,7 @@ def _as_typed(remedy: str, options: Iterable[str]) -> str:
         flag = "--" + name.replace("_", "-")
         remedy = re.sub(rf"\b{name}=False\b", flag.replace("--", "--no-", 1), remedy)
         remedy = re.sub(rf"\b{name}=True\b", flag, remedy)
+        remedy = re.sub(rf"\b{name}=\[…\]", flag + " PATTERN", remedy)
         remedy = re.sub(rf"\b{name}=(?=\w|\")", flag + " ", remedy)
         remedy = re.sub(rf"\b{name}=", flag, remedy)
     return remedy

@@ -1,37 +1,159 @@
-"""Commands for the checkpoints of a run: `doctor`, `status`, `prune`."""
+"""Commands for the checkpoints of a run: `ls`, `doctor`, `status`, `prune`."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from smckpt.cli.output import bytes_text, count_text, print_json, print_line, print_table
+from smckpt.cli.output import (
+    bytes_text,
+    count_text,
+    print_json,
+    print_line,
+    print_table,
+    time_text,
+)
+from smckpt.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
+    from smckpt.manager.doctor import Condition
     from smckpt.storage import Storage
 
-__all__ = ["doctor", "prune", "status"]
+__all__ = ["doctor", "ls", "prune", "status"]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
+def best_of(_: Any, __: Any, text: str | None) -> Any:
+    from smckpt.manager.retention import Best
+
+    if text is None:
+        return None
+    metric, _, rest = text.partition(":")
+    mode, _, count = rest.partition(":")
+    if not count.isdigit():
+        raise click.BadParameter("write METRIC:min:N or METRIC:max:N")
+    return Best(metric, mode, int(count))
+
+
 @click.command()
 @click.argument("root")
+@click.option("--state", is_flag=True,
+              help="Look at the sizes of files too: whole, or what is missing.")  # fmt: skip
+@click.option("--best", callback=best_of, metavar="METRIC:min:N",
+              help="Number the N best by this metric of a run (or METRIC:max:N).")  # fmt: skip
 @as_json
-def doctor(root: str, as_json: bool) -> None:
+def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
+    """List the committed checkpoints in and below ROOT, newest first, with the metrics that a
+    manager has recorded. `smckpt doctor` lists the unfinished ones too."""
+    from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.storage.urls import is_local, local_path
+
+    # an empty list for a mistyped directory would look like an answer
+    if is_local(root) and not os.path.isdir(local_path(root)):
+        raise CheckpointNotFoundError(
+            "no such directory",
+            remedy="check the path, and that the file system is mounted",
+            path=root,
+        )
+    found = find_checkpoints(root)[::-1]
+    states = {one: _state(one) for one in found} if state else {}
+    ranked = best.ranked(found)[: best.count] if best is not None else []
+    if as_json:
+        print_json(
+            [
+                {
+                    **one.to_json(),
+                    **({"state": states[one]} if state else {}),
+                    **({"best": _number(ranked, one)} if best is not None else {}),
+                }
+                for one in found
+            ]
+        )
+        return
+    if not found:
+        print_line(_nothing_below(root))
+        return
+    print_line(f"in {root}:")
+    columns: dict[str, list[Any]] = {
+        "checkpoint": [_below(root, one) for one in found],
+        "step": [one.step for one in found],
+        "kind": [one.kind for one in found],
+        "size": [bytes_text(one.nbytes) for one in found],
+        "groups": [len(one.groups) for one in found],
+        "committed": [time_text(one.committed_at) for one in found],
+    }
+    metrics = [one.metadata.get("metrics") for one in found]
+    names = sorted({name for each in metrics if isinstance(each, dict) for name in each})
+    for name in names:
+        values = [each.get(name) if isinstance(each, dict) else None for each in metrics]
+        columns[name] = [f"{v:.6g}" if isinstance(v, (int, float)) else None for v in values]
+    if best is not None:
+        columns["best"] = [_number(ranked, one) for one in found]
+    if state:
+        columns["state"] = [states[one] for one in found]
+    right = ("step", "size", "groups", "best", *names)
+    print_table("", tuple(columns), zip(*columns.values(), strict=True), right=right)
+
+
+def _number(ranked: list[Any], one: Any) -> int | None:
+    return ranked.index(one) + 1 if one in ranked else None
+
+
+def _state(checkpoint: str) -> str:
+    from smckpt.checkpoint.missing import what_is_missing
+    from smckpt.storage import open_storage
+
+    try:
+        return what_is_missing(open_storage(checkpoint)) or "whole"
+    except CheckpointError as error:
+        return error.message
+
+
+def _nothing_below(root: str) -> str:
+    """The message for a directory without smckpt's checkpoints; it names another format."""
+    from smckpt.checkpoint.foreign import foreign_below
+    from smckpt.storage import open_storage
+
+    known = next(foreign_below(open_storage(root)), None)
+    return f"no committed checkpoint in or below {root}" + (f". {known}" if known else "")
+
+
+def _below(root: str, path: str) -> str:
+    """A path as seen from the root."""
+    from smckpt.storage.urls import normal_url, relative_url
+
+    return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
+
+
+@click.command()
+@click.argument("root")
+@click.option("--read", is_flag=True, help="Compare every byte of the step with its checksum too.")
+@as_json
+def doctor(root: str, read: bool, as_json: bool) -> None:
     """Say which step below ROOT can be restored, and why each newer one cannot.
 
-    It reads records, manifests and the sizes of files; `smckpt verify` reads every byte. Exit
-    status 1: the newest step cannot be restored, or none can.
+    It reads records, manifests, headers and the sizes of files; with --read, and as `smckpt verify`
+    does, every byte of the step that it finds. Exit status 1: the newest step cannot be restored,
+    or none can.
     """
+    from smckpt.checkpoint.foreign import foreign_below
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
-    conditions = examine(open_storage(root))
-    whole = next((i for i, one in enumerate(conditions) if one.state == "whole"), None)
+    top = open_storage(root)
+    conditions = examine(top)
+    whole = None
+    for number, one in enumerate(conditions):
+        conditions[number] = _checked(top, one, read)
+        if conditions[number].state == "whole":
+            whole = number
+            break
     if as_json:
         restorable = None if whole is None else conditions[whole].place
         told = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}
@@ -40,11 +162,33 @@ def doctor(root: str, as_json: bool) -> None:
         for one in conditions[:whole]:
             print_line(f"{one.place or '.'}: {one.state}: {one.why}. What to do: {one.remedy}")
         if whole is None:
-            print_line(f"nothing below {root} can be restored")
+            known = None if conditions else next(foreign_below(top), None)
+            print_line(f"nothing below {root} can be restored" + (f". {known}" if known else ""))
         else:
-            step = conditions[whole].step
-            print_line(f"restorable: {conditions[whole].place or '.'}, step {step}")
+            one = conditions[whole]
+            unread = "" if read else f"; its data was not read: `smckpt doctor --read {root}` does"
+            print_line(f"restorable: {one.place or '.'}, step {one.step}{unread}")
     sys.exit(0 if whole == 0 else 1)
+
+
+def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
+    """The condition of a step whose files have their sizes, after a look into them."""
+    from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.manager.doctor import mend_remedy
+
+    if condition.state != "whole":
+        return condition
+    at = top.join(condition.place)
+    try:
+        found = [
+            f"{one.path}: {one.what}" for one in verify_checkpoint(at.url, quick=not read).problems
+        ]
+    except CheckpointError as error:
+        found = [str(error)]
+    if not found:
+        return condition
+    more = f" and {len(found) - 1} more" if found[1:] else ""
+    return replace(condition, state="damaged", why=found[0] + more, remedy=mend_remedy(at))
 
 
 @click.command()
@@ -100,23 +244,11 @@ def _run_of(place: Storage) -> dict[str, Any] | None:
     return None if found is None else run_of(found)
 
 
-def _best(_: Any, __: Any, text: str | None) -> Any:
-    from smckpt.manager.retention import Best
-
-    if text is None:
-        return None
-    metric, _, rest = text.partition(":")
-    mode, _, count = rest.partition(":")
-    if not count.isdigit():
-        raise click.BadParameter("write METRIC:min:N or METRIC:max:N")
-    return Best(metric, mode, int(count))
-
-
 @click.command()
 @click.argument("root")
 @click.option("--keep-last", type=click.IntRange(1), required=True, help="The newest N steps.")
 @click.option("--keep-every", type=click.IntRange(1), help="Also multiples of this number.")
-@click.option("--keep-best", callback=_best, help="Also the N best: METRIC:min:N.")
+@click.option("--keep-best", callback=best_of, help="Also the N best: METRIC:min:N.")
 @click.option("--layout", default="{step}", show_default=True, help="Names of steps' directories.")
 @click.option("--dry-run", is_flag=True, help="List the steps to delete, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -167,4 +299,7 @@ def prune(
     ]
     if rows:
         print_table("", ("checkpoint", "step", "size", "deleted"), rows, right=("step", "size"))
+    if dry_run:
+        print_line(f"{count_text(len(doomed), 'step')} ({size}) would be deleted")
+        return
     print_line(f"{count_text(len(gone), 'step')} deleted, {len(doomed) - len(gone)} not")

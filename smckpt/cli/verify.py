@@ -29,7 +29,11 @@ threads = click.option("--threads", type=click.IntRange(1, 256), default=4, show
     help="Say whether CHECKPOINT (or the newest step below it) loads on a job of these "
     'degrees, such as "tp=2,shard=64" (also ep, cp, pp, replicas, world). Reads no data.',
 )
-@click.option("--quick", is_flag=True, help="Check names, sizes and headers; read no data.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Check names, sizes and the blocks of headers; read no other data.",
+)
 @click.option(
     "--against", metavar="CHECKPOINT", help="With --hf: compare the weights with this checkpoint."
 )
@@ -102,7 +106,7 @@ def verify(
         for problem in report.problems:
             print_line(f"{problem.path}: {problem.what}")
         verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
-        verdict += ", the data not read" if quick else ""
+        verdict += " (names, sizes and the blocks of headers; no other data)" if quick else ""
         print_line(
             f"{verdict}: {count_text(report.tensors, 'tensor')} in "
             f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"

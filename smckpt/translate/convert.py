@@ -40,6 +40,7 @@ __all__ = ["FORMATS", "ConvertReport", "convert"]
 
 FORMATS = ("smckpt", "dcp", "torch")
 UNFINISHED = ".unfinished"
+_GENERATORS = "manager.random."  # `CheckpointManager` saves each rank's random generators below it
 _AT_ONCE = 64 << 20  # bytes
 _Read: TypeAlias = Callable[[WholeTensor, Box, memoryview], None]  # fills memory with a box
 
@@ -97,7 +98,8 @@ def convert(
         shard: for "smckpt": the number of ranks, as `smckpt reshard` writes them; 1: kind FULL.
         rank: the saved rank whose values are taken where ranks hold different ones. None: such
             names are refused.
-        ignore: globs of names that are left out.
+        ignore: globs of names that are left out. The random generators of a run with a manager
+            are left out too where the ranks' differ and `rank` takes none.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), one call at a time.
         s3_region: as for `smckpt.load`.
@@ -265,7 +267,11 @@ class _Work:
                     remedy="name one of those", path=self._catalogue.url,
                 )  # fmt: skip
             return
-        if apart := [n for n in differing_names(self._catalogue) if not self._left_out(n)]:
+        differing = differing_names(self._catalogue)
+        # A manager's generators go on only in the job that saved them, and no other format has a
+        # copy for each rank.
+        self._ignore = (*self._ignore, *(n for n in differing if n.startswith(_GENERATORS)))
+        if apart := [n for n in differing if not self._left_out(n)]:
             _refuse(apart, "are different on different ranks, and the format has one of each name",
                     "pass rank= to take those of one rank, or leave them out: ignore=[…]",
                     self._catalogue.url)  # fmt: skip

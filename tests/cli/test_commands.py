@@ -7,6 +7,7 @@ import re
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from smckpt.cli.app import app
 from smckpt.cli.output import progress_bar
@@ -19,6 +20,14 @@ ROWS = {row[0]: row for row in re.findall(r"^\| `(\w+)`( ▸)? \| (.*?) \|", PAG
 
 def test_the_page_lists_every_command_once() -> None:
     assert sorted(ROWS) == sorted(app.commands)
+
+
+def test_the_help_lists_every_command_once_in_few_words() -> None:
+    text = CliRunner().invoke(app, ["--help"]).output
+    rows = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", text, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(app.commands)
+    assert not any(words.endswith("...") for _, words in rows)
+    assert "Begin with: smckpt ls ROOT" in text
 
 
 @pytest.mark.parametrize("name", sorted(app.commands))

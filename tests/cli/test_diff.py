@@ -15,6 +15,8 @@ import torch
 
 from smckpt.checkpoint import compare
 from smckpt.checkpoint.compare import compare_checkpoints
+from smckpt.checkpoint.difference import Difference
+from smckpt.cli.compare import rows_of
 from smckpt.errors import CorruptCheckpointError
 from tests.support import shards
 from tests.support.forge import find, reforge
@@ -102,9 +104,9 @@ def test_the_command_needs_no_torch_and_prints_one_line_or_a_table(tmp_path: Pat
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:3] == ["name", "of", "what"]
-    assert lines[2].split()[:4] == ["note", "rank", "0", "value"]
-    assert '"hi" and "ho"' in lines[2]
-    assert "1 of 91 elements differ, first [12, 0], by up to 1" in lines[-2]
+    assert "1 of 91 elements differ, first [12, 0], by up to 1" in lines[2]
+    assert lines[-2].split()[:4] == ["note", "rank", "0", "value"]
+    assert '"hi" and "ho"' in lines[-2]
     assert lines[-1] == "differ: 2 names of 4 tensors, 1 value, 632 B"
     told = json.loads(command(a, c, "--json").stdout)
     assert told["equal"] is False
@@ -325,3 +327,16 @@ def test_forged_values_are_an_error_with_a_name(tmp_path: Path, objects: Any) ->
     reforge(manifest, lambda body: body["parts"][0].update(crc64=crc))
     with pytest.raises(CorruptCheckpointError, match="beside the tensors"):
         compare_checkpoints(tmp_path / "a", tmp_path / "b")
+
+
+def test_ranks_that_differ_alike_share_a_row_after_what_the_job_shares() -> None:
+    apart: dict[str, Any] = {"what": "bits", "count": 1, "of": 1}
+    differences = (
+        Difference("step", holder="rank 0", **apart),
+        Difference("step", holder="rank 1", **apart),
+        Difference("rng", holder="rank 0", **apart),
+        Difference("weight", **apart),
+    )
+    assert [row[:2] for row in rows_of(differences)] == [
+        ("weight", None), ("step", "ranks 0, 1"), ("rng", "rank 0"),
+    ]  # fmt: skip

@@ -49,8 +49,56 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 def test_a_sound_root_is_restorable_at_its_newest(root: Path) -> None:
-    done = command("doctor", root)
+    done = command("doctor", root, "--read")
     assert (done.returncode, done.stdout) == (0, "restorable: 30, step 30\n"), done.stderr
+    unread = f"restorable: 30, step 30; its data was not read: `smckpt doctor --read {root}` does\n"
+    assert command("doctor", root).stdout == unread
+
+
+@pytest.mark.parametrize("kind", ["data-*.safetensors", "data-*.crc", "part-*"])
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_a_flipped_byte_makes_the_step_no_restorable_one(root: Path, kind: str, at: float) -> None:
+    found = next((root / "30").glob(kind), None)
+    if found is None:
+        pytest.skip(f"this save has no {kind}")
+    content = bytearray(found.read_bytes())
+    content[round(at * (len(content) - 1))] ^= 1
+    found.write_bytes(content)
+    done = command("doctor", root, "--read")
+    assert done.returncode == 1 and "30: damaged: " in done.stdout, done.stdout
+    assert "smckpt repair" in done.stdout
+    assert done.stdout.splitlines()[-1] == "restorable: 20, step 20"
+
+
+def test_ls_gives_metrics_the_best_and_the_state(root: Path) -> None:
+    next((root / "20").glob("data-*.safetensors")).unlink()
+    rows = [line.split() for line in command("ls", root).stdout.splitlines()[1:]]
+    assert rows[0] == ["checkpoint", "step", "kind", "size", "groups", "committed", "loss"]
+    assert [row[-1] for row in rows[2:]] == ["30", "20", "10"]
+    rows = [
+        line.split()
+        for line in command("ls", root, "--best", "loss:max:2", "--state").stdout.splitlines()[1:]
+    ]
+    assert rows[0][-3:] == ["loss", "best", "state"]
+    assert [row[-2:] for row in (rows[2], rows[4])] == [["1", "whole"], ["-", "whole"]]
+    assert "missing" in rows[3]
+    (thirty, twenty, ten) = told(command("ls", root, "--best", "loss:min:1", "--state", "--json"))
+    assert (thirty["best"], ten["best"], ten["state"]) == (None, 1, "whole")
+    assert "is missing" in twenty["state"]
+    plain = told(command("ls", root, "--json"))
+    assert not {"best", "state"} & plain[0].keys()
+
+
+@pytest.mark.parametrize("at", [".", "run", "runs/one"])
+@pytest.mark.parametrize("name", ["ls", "doctor"])
+def test_another_formats_checkpoint_is_named(tmp_path: Path, name: str, at: str) -> None:
+    step = tmp_path / at / "step_20"
+    for folder in (step, tmp_path / at / "step_3"):
+        folder.mkdir(parents=True)
+        (folder / ".metadata").write_bytes(b"")
+        (folder / "__0_0.distcp").write_bytes(b"")
+    done = command(name, tmp_path / at if at == "runs/one" else tmp_path)
+    assert f"{step}: this is a checkpoint of torch.distributed.checkpoint (DCP)" in done.stdout
 
 
 def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:
@@ -68,7 +116,7 @@ def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:
     assert states == {"40": "unfinished", "30": "damaged", "20": "cut", "10": "whole"}
     said = command("doctor", root).stdout
     assert data.name in said and "manifest" in said and "1 ranks have written" in said
-    assert said.splitlines()[-1] == "restorable: 10, step 10"
+    assert said.splitlines()[-1].startswith("restorable: 10, step 10; ")
     left = told(command("status", root, "--json"))
     assert [one["place"] for one in left["under_way"]] == ["40"]
     assert left["newest"]["step"] == 10
@@ -103,6 +151,8 @@ def test_where_nothing_is_whole_it_says_so(tmp_path: Path) -> None:
 def test_prune_deletes_what_the_rules_do_not_keep(root: Path) -> None:
     looked = told(command("prune", root, "--keep-last", "1", "--dry-run", "--json"))
     assert [one["step"] for one in looked["doomed"]] == [10, 20]
+    said = command("prune", root, "--keep-last", "1", "--dry-run").stdout.splitlines()[-1]
+    assert said.startswith("2 steps (") and said.endswith(" would be deleted")
     assert command("prune", root, "--keep-last", "1").returncode != 0  # nobody said yes
     assert len(find_checkpoints(root)) == 3
     best = ("--keep-best", "loss:min:1")

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import smckpt
 from smckpt import convert, verify_checkpoint
 from smckpt.cli.app import app
+from smckpt.cli.output import print_error
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from tests.checkpoint.test_reshard import saved as saved_synthetic
 from tests.support.launch import run_ranks
@@ -309,3 +310,29 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
         capture_output=True, text=True, timeout=seconds(60), check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "something is there already" in done.stderr
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "smckpt"])
+def test_a_managers_checkpoint_is_converted_without_its_ranks_generators(
+    tmp_path: Path, to: str
+) -> None:
+    run_ranks(manage, 2, str(tmp_path / "run"))
+    report = convert(tmp_path / "run" / "1", tmp_path / "out", to=to)
+    if to != "smckpt":  # ours holds a copy for each rank
+        assert report.ignored
+    assert all(name.startswith("manager.random.") for name in report.ignored)
+    target = {"model": {"weight": torch.zeros(4, 4)}}
+    smckpt.load(target, checkpoint_id=report.target, check_keys_matched=False)
+    assert torch.equal(target["model"]["weight"], torch.full((4, 4), 3.0))
+
+
+def manage(root: str) -> None:
+    torch.manual_seed(dist.get_rank())  # the ranks' generators differ
+    with smckpt.CheckpointManager(root, signals=()) as manager:
+        manager.save(1, {"model": {"weight": torch.full((4, 4), 3.0)}}).wait()
+
+
+def test_a_refusal_names_the_option_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(StateError("no", remedy="leave them out: ignore=[…]; pass rank= too"),
+                ["ignore", "rank"])  # fmt: skip
+    assert "leave them out: --ignore PATTERN; pass --rank too" in capsys.readouterr().err

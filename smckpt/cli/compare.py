@@ -31,6 +31,7 @@ ignore = click.option("--ignore", multiple=True, metavar="PATTERN",
                       help="Do not compare these names (a glob); may be repeated.")  # fmt: skip
 
 SHOWN = 20  # rows of the table
+_RANKS = 8  # ranks of a row
 
 
 @click.command()
@@ -119,7 +120,8 @@ def rows_of(differences: Sequence[Difference]) -> list[tuple[str, str | None, st
     for (name, what, text), holders in alike.items():
         ranks = [holder.removeprefix("rank ") for holder in holders if holder.startswith("rank ")]
         together = len(ranks) == len(holders) > 1
-        of = f"ranks {', '.join(ranks)}" if together else ", ".join(filter(None, holders))
+        more = f" and {len(ranks) - _RANKS} more" if ranks[_RANKS:] else ""
+        of = f"ranks {', '.join(ranks[:_RANKS])}{more}" if together else ", ".join(holders)
         rows.append((name, of or None, what, text))
     return sorted(rows, key=lambda row: row[1] is not None)
 

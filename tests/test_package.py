@@ -206,9 +206,9 @@ def test_no_folder_shadows_an_editable_install(source, tmp_path):
     assert done.stdout.strip() == str(source / "smckpt" / "__init__.py"), done.stderr
 
 
-def pins() -> dict[str, str]:
-    """Requirement lines of requirements/dev.txt by normal name."""
-    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+def pins(name: str = "dev") -> dict[str, str]:
+    """Requirement lines of a file of requirements by normal name."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     return {normal(line.split("==")[0]): line for line in wanted}
 
@@ -238,6 +238,21 @@ def test_every_dependency_and_extra_is_pinned():
     assert {"torch", "numpy", "click", "transformers", "mypy"} <= set(names)
     assert [name for name in names if normal(name) not in pins()] == []
     assert all("==" in line for line in pins().values())
+
+
+def test_the_demo_needs_few_packages_of_the_same_versions():
+    few = pins("train")
+    assert few.items() <= pins().items() and len(few) < 70
+    needed = {"torch", "numpy", "boto3", "awscrt", "click", "rich"}  # of setup.cfg
+    for path in (ROOT / "examples").glob("*.py"):
+        if path.name != "ray_train.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    needed.add((node.module or "").split(".")[0])
+                elif isinstance(node, ast.Import):
+                    needed |= {each.name.split(".")[0] for each in node.names}
+    own = {path.stem for path in (ROOT / "examples").iterdir()} | {"smckpt"}
+    assert needed - sys.stdlib_module_names - own <= few.keys()
 
 
 def test_torch_is_pinned_without_a_build():

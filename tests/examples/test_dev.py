@@ -195,3 +195,24 @@ def test_nothing_runs_again_where_nobody_asked(
     monkeypatch.delenv("SMCKPT_TEST_AGAIN")
     suite.write_text(once("passes_the_second_time"))
     assert dev.test([]) == 1
+
+
+def test_the_demos_environment_grows_into_that_of_the_tests(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+    made: list[object] = []
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(dev.venv, "create", lambda *_, **__: made.append(True))
+    monkeypatch.setattr(dev, "run", lambda command, **_: ran.append([*map(str, command)]) or 0)
+    dev.make_environment(dev.TRAIN_PINS)
+    assert [str(dev.TRAIN_PINS) in line for line in ran].count(True) == 1 and len(made) == 1
+    ran.clear()
+    dev.make_environment(dev.TRAIN_PINS)
+    assert not ran
+    dev.make_environment()  # what is there stays
+    assert [str(dev.PINS) in line for line in ran].count(True) == 1 and len(made) == 1
+    ran.clear()
+    dev.make_environment(dev.TRAIN_PINS)  # the larger one serves
+    dev.make_environment()
+    assert not ran

@@ -1,19 +1,19 @@
 """An optimizer's live state: by id under LOCAL, by fully qualified name otherwise.
 
-The dict from `state_dict()` remembers its optimizer. So a load can make missing state tensors and
-write hyperparameters to the live groups. Inside a `sm_state_dict_type` block this holds for every
-optimizer. Outside, it holds from the optimizer's first step on, or from `init_optim_state`, through
-torch's hooks. The state may also contain the optimizer itself.
+The dict from `state_dict()` in a `sm_state_dict_type` block remembers its optimizer. So a load can
+make missing state tensors and write hyperparameters to the live groups. A dict from outside a block
+is torch's own. It holds the live dicts of the state, by which a load finds the optimizer that has
+them. No optimizer is touched for that. The state may also contain the optimizer itself.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
@@ -24,10 +24,11 @@ from smckpt.state_dict.views import Held, Member, ModelView
 __all__ = [
     "Binding",
     "bind",
+    "bound",
     "has_no_elements",
     "is_optimizer_dict",
     "optimizer_dicts",
-    "remember",
+    "owner_of",
     "stock",
     "stock_record",
 ]
@@ -99,6 +100,11 @@ class Binding:
             }
         return OptimizerStateDict(state=state, param_groups=self._groups(ids))
 
+    def numbered(self) -> dict[Any, Any]:
+        """The live state as torch's own `state_dict()` gives it: by number, not copied."""
+        ids = {id(p): index for index, p in enumerate(self.parameters())}
+        return {ids.get(id(key), key): slots for key, slots in self.optimizer.state.items()}
+
     def _groups(self, ids: dict[int, int]) -> ParamGroups:
         groups = ParamGroups()
         for group in self.optimizer.param_groups:
@@ -149,24 +155,53 @@ def _part(value: Any, parameter: torch.Tensor, kind: str, slot: str, member: Mem
 
 
 def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make a stock state dict remember this optimizer; torch calls this as a hook too. A dict of
-    any other form is returned unchanged."""
-    if not is_optimizer_dict(state_dict):
-        return state_dict
+    """A copy of a stock state dict that remembers this optimizer."""
     groups = ParamGroups(state_dict["param_groups"])
     groups.binding = Binding(optimizer, "LOCAL", {})
     return OptimizerStateDict({**state_dict, "param_groups": groups})
 
 
-def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Make `optimizer.state_dict()` remember the optimizer outside a block too. A copy of the
-    optimizer has no hooks."""
-    if not getattr(optimizer, "_smckpt_remembered", False):
-        optimizer.register_state_dict_post_hook(stock)
-        optimizer._smckpt_remembered = True  # type: ignore[attr-defined]
+def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
+    """The live optimizer whose own `state_dict()` gave this dict by numbers; None if it is unknown.
+
+    The values of the dict's state are the very dicts that the optimizer has, so a copy of the dict
+    never leads to it. A dict without state leads to the only optimizer without state that has the
+    very values of its groups.
+    """
+    given = state_dict["state"]
+    if not all(isinstance(key, int) for key in given):
+        return None
+    found: dict[int, torch.optim.Optimizer] = {}  # by id of the state, which wrappers share
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.optim.Optimizer):
+            continue
+        own = object.__getattribute__(each, "__dict__")  # a wrapper shows what another one has
+        groups, state = own.get("param_groups"), own.get("state")
+        if not isinstance(groups, list) or not isinstance(state, dict):
+            continue
+        matches = _has_slots(groups, state, given) if given else not state
+        if matches and (given or _same_groups(groups, state_dict["param_groups"])):
+            inner = type(each).state_dict is torch.optim.Optimizer.state_dict
+            if id(state) not in found or inner:
+                found[id(state)] = each
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
-register_optimizer_step_post_hook(remember)
+def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[int, Any]) -> bool:
+    parameters = [p for group in groups for p in group["params"]]
+    return all(
+        key < len(parameters) and state.get(parameters[key]) is slots
+        for key, slots in given.items()
+    )
+
+
+def _same_groups(live: Any, given: Any) -> bool:
+    return len(live) == len(given) and all(
+        mine.keys() == theirs.keys()
+        and len(mine["params"]) == len(theirs["params"])
+        and all(value is theirs[key] for key, value in mine.items() if key != "params")
+        for mine, theirs in zip(live, given, strict=True)
+    )
 
 
 # -- in a user's dict ---------------------------------------------------------------------------
@@ -180,10 +215,15 @@ def is_optimizer_dict(value: Any) -> bool:
     )
 
 
+def bound(tree: Mapping[str, Any]) -> Any:
+    """The binding of an optimizer's state dict; None if the dict remembers no optimizer."""
+    return getattr(tree["param_groups"], "binding", None)
+
+
 def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Binding | None]]:
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
     if is_optimizer_dict(tree):
-        yield path, tree, getattr(tree["param_groups"], "binding", None)
+        yield path, tree, bound(tree)
         return
     items: Any = ()
     if isinstance(tree, dict):

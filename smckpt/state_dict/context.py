@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -105,6 +105,13 @@ class Taker:
                 copy_exactly(live[fqn], given[fqn], fqn)
         self.view.give_back({fqn: given[fqn] for fqn in live.keys() & given.keys()})
         return missing, unexpected
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> Literal["all", "some", "none"]:
+        """How many of the optimizer's parameters are the model's."""
+        held = self.view.held()
+        parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        count = sum(each in held for each in parameters)
+        return "all" if count == len(parameters) else "some" if count else "none"
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return bind(optimizer, self.kind.value, self.view).take()
@@ -217,27 +224,74 @@ def instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Itera
                 del module.__dict__[name]
 
 
+class _Block:
+    """An open block, among those that optimizers ask. outer: the block that was opened before.
+
+    An optimizer that trains none of the models gives its own state, as outside.
+    """
+
+    def __init__(self, taker: Taker) -> None:
+        kind = torch.optim.Optimizer
+        self.taker = taker
+        self.ended = False  # see `_Replacement.end`
+        self.own = kind.state_dict, kind.load_state_dict
+        self.outer: _Block | None = getattr(kind.state_dict, "block", None)
+
+    def open_outer(self) -> _Block | None:
+        """The innermost block around this one that has not ended."""
+        outer = self.outer
+        while outer is not None and outer.ended:
+            outer = outer.outer
+        return outer
+
+    def answering(self, optimizer: torch.optim.Optimizer) -> Taker | None:
+        """The taker of the innermost block whose model has all parameters of the optimizer; else of
+        the innermost whose model has some; None if no model has any."""
+        block = self.open_outer() if self.ended else self
+        some: Taker | None = None
+        while block is not None:
+            found = block.taker.trained_by(optimizer)
+            if found == "all":
+                return block.taker
+            if found == "some":
+                some = some or block.taker
+            block = block.open_outer()
+        return some
+
+
 @contextmanager
 def _patched_optimizers(taker: Taker) -> Iterator[None]:
-    """Replace `state_dict` and `load_state_dict` of all optimizers inside the block."""
+    """Inside the block, `state_dict` and `load_state_dict` of optimizers ask the blocks' models."""
     kind = torch.optim.Optimizer
-    take, fill = kind.state_dict, kind.load_state_dict
-
-    ended = False  # see `_Replacement.end`
+    block = _Block(taker)
+    take, fill = block.own
 
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-        return take(self) if ended else taker.state_of_optimizer(self)
+        found = block.answering(self)
+        return take(self) if found is None else found.state_of_optimizer(self)
 
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        return fill(self, state_dict) if ended else taker.load_optimizer(self, state_dict)
+        found = block.answering(self)
+        if found is None:
+            fill(self, state_dict)
+        else:
+            found.load_optimizer(self, state_dict)
 
+    state_dict.block = load_state_dict.block = block  # type: ignore[attr-defined]
+    state_dict.own, load_state_dict.own = take, fill  # type: ignore[attr-defined]
     kind.state_dict = state_dict  # type: ignore[method-assign]
     kind.load_state_dict = load_state_dict  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ended = True
-        if kind.state_dict is state_dict:
-            kind.state_dict = take  # type: ignore[method-assign]
-        if kind.load_state_dict is load_state_dict:
-            kind.load_state_dict = fill  # type: ignore[method-assign]
+        block.ended = True
+        _restore(kind, "state_dict", state_dict)
+        _restore(kind, "load_state_dict", load_state_dict)
+
+
+def _restore(kind: Any, name: str, ours: Any) -> None:
+    """Undo a replacement, and those under it whose blocks have ended."""
+    if getattr(kind, name) is ours:
+        while getattr(ours, "block", None) is not None and ours.block.ended:
+            ours = ours.own
+        setattr(kind, name, ours)

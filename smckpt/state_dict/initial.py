@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError, UsageError
-from smckpt.state_dict.bindings import remember
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = ["init_optim_state", "make_slots"]
@@ -44,7 +43,6 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
             if skip_empty_param and local.numel() == 0:
                 continue
             _initialise(optimizer, group, parameter)
-    remember(optimizer)
 
 
 def _initialise(

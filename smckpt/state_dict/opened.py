@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from smckpt.state_dict.bindings import is_optimizer_dict, stock, stock_record
+from smckpt.state_dict.bindings import (
+    bound,
+    is_optimizer_dict,
+    owner_of,
+    stock,
+    stock_record,
+)
 from smckpt.state_dict.restore import tuple_like
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
@@ -40,6 +46,10 @@ class Opened:
             # a ShardedTensor of several shards does not tell their places
             meta = not is_sharded_tensor(value) and value.is_meta
             return _with_memory(value) if meta else value
+        if is_optimizer_dict(value) and bound(value) is None:
+            owner = owner_of(value)
+            if owner is not None:
+                return self._copy(stock(owner, value), value)
         if isinstance(value, MutableMapping):
             items = {key: self.open(value[key]) for key in sorted(value, key=str)}
             if all(items[key] is child for key, child in value.items()):
@@ -63,7 +73,7 @@ class Opened:
         if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(inner):
             if stock_record(inner) is not None:
                 return stock(value, inner)
-            if getattr(inner["param_groups"], "binding", None) is not None:
+            if bound(inner) is not None:
                 return inner
             # Names from elsewhere, such as those of torch's get_optimizer_state_dict, which an
             # object's own state_dict may call: only its own load_state_dict knows them.
@@ -89,7 +99,19 @@ class Opened:
                     torch.nn.Module.load_state_dict(value, made, strict=False, assign=True)
                 value.load_state_dict(state)
             return value
+        if isinstance(filled, OptimizerStateDict) and id(filled) in self._copies:
+            return self._numbered(value, filled)
         return self._into(value, filled) if id(filled) in self._copies else filled
+
+    def _numbered(self, own: dict[str, Any], filled: OptimizerStateDict) -> dict[str, Any]:
+        """A dict from outside a block, with what the load gave to its optimizer."""
+        binding = bound(filled)
+        for key in filled:
+            if key not in ("state", "param_groups"):
+                own[key] = self.settle(own[key], filled[key])
+        own["state"] = binding.numbered()  # its live dicts again, for another load
+        own["param_groups"][:] = filled["param_groups"]
+        return own
 
     def _into(self, own: Any, filled: Any) -> Any:
         if own is filled:

@@ -148,3 +148,32 @@ def test_what_was_never_committed_is_passed_over(
     torch.nn.init.zeros_(weight)
     accelerator.load_state()
     assert torch.equal(weight, saved)
+
+
+def test_two_models_with_an_optimizer_each_are_saved_and_loaded(tmp_path: Path) -> None:
+    def prepared(seed: int) -> tuple[SmckptAccelerator, list[Any]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        made = SmckptAccelerator(cpu=True)
+        torch.manual_seed(seed)
+        models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        return made, list(made.prepare(*models, *optimizers))
+
+    def everything(parts: list[Any]) -> list[torch.Tensor]:
+        one, two, *optimizers = parts
+        moments = [v for o in optimizers for slots in o.state.values() for v in slots.values()]
+        return [*one.state_dict().values(), *two.state_dict().values(), *moments]
+
+    accelerator, (one, two, *optimizers) = prepared(0)
+    accelerator.backward(two(one(torch.ones(2, 4))).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    accelerator.end_training()
+    wanted = everything([one, two, *optimizers])
+    accelerator, parts = prepared(1)
+    accelerator.load_state(str(tmp_path))
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(wanted) == 16
+    assert all(map(torch.equal, everything(parts), wanted))

@@ -1,0 +1,145 @@
+"""People's optimizers: how to build each over a small model, and how to step it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Build = Callable[[nn.Module], Any]
+
+_WITH_CLOSURE = (
+    "LBFGS", "SAM", "FriendlySAM", "WSAM", "LookSAM", "BSAM", "AdamWScheduleFreeClosure",
+    "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure",
+)  # fmt: skip
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4, bias=False))
+
+
+def step(model: nn.Module, optimizer: Any, seed: int, shape: tuple[int, ...] = (4, 6)) -> None:
+    """One step of whatever form the optimizer wants."""
+    device = next(model.parameters()).device
+    batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    torch.manual_seed(seed)  # some draw numbers in their step
+    graph = type(optimizer).__name__ in ("AdaHessian", "SophiaH")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found: torch.Tensor = model(batch).square().mean()
+        found.backward(create_graph=graph)
+        return found
+
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    if type(optimizer).__name__ == "PCGrad":
+        optimizer.pc_backward([model(batch).square().mean(), model(batch).sum()])
+        optimizer.step()
+    elif type(optimizer).__name__ == "AliG":
+        found = float(loss().detach())
+        optimizer.step(lambda: found)
+    elif type(optimizer).__name__ == "SafeFP16Optimizer":
+        optimizer.zero_grad()
+        optimizer.backward(model(batch).float().square().mean())
+        optimizer.step()
+    elif type(optimizer).__name__ in _WITH_CLOSURE:
+        loss()
+        optimizer.step(loss)
+    else:
+        loss()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _lr(kind: Any, model: nn.Module, **more: Any) -> Any:
+    return kind(model.parameters(), lr=0.01, **more)
+
+
+def _around(kind: Any, model: nn.Module, **more: Any) -> Any:
+    return kind(torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), **more)
+
+
+def _base(kind: Any, model: nn.Module) -> Any:
+    """A wrapper that makes the optimizer inside by its class."""
+    model_first = (model,) if next(iter(inspect.signature(kind).parameters)) == "model" else ()
+    return kind(*model_first, model.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def _kinds(package: Any) -> dict[str, Any]:
+    return {name: kind for name, kind in vars(package).items() if inspect.isclass(kind)}
+
+
+def _of_torch() -> dict[str, Build]:
+    found: dict[str, Build] = {
+        name: partial(_lr, kind)
+        for name, kind in _kinds(torch.optim).items()
+        if issubclass(kind, torch.optim.Optimizer)
+        and name not in ("Optimizer", "SparseAdam", "Muon")
+    }
+    found["SGD momentum"] = partial(_lr, torch.optim.SGD, momentum=0.9)
+    found["AdamW amsgrad"] = partial(_lr, torch.optim.AdamW, amsgrad=True)
+    found["AdamW tensor lr"] = lambda m: torch.optim.AdamW(m.parameters(), torch.tensor(0.01))
+    found["Muon"] = lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01)
+    return found
+
+
+def _of_schedulefree() -> dict[str, Build]:
+    import schedulefree as there
+
+    return {
+        name: partial(_around, kind, momentum=0.9) if "Wrapper" in name else partial(_lr, kind)
+        for name, kind in _kinds(there).items()
+    }
+
+
+def _of_pytorch_optimizer() -> dict[str, Build]:
+    import pytorch_optimizer as there
+
+    # they want other packages, hooks in the model, or a process group
+    without = ("demo", "lomo", "adalomo", "muonclip", "distributedmuon")
+    found: dict[str, Build] = {
+        name: partial(_built, there.load_optimizer(name))
+        for name in there.get_supported_optimizers()
+        if name not in without
+    }
+    for name in ("Lookahead", "OrthoGrad", "TRAC", "PCGrad", "ScheduleFreeWrapper"):
+        found[name] = partial(_around, getattr(there, name))
+    for name in ("SAM", "FriendlySAM", "LookSAM", "WSAM"):
+        found[name] = partial(_base, getattr(there, name))
+    return found
+
+
+def _built(kind: Any, model: nn.Module) -> Any:
+    parameters = inspect.signature(kind).parameters
+    numbers = {"num_data": 16, "num_iterations": 10}
+    given = {name: number for name, number in numbers.items() if name in parameters}
+    if next(iter(parameters)) == "model":
+        return kind(model, **given)
+    tensors = list(model.parameters())
+    if kind.__name__ in ("AdaGO", "AdaMuon", "Muon", "NorMuon", "SpectralSphere"):
+        tensors = [p for p in tensors if p.dim() == 2]
+        if "use_muon" in inspect.getsource(kind):
+            return kind([{"params": tensors, "use_muon": True}], **given)
+    return kind(tensors, **given)
+
+
+def everyone() -> dict[str, Build]:
+    """By "package: name": the optimizers of torch and of the packages that are installed."""
+    found = {f"torch.optim: {name}": build for name, build in _of_torch().items()}
+    for package, more in (
+        ("schedulefree", _of_schedulefree),
+        ("pytorch_optimizer", _of_pytorch_optimizer),
+    ):
+        if importlib.util.find_spec(package) is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found |= {f"{package}: {name}": build for name, build in more().items()}
+    return found

@@ -34,6 +34,7 @@ from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.opened import Opened
 from smckpt.state_dict.restore import restore
 from smckpt.state_dict.select import Selection, Selector
@@ -314,6 +315,7 @@ class Loader:
 
     # -- the plan ----------------------------------------------------------------------------
 
+    @neutral()
     def plan(
         self, target: LoadTarget, chosen: Chosen, request: LoadRequest, rounds: Rounds
     ) -> LoadPlan:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smckpt.state_dict.bindings import is_optimizer_dict, stock, stock_record
+from smckpt.state_dict.modes import mode_of, neutral
 from smckpt.state_dict.restore import tuple_like
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
@@ -87,7 +88,8 @@ class Opened:
                 if empty and isinstance(value, torch.nn.Module):  # it would copy into nothing
                     made = {key: state[key] for key in empty}
                     torch.nn.Module.load_state_dict(value, made, strict=False, assign=True)
-                value.load_state_dict(state)
+                with mode_of(given):
+                    value.load_state_dict(state)
             return value
         return self._into(value, filled) if id(filled) in self._copies else filled
 
@@ -117,6 +119,7 @@ def _without_memory(state: Any) -> list[Any]:
     return [key for key, value in items if isinstance(value, torch.Tensor) and value.is_meta]
 
 
+@neutral()
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor like this one of the meta device, on its mesh's device or the CPU."""
     if is_dtensor(tensor):

@@ -17,6 +17,7 @@ import torch
 
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
+from smckpt.state_dict.tensors import fill
 
 __all__ = [
     "FullStateDict",
@@ -93,7 +94,7 @@ def put_back(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         at = 0
         for part in getattr(tensor, _PARTS, ()):
-            part.copy_(tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
+            fill(part, tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
             at += part.numel()
 
 

@@ -22,7 +22,14 @@ from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.events import LoadEvent, Sinks
 from smckpt.engine.groups import partition_of
-from smckpt.engine.load_plan import LoadPlan, LoadRequest, LoadTarget, plan_of, refuse_spare
+from smckpt.engine.load_plan import (
+    LoadPlan,
+    LoadRequest,
+    LoadTarget,
+    plan_of,
+    refuse_spare,
+    unread,
+)
 from smckpt.engine.load_rounds import Choice, Common, Rounds, in_common, nothing
 from smckpt.engine.telling import telling
 from smckpt.errors import (
@@ -102,8 +109,13 @@ class Loader:
                 planned = self._fill(tree, request, clock)
             if state_dict is None:
                 return planned.state_dict
+            opened.memory.left(unread(planned, request))
             opened.settle(state_dict, tree)
-        except Exception as raised:
+            opened.memory.name_the_left()
+        except BaseException as raised:
+            opened.memory.undo()
+            if not isinstance(raised, Exception):
+                raise
             error = raised
             raise
         finally:

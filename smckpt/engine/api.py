@@ -18,6 +18,7 @@ from smckpt.engine.load_plan import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, get_global_ranks, group_of
+from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, access_to
 from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
@@ -46,6 +47,7 @@ _RUNTIME = Runtime()
 
 
 @alone()
+@concrete()
 def async_save(
     state_dict: MutableMapping[str, Any] | None,
     *,
@@ -234,6 +236,7 @@ def add_sink(sink: Sink) -> Callable[[], None]:
 
 
 @alone()
+@concrete()
 def load(
     state_dict: MutableMapping[str, Any] | None = None,
     *,

@@ -22,7 +22,14 @@ from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.events import LoadEvent, Sinks
 from smckpt.engine.groups import partition_of
-from smckpt.engine.load_plan import LoadPlan, LoadRequest, LoadTarget, plan_of, refuse_spare
+from smckpt.engine.load_plan import (
+    LoadPlan,
+    LoadRequest,
+    LoadTarget,
+    plan_of,
+    refuse_spare,
+    unread,
+)
 from smckpt.engine.load_rounds import Choice, Common, Rounds, in_common, nothing
 from smckpt.engine.telling import telling
 from smckpt.errors import (
@@ -34,6 +41,7 @@ from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.opened import Opened
 from smckpt.state_dict.restore import restore
 from smckpt.state_dict.select import Selection, Selector
@@ -101,8 +109,13 @@ class Loader:
                 planned = self._fill(tree, request, clock)
             if state_dict is None:
                 return planned.state_dict
+            opened.memory.left(unread(planned, request))
             opened.settle(state_dict, tree)
-        except Exception as raised:
+            opened.memory.name_the_left()
+        except BaseException as raised:
+            opened.memory.undo()
+            if not isinstance(raised, Exception):
+                raise
             error = raised
             raise
         finally:
@@ -314,6 +327,7 @@ class Loader:
 
     # -- the plan ----------------------------------------------------------------------------
 
+    @neutral()
     def plan(
         self, target: LoadTarget, chosen: Chosen, request: LoadRequest, rounds: Rounds
     ) -> LoadPlan:

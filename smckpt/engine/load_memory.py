@@ -11,9 +11,11 @@ import torch
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
+from smckpt.state_dict.tensors import fill
 
 __all__ = ["Memory", "memory_of"]
 
@@ -32,6 +34,7 @@ class Memory:
     late: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[tuple[int, int, torch.Tensor]]
 
+    @neutral()
     def settle(self, state_dict: MutableMapping[str, Any]) -> None:
         """After the read, copy the stand-ins to where they belong.
 
@@ -42,7 +45,7 @@ class Memory:
         for device in devices:
             torch.accelerator.synchronize(device)  # a stream of the device may still write to them
         for tensor, staged in self.late:
-            tensor.copy_(staged)
+            fill(tensor, staged)
         put_back(self.selection.tensors)
         for device in devices:  # kernels fill strided tensors, and no other stream waits for them
             torch.accelerator.current_stream(device).synchronize()
@@ -106,7 +109,7 @@ def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) 
 
 
 def _stand_in(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.copy_(tensor.detach()) if filled else made
 
 

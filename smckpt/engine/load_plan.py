@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
@@ -27,7 +27,10 @@ from smckpt.state_dict.restore import empty_states, gathered_parts, make_extra_s
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
 
-__all__ = ["LoadPlan", "LoadRequest", "LoadTarget", "plan_of", "refuse_spare"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadPlan", "LoadRequest", "LoadTarget", "plan_of", "refuse_spare", "unread"]
 
 log = logging.getLogger("smckpt")
 
@@ -222,6 +225,17 @@ def _read_plan(
         refuse_names(plan.missing, spare, catalogue.url, rank)
     _say_left(plan.missing, (), request, group)
     return plan
+
+
+def unread(planned: LoadPlan, request: LoadRequest) -> Iterator[torch.Tensor]:
+    """Tensors of the target that the checkpoint lacks, which a load that is not strict leaves."""
+    if not planned.plan.missing:
+        return
+    missing = set(planned.plan.missing)
+    for entry, tensor in zip(planned.selection.entries, planned.selection.tensors, strict=True):
+        saved = _as_saved(entry, request.renamed) if request.renamed else entry
+        if not missing.isdisjoint((saved.key, *map(saved.logical_name, saved.fqns))):
+            yield tensor
 
 
 def _as_saved(entry: Entry, renamed: Mapping[str, str]) -> Entry:

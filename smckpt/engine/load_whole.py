@@ -46,7 +46,7 @@ def whole_state(
         catalogue, rank=group.rank, group_ranks=group.ranks, coordinates=coordinates
     ):
         if only is None or str(path[0]) in only:
-            room = torch.empty(shape, dtype=getattr(torch, dtype))
+            room = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             leaves[path] = room.numpy() if kind_of(catalogue, path) == "ndarray" else room
             around = tensors
             for key in path[:-1]:

@@ -36,6 +36,7 @@ from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
 from smckpt.staging.copies import stage
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.select import Selection, Selector
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Saver:
         self._refuse_other_coordinator(job)
         return self._selector.select(state_dict)
 
+    @neutral()
     def compile(self, job: SaveJob, selection: Selection) -> Compiled:
         """Find which groups make the step, and where this rank's arrays are in its files."""
         request, entries = job.request, selection.entries
@@ -179,6 +181,7 @@ class Saver:
             self._compiled_from = entries, laid_out
         return self._compiled
 
+    @neutral()
     def stage(self, job: SaveJob, selection: Selection, compiled: Compiled) -> Staged:
         """Copy the state to its files' places in the arena."""
         part = self._part(job.request, selection, compiled)

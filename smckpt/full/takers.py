@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smckpt.errors import UsageError
+from smckpt.errors import StateError, UsageError
 from smckpt.full.gathered import (
     FullStateDictConfig,
     check_load,
@@ -50,6 +50,7 @@ class FullTaker(Taker):
         self._of_optimizers = of_optimizers
 
     def state_of_model(self) -> dict[str, Any]:
+        _refuse_meta(self.view.model)
         found = translated_or_none(self.view, self._wishes)
         if found is None:
             out = FullStateDict(self.chosen(full_model(self.view, self._wishes)))
@@ -79,6 +80,17 @@ class FullTaker(Taker):
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         load_full_optimizer(self.view, optimizer, state_dict)
+
+
+def _refuse_meta(model: Any) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if empty := sorted(name for name, tensor in tensors if tensor.is_meta):
+        raise StateError(
+            f"{empty[0]} and {len(empty) - 1} other tensors of the model are on the meta device, "
+            "so there is nothing to gather or to fill",
+            remedy="load through SHARDED or LOCAL state, or with the model itself in the state: "
+            "they give it memory; or call to_empty(device=) first",
+        )
 
 
 class StockFullTaker(FullTaker):

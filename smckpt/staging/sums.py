@@ -61,7 +61,7 @@ def _by_copies(
     for low in range(start, stop, step):
         high = min(low + step, stop)
         if not scratch:
-            scratch.append(torch.empty(_AT_ONCE, dtype=torch.uint8))
+            scratch.append(torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu"))
         data = scratch[0][: (high - low) * itemsize]
         copy_all(copies_of(data, local, itemsize, low, high))
         total = crc64(_bytes(data), total)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smckpt.state_dict.modes import mode_of
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = [
@@ -82,9 +83,11 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
     try:
         inspect.signature(method).bind(model, raw, strict=False)
     except TypeError:
-        method(model, raw)
+        with mode_of(raw):
+            method(model, raw)
         return
-    method(model, raw, strict=False)
+    with mode_of(raw):
+        method(model, raw, strict=False)
 
 
 def give_extra_state(

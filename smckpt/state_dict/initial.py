@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError, UsageError
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = ["init_optim_state", "make_slots"]
 
 
+@neutral()
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
     """Give each parameter the state that it has just before its first step.
 
@@ -101,7 +103,7 @@ def make_slots(
         if isinstance(optimizer.state[parameter].get(slot), torch.Tensor):
             continue
         if not tuple(shape):
-            room = torch.zeros((), dtype=dtype)
+            room = torch.zeros((), dtype=dtype, device="cpu")
         elif flat or tuple(shape) == tuple(parameter.shape):
             room = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:

@@ -10,20 +10,21 @@ import torch
 from smckpt.state_dict.bindings import (
     bound,
     is_optimizer_dict,
+    optimizer_dicts,
     owner_of,
     stock,
     stock_record,
 )
+from smckpt.state_dict.materialised import Materialised
+from smckpt.state_dict.modes import mode_of
 from smckpt.state_dict.restore import tuple_like
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
     OptimizerStateDict,
     RememberingDict,
     StatefulStateDict,
-    set_tag,
-    tag_of,
+    model_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = ["Opened"]
 
@@ -39,19 +40,31 @@ class Opened:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: the copy and its original
+        self._models: dict[int, torch.nn.Module] = {}  # those that may be on the meta device
+        self.memory = Materialised()
 
-    def open(self, value: Any) -> Any:
-        """The value that a load fills for `value`: `value` itself where nothing is replaced."""
+    def open(self, state_dict: Any) -> Any:
+        """The state that a load fills: `state_dict` itself where nothing is replaced."""
+        opened = self._open(state_dict)
+        optimizers = [b.optimizer for _, _, b in optimizer_dicts(opened) if b is not None]
+        self.memory.enter(self._models.values(), optimizers)
+        return opened
+
+    def _open(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             # a ShardedTensor of several shards does not tell their places
             meta = not is_sharded_tensor(value) and value.is_meta
-            return _with_memory(value) if meta else value
+            if not meta:
+                return value
+            if (model := model_of(value)) is not None:
+                self._models[id(model)] = model
+            return self.memory.twin(value)
         if is_optimizer_dict(value) and bound(value) is None:
             owner = owner_of(value)
             if owner is not None:
                 return self._copy(stock(owner, value), value)
         if isinstance(value, MutableMapping):
-            items = {key: self.open(value[key]) for key in sorted(value, key=str)}
+            items = {key: self._open(value[key]) for key in sorted(value, key=str)}
             if all(items[key] is child for key, child in value.items()):
                 return value
             items = {key: items[key] for key in value}
@@ -59,7 +72,7 @@ class Opened:
                 value.like(items) if isinstance(value, RememberingDict) else items, value
             )
         if isinstance(value, (list, tuple)):
-            opened = [self.open(child) for child in value]
+            opened = [self._open(child) for child in value]
             if all(new is child for new, child in zip(opened, value, strict=True)):
                 return value
             return self._copy(opened, value)
@@ -69,7 +82,9 @@ class Opened:
 
     def _taken(self, value: Any) -> Any:
         given = value.state_dict()
-        inner = self.open(given)
+        inner = self._open(given)
+        if isinstance(value, torch.nn.Module):
+            self._models[id(value)] = value
         if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(inner):
             if stock_record(inner) is not None:
                 return stock(value, inner)
@@ -88,16 +103,15 @@ class Opened:
         objects get their state dicts."""
         if filled is value:
             return value
-        if not isinstance(value, torch.Tensor) and is_stateful(value):
+        if isinstance(value, torch.Tensor):
+            return value if self.memory.unread(filled) else filled
+        if is_stateful(value):
             # The load wrote to the optimizer already; its load_state_dict would cast the state.
             if not isinstance(filled, OptimizerStateDict):
                 _, given = self._copies.get(id(filled), (filled, filled))
-                empty = _without_memory(given)
                 state = self._into(given, filled)
-                if empty and isinstance(value, torch.nn.Module):  # it would copy into nothing
-                    made = {key: state[key] for key in empty}
-                    torch.nn.Module.load_state_dict(value, made, strict=False, assign=True)
-                value.load_state_dict(state)
+                with mode_of(given):
+                    value.load_state_dict(state)
             return value
         if isinstance(filled, OptimizerStateDict) and id(filled) in self._copies:
             return self._numbered(value, filled)
@@ -131,28 +145,3 @@ class Opened:
 
 def _keys(container: Any) -> Iterator[Any]:
     yield from sorted(container, key=str) if isinstance(container, dict) else range(len(container))
-
-
-def _without_memory(state: Any) -> list[Any]:
-    """Keys of the tensors of a state dict on the meta device."""
-    items = state.items() if isinstance(state, dict) else ()
-    return [key for key, value in items if isinstance(value, torch.Tensor) and value.is_meta]
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like this one of the meta device, on its mesh's device or the CPU."""
-    if is_dtensor(tensor):
-        local, mesh, placements, shape = dtensor_parts(tensor)
-        made: torch.Tensor = type(tensor).from_local(  # type: ignore[attr-defined]
-            torch.empty_like(local, device=mesh.device_type),
-            mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=tensor.stride(),
-        )
-    else:
-        made = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    if (tag := tag_of(tensor)) is not None:
-        set_tag(made, tag)
-    return made

@@ -17,6 +17,7 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
+from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.tags import (
     FullStateDict,
     RememberingDict,
@@ -28,6 +29,7 @@ from smckpt.state_dict.tags import (
 from smckpt.state_dict.tensors import (
     dtensor_parts,
     is_dtensor,
+    is_transformed,
     is_wrapper,
     placement_of,
     unwrapped,
@@ -108,6 +110,10 @@ class Selector:
                 rank=self._rank,
             ) from error
         self._refuse_twice(walk.objects)
+        with neutral():
+            return self._selected(state_dict, walk)
+
+    def _selected(self, state_dict: Mapping[str, Any], walk: _Walk) -> Selection:
         kinds = walk.kinds
         entries, tensors, tags = [], [], []
         for path, tensor in walk.tensors:
@@ -117,7 +123,10 @@ class Selector:
             try:
                 entry, local = self._entry(path, tensor, tag)
             except RuntimeError as error:  # torch raises it for a tensor without shape or memory
-                raise _unsupported(dotted(path), f"has no shape ({error})", self._rank) from error
+                why = f"has no shape ({error})"
+                if is_transformed(tensor):
+                    why = "is a value inside a transform of torch.func"
+                raise _unsupported(dotted(path), why, self._rank) from error
             if entry is None:
                 continue
             entries.append(entry)
@@ -222,6 +231,7 @@ class Selector:
                 )
             seen.add(leaf.key)
 
+    @neutral()
     def _from_numpy(self, value: Any, path: Path) -> torch.Tensor:
         try:
             return torch.from_numpy(value)
@@ -329,7 +339,7 @@ def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
         if len(shards) == 1:
             return shards[0].tensor.detach(), boxes
         parts = [s.tensor.detach() for s in shards]
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
         set_parts(local, parts)
         return local, boxes
@@ -374,6 +384,8 @@ def _check(tensor: torch.Tensor, local: torch.Tensor, path: Path, rank: int) -> 
     what = None
     if is_wrapper(local):
         what = f"is a {type(local).__name__}, which computes its values from other tensors"
+    elif is_transformed(tensor):
+        what = "is a value inside a transform of torch.func"
     elif local.layout is not torch.strided:
         what = f"is sparse ({local.layout})"
     elif local.is_quantized:

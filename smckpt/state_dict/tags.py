@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
+from smckpt.state_dict.tensors import fill
 
 __all__ = [
     "FullStateDict",
@@ -26,9 +28,11 @@ __all__ = [
     "RememberingDict",
     "StatefulStateDict",
     "Tag",
+    "model_of",
     "plain_tag",
     "put_back",
     "renew_tag",
+    "set_model",
     "set_parts",
     "set_tag",
     "stand_in",
@@ -36,6 +40,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_smckpt_tag"
+_MODEL = "_smckpt_model"
 _PARTS = "_smckpt_parts"  # the tensors that an array was joined from
 
 
@@ -88,12 +93,35 @@ def set_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
     setattr(tensor, _PARTS, parts)
 
 
+def set_model(tensor: torch.Tensor, model: nn.Module) -> None:
+    """Record the model that a tensor of the meta device was taken from. A load gives memory to the
+    model's own tensor."""
+    setattr(tensor, _MODEL, _Owner(model))
+
+
+def model_of(tensor: torch.Tensor) -> nn.Module | None:
+    owner = getattr(tensor, _MODEL, None)
+    return owner.model if isinstance(owner, _Owner) else None
+
+
+@dataclass(frozen=True)
+class _Owner:
+    model: nn.Module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a `Tag`: a copy of the tensor does not hold the model."""
+        return (OrderedDict, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
+        return self
+
+
 def put_back(tensors: Iterable[torch.Tensor]) -> None:
     """After a load: copy joined arrays into their parts."""
     for tensor in tensors:
         at = 0
         for part in getattr(tensor, _PARTS, ()):
-            part.copy_(tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
+            fill(part, tensor.reshape(-1)[at : at + part.numel()].view(part.shape))
             at += part.numel()
 
 

@@ -18,7 +18,9 @@ from smckpt.layout.mesh import Placement
 __all__ = [
     "detached",
     "dtensor_parts",
+    "fill",
     "is_dtensor",
+    "is_transformed",
     "is_wrapper",
     "lacking",
     "placement_of",
@@ -73,12 +75,27 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, also into a tensor that was made in inference mode: it may be changed there alone."""
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        target.copy_(source)
+
+
+def is_transformed(tensor: Any) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap) made it, for its own time alone."""
+    return isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    )
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether it holds other tensors and has no memory of its own."""
     if type(tensor) in _PLAIN or tensor.is_meta:
         return False
-    inside = hasattr(type(tensor), "__tensor_flatten__")
-    return inside or bool(tensor.numel() and tensor.data_ptr() == 0)
+    kind = type(tensor)
+    if hasattr(kind, "__tensor_flatten__") or kind.__name__ == "FakeTensor":
+        return True
+    return bool(tensor.numel() and tensor.data_ptr() == 0)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from smckpt.errors import StateError
 from smckpt.layout.geometry import Geometry, MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.state_dict.computed import computed_names, give_back, own_state_dict
-from smckpt.state_dict.tags import Tag, plain_tag, set_tag
+from smckpt.state_dict.tags import Tag, plain_tag, set_model, set_tag
 from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor
 
 __all__ = ["DdpView", "Fsdp2View", "Held", "Member", "ModelView"]
@@ -103,6 +103,8 @@ class ModelView:
             if isinstance(value, torch.Tensor):
                 is_parameter = isinstance(value, nn.Parameter)
                 value = detached(value)
+                if value.is_meta:
+                    set_model(value, self.model)
                 rule = self.geometry(fqn, value)
                 plain = plain_tag(kind, fqn, is_parameter)
                 set_tag(value, plain if rule is None else Tag(kind, (fqn,), rule))

@@ -37,6 +37,8 @@ from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import flattened
 from smckpt.layout.strided import Box
 from smckpt.meeting.group import Group, group_of
+from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.tensors import fill
 from smckpt.storage import Storage, open_storage, own_access
 from smckpt.storage.budget import Share
 from smckpt.storage.urls import normal_url
@@ -180,7 +182,9 @@ class DistributedFileSystemReader(StorageReader):
             else:
                 tensors.append(item)
         for batch in _batches(tensors, planner):
-            self._read(catalogue, batch, planner)
+            self._read(catalogue, batch)
+            for item, target in batch:
+                planner.commit_tensor(item, target)
 
     def _opened(self) -> Catalogue:
         if self._catalogue is None:
@@ -267,11 +271,11 @@ class DistributedFileSystemReader(StorageReader):
         data.seek(0)
         return data
 
+    @neutral()
     def _read(
         self,
         catalogue: Catalogue,
         batch: list[tuple[ReadItem, torch.Tensor]],
-        planner: LoadPlanner,
     ) -> None:
         entries, buffers, late = [], [], []
         for number, (item, target) in enumerate(batch):
@@ -282,7 +286,7 @@ class DistributedFileSystemReader(StorageReader):
             if not _readable(target, dtype):
                 if target.dtype != dtype:
                     log.debug("%s: read as %s, target %s", tensor.name, dtype, target.dtype)
-                memory = torch.empty(target.shape, dtype=dtype)
+                memory = torch.empty(target.shape, dtype=dtype, device="cpu")
                 late.append((target, memory))
             data: Any = memory.reshape(-1).view(torch.uint8).numpy()
             buffers.append(memoryview(data))
@@ -295,9 +299,7 @@ class DistributedFileSystemReader(StorageReader):
             )
         execute(plan, buffers, catalogue.readers, threads=self._threads)
         for target, memory in late:
-            target.copy_(memory)
-        for item, target in batch:
-            planner.commit_tensor(item, target)
+            fill(target, memory)
 
 
 def _batches(

@@ -46,6 +46,7 @@ from smckpt.layout.strided import Box
 from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
 from smckpt.staging.copies import stage
+from smckpt.state_dict.modes import neutral
 from smckpt.storage import open_storage, own_access
 from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
@@ -346,7 +347,8 @@ class DistributedFileSystemWriter(StorageWriter):
             arena = Arena(layout.arena_size)
         try:
             if arena is not None:
-                stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
+                with neutral():
+                    stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
             directory, share = self.checkpoint_id, Share.of_rank(ticket.rank, len(ticket.ranks))
             if ticket.prefix_sharding is not None:
                 directory = ticket.prefix_sharding.directory_of(directory, ticket.rank)

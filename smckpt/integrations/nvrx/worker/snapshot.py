@@ -21,6 +21,7 @@ import torch
 from smckpt.errors import UsageError
 from smckpt.staging.arena import Arena
 from smckpt.staging.copies import copy_all
+from smckpt.state_dict.modes import neutral
 
 __all__ = ["Outbox", "ResultsQueue", "SnapshotPlace", "restored", "taken"]
 
@@ -53,6 +54,7 @@ class SnapshotPlace:
     storages: tuple[tuple[int, int], ...]
 
 
+@neutral()
 def taken(
     request: Any, arena_of: Callable[[int], Arena]
 ) -> tuple[SnapshotPlace, tuple[ResultsQueue, ...]]:

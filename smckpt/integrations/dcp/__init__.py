@@ -20,7 +20,6 @@ from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.meeting.group import Group, gloo_group, group_of
-from smckpt.storage import open_storage
 from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
@@ -90,7 +89,8 @@ def foreign_load(
     ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
     if reader is None and checkpoint_id:
         place = checkpoint_id
-        told = runtime.loader(group).told("dcp", lambda: {"dcp": _is_of_dcp(place)}, _PATIENCE)
+        look = DistributedFileSystemReader.leaves_to_dcp
+        told = runtime.loader(group).told("dcp", lambda: {"dcp": look(place)}, _PATIENCE)
         ours = _reader_of_dcp if told["dcp"] else ours
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     made = None
@@ -115,12 +115,6 @@ def _agreed_name(runtime: Runtime, group: Group) -> str:
     """A name that the ranks of the group agree on, and nobody has used."""
     name: str = runtime.loader(group).told("dcp", lambda: {"dcp": uuid4().hex}, _PATIENCE)["dcp"]
     return name
-
-
-def _is_of_dcp(place: str | os.PathLike[str]) -> bool:
-    """Whether torch.distributed.checkpoint wrote what is here. One rank asks; it lists."""
-    there = any(file.name == ".metadata" for file in open_storage(place).list(".metadata"))
-    return there and not DistributedFileSystemReader.validate_checkpoint_id(place)
 
 
 def _reader_of_dcp(place: str | os.PathLike[str]) -> Any:

@@ -16,6 +16,7 @@ from smckpt.checkpoint.format import SENSELESS, Manifest, PartRecord
 from smckpt.checkpoint.headers import Header, StoredSlot, read_header
 from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.prefixes import found_prefix_sharding
+from smckpt.checkpoint.replaces import refuse_newer_dcp
 from smckpt.checkpoint.rows import decode_containers, decode_rows
 from smckpt.checkpoint.sources import SavedPiece, SavedPieces
 from smckpt.errors import CheckpointError, CorruptCheckpointError
@@ -380,8 +381,12 @@ def open_catalogue(
     Raises:
         CheckpointNotFoundError: nothing committed is here. The message says what is here instead.
         CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
+        UsageError: torch's own DCP has saved here since.
     """
-    return catalogue_of(storage, choose_commit(storage, choose, name))
+    commit = choose_commit(storage, choose, name)
+    if name is None:  # else the peer has looked
+        refuse_newer_dcp(storage, commit.replaces)
+    return catalogue_of(storage, commit)
 
 
 def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:

@@ -19,6 +19,7 @@ from smckpt.checkpoint.format import (
     manifest_name,
     parse_name,
 )
+from smckpt.checkpoint.replaces import checksum_of_dcp
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
 from smckpt.errors import (
     CheckpointError,
@@ -65,6 +66,7 @@ class Commit:
     order: tuple[int, int]
     manifests: tuple[tuple[str, Manifest], ...]
     through_record: bool = False  # opened in the record's directory, so all groups are here
+    replaces: str | None = None  # what DCP had written here before, see `replaces.py`
 
 
 def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
@@ -251,13 +253,15 @@ def refuse_committed(storage: Storage) -> None:
     """Check that nothing is committed here, for a save that may replace nothing.
 
     Raises:
-        UsageError: there is a commit. Its text begins as that of DCP's own writer.
+        UsageError: there is a commit, or a checkpoint of DCP's. Its text begins as that of DCP's
+            own writer.
         CorruptCheckpointError, FormatVersionError: there is one that cannot be read.
     """
     try:
         choose_commit(storage)
     except CheckpointNotFoundError:
-        return
+        if checksum_of_dcp(storage) is None:
+            return
     raise UsageError(
         "Checkpoint already exists, and overwrite=False",
         remedy="save to another directory, or leave overwrite= out to commit a newer state there",
@@ -291,7 +295,7 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))
     _refuse_mixed(record, file_url(storage.url, name), manifests)
-    return Commit(name, name, record.committed_at, order, manifests, through_record=True)
+    return Commit(name, name, record.committed_at, order, manifests, True, record.replaces)
 
 
 def _by_manifest(
@@ -301,7 +305,8 @@ def _by_manifest(
     if manifest.record is None:
         if choose not in (None, name):
             return None
-        return Commit(name, name, manifest.committed_at, order, ((storage.url, manifest),))
+        own = ((storage.url, manifest),)
+        return Commit(name, name, manifest.committed_at, order, own, replaces=manifest.replaces)
     return _through_record(storage, name, manifest, order, choose)
 
 
@@ -324,7 +329,8 @@ def _through_record(
             checked = read_manifest(storage, name, group["crc64"])
             manifests = ((storage.url, checked),)
             _refuse_mixed(record, file_url(parent.url, record_name), manifests)
-            return Commit(record_name, name, record.committed_at, order, manifests)
+            at, seen = record.committed_at, manifest.replaces
+            return Commit(record_name, name, at, order, manifests, replaces=seen)
     return None
 
 

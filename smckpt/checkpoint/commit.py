@@ -33,6 +33,7 @@ from smckpt.checkpoint.leases import (
     taken_over,
 )
 from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.replaces import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.sealed import (
     FORMAT_VERSION,
     MAX_JSON_BYTES,
@@ -146,14 +147,18 @@ def gathered_manifest(
         topology=gathered.head["topology"],
         metadata=gathered.head["metadata"],
         versions=gathered.head["versions"],
+        replaces=checksum_of_dcp(stores.directory),
         format=PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
     )
 
 
 def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
-    """Create the manifest exclusively; what `publish_manifest` returns."""
+    """Create the manifest exclusively; what `publish_manifest` returns. Where that is the commit,
+    it deletes the checkpoint of DCP's that was here."""
     name = manifest_name(manifest.fencing_token, manifest.number, manifest.session)
     data = _create(storage, name, manifest.to_json())
+    if manifest.record is None:
+        delete_dcp(storage, manifest.replaces)
     return {
         "manifest": name,
         "crc64": hex64(crc64(data)),
@@ -241,11 +246,15 @@ def publish_record(
         committed_at=time.time_ns(),
         nbytes=sum(f.size for m in manifests for p in m.parts for f in p.files),
         groups=tuple(dict(group) for group in groups),
+        replaces=checksum_of_dcp(storage),
     )
     error = later_run(storage, fencing_token, urls)
     if error is not None:
         raise error
     _create(storage, name, record.to_json())
+    for url, manifest in zip(urls, manifests, strict=True):
+        delete_dcp(storage.at(url), manifest.replaces)
+    delete_dcp(storage, record.replaces)
     return {"record": name, "bytes": record.nbytes}
 
 
@@ -323,7 +332,9 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     path = file_url(storage.url, name)
     stands = storage.read(name, most=MAX_JSON_BYTES)
     there = {**open_json(stands, path), "committed_at": body["committed_at"]}
-    if seal_json(there) != data:
+    for one in (there, body):
+        one.pop("replaces", None)  # our earlier call may have deleted that
+    if seal_json(there) != seal_json(body):
         raise StorageError(
             "another writer has created a file with this name and other content",
             remedy="two jobs write to one directory: give each its own",

@@ -230,7 +230,8 @@ class PartRecord:
 class Manifest:
     """All parts of a group. `record` is the relative path to the record that commits it, or None if
     the manifest itself is the commit. committed_at: nanoseconds since 1970. prefix_sharding: how
-    the ranks' files are spread over prefixes outside the directory; None if all files are in it."""
+    the ranks' files are spread over prefixes outside the directory; None if all files are in it.
+    replaces: checksum of the metadata of DCP's checkpoint that was in the directory, or None."""
 
     checkpoint_id: str
     kind: str | None
@@ -249,10 +250,12 @@ class Manifest:
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    replaces: str | None = None
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         _identity(self.kind, self.step, self.number)
+        _replaces(self.replaces)
         _text(self.checkpoint_id, "checkpoint_id")
         _count(self.fencing_token, "fencing token")
         _count(self.committed_at, "committed_at", _LATEST)
@@ -288,7 +291,8 @@ class Manifest:
 @dataclass(frozen=True)
 class Record:
     """The commit of several groups: {"directory" (relative), "manifest", "crc64", "coordinator"}
-    for each. nbytes: bytes of all data files. committed_at: nanoseconds since 1970."""
+    for each. nbytes: bytes of all data files. committed_at: nanoseconds since 1970. replaces: as of
+    a manifest, for the record's directory."""
 
     session: str
     number: int
@@ -298,10 +302,12 @@ class Record:
     committed_at: int
     nbytes: int
     groups: tuple[dict[str, Any], ...]
+    replaces: str | None = None
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         _identity(self.kind, self.step, self.number)
+        _replaces(self.replaces)
         _count(self.fencing_token, "fencing token")
         _count(self.committed_at, "committed_at", _LATEST)
         _count(self.nbytes, "nbytes")
@@ -353,7 +359,8 @@ def nested(directories: Iterable[str]) -> tuple[str, str] | None:
 def _plain(body: Part | Manifest | Record) -> dict[str, Any]:
     """The JSON form, with the version first. `asdict` is not used, because it copies large tables
     value by value."""
-    values = {_KEYS.get(k, k): v for k, v in vars(body).items() if k != "format"}
+    left_out = {"format"} if getattr(body, "replaces", "") is not None else {"format", "replaces"}
+    values = {_KEYS.get(k, k): v for k, v in vars(body).items() if k not in left_out}
     out = {"format": list(body.format), **values}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
 
@@ -366,6 +373,11 @@ def _known(cls: type[Part | Manifest | Record], data: dict[str, Any]) -> dict[st
     if "group_ranks" in data:
         known["group_ranks"] = tuple(data["group_ranks"])
     return known
+
+
+def _replaces(checksum: Any) -> None:
+    if checksum is not None:
+        _crc(checksum)
 
 
 def _identity(kind: Any, step: Any, number: Any) -> None:

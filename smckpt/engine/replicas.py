@@ -9,7 +9,7 @@ from typing import Any
 
 from smckpt.engine.groups import cells_of, cuts_of
 from smckpt.errors import UsageError
-from smckpt.meeting.group import get_global_ranks
+from smckpt.meeting.group import Group, get_global_ranks, group_at
 from smckpt.storage.urls import is_local
 
 __all__ = ["ReplicationGroup", "named", "replicas_of", "replication_group"]
@@ -20,13 +20,14 @@ class ReplicationGroup:
     """The ranks that hold the same shards as this rank. They share the writing.
 
     Args:
-        process_group: to pass to `async_save` and `load`.
+        process_group: to pass to `async_save`, `load` and every other `process_group=` of smckpt.
+            It names the ranks; torch's collectives cannot run over it. None: all ranks.
         ranks: global, ascending.
         name: distinguishes the groups of a step, such as "dp_shard0"; "" if there is only one
             group.
     """
 
-    process_group: Any
+    process_group: Group | None
     ranks: tuple[int, ...]
     name: str
 
@@ -41,7 +42,7 @@ class ReplicationGroup:
 
 
 def replication_group(model: Any) -> ReplicationGroup:
-    """Find the group of this rank from the model's sharding. All ranks call it once.
+    """Find the group of this rank from the model's sharding. No communication.
 
     Args:
         model: the model as it is trained: under FSDP1, FSDP2 with its device mesh, DDP, or plain.
@@ -49,13 +50,8 @@ def replication_group(model: Any) -> ReplicationGroup:
     Raises:
         UsageError: the model's meshes do not cover all ranks of the job, as with pipeline stages.
     """
-    import torch.distributed as dist
-
     ranks, at = replicas_of(model)
-    if not at:
-        return ReplicationGroup(None, ranks, "")
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    return ReplicationGroup(group, ranks, named(at))
+    return ReplicationGroup(group_at(ranks) if at else None, ranks, named(at))
 
 
 def named(at: Sequence[tuple[str, int]]) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 from smckpt.errors import UsageError
+from smckpt.meeting.group import torch_group_of
 
 __all__ = ["either_order", "over_shard_groups", "with_process_group"]
 
@@ -113,6 +114,7 @@ def with_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
         if process_group is None:
             given: dict[str, Any] = stock(model_state_dict, optimizer_key, storage_reader, planner)
             return given
+        process_group = torch_group_of(process_group)
         metadata = storage_reader.read_metadata()
         paths = metadata.planner_data or {}
         target = {

@@ -26,6 +26,7 @@ from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 import smckpt
 import smckpt.state_dict  # its hook: an optimizer's state dict knows the optimizer from a step on
 from smckpt.errors import UsageError
+from smckpt.meeting.group import group_at
 from smckpt.storage.urls import normal_url
 
 __all__ = ["DistributedCheckpointer", "take_over"]
@@ -88,7 +89,6 @@ class DistributedCheckpointer:
         self._keep = keep_last_n_checkpoints
         self._root = normal_url(os.fspath(smckpt_root or output_dir)).rstrip("/")
         self._arguments = dict(smckpt_arguments or {})
-        self._alone: Any = None  # the group of this rank, where it saves by itself
         self._resumes = should_load_recipe_state and not (
             final.get("recipe_checkpoint") or final.get("adapter_checkpoint")  # torchtune's own
         )
@@ -183,13 +183,10 @@ class DistributedCheckpointer:
         smckpt.maybe_finalize_async_calls()
 
     def _of_this_rank(self) -> Any:
-        """A group of this rank alone. The other ranks need not make it too."""
+        """A group of this rank alone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        if self._alone is None:
-            own = [dist.get_rank()]
-            self._alone = dist.new_group(own, backend="gloo", use_local_synchronization=True)
-        return self._alone
+        return group_at([dist.get_rank()])
 
     def _rotation(
         self, prefix: str, number: int, nested: bool

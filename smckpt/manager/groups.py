@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from smckpt.engine.replicas import ReplicationGroup, named, replicas_of
 from smckpt.errors import UsageError
 from smckpt.manager.state import models_in
 from smckpt.manager.template import Template
-from smckpt.meeting.group import get_global_ranks, group_of
+from smckpt.meeting.group import get_global_ranks, group_at, group_of
 from smckpt.meeting.round import Meeting
 from smckpt.topology import ParallelState
 from smckpt.topology.mesh import role_of
@@ -55,8 +54,7 @@ def agreed_group(
 
     meeting.round(point, mine, agreed, timeout=timeout)
     ranks, name = _replicas(models_in(state), degrees, template)
-    group = dist.new_group(list(ranks), use_local_synchronization=True) if name else None
-    return ReplicationGroup(group, ranks, name)
+    return ReplicationGroup(group_at(ranks) if name else None, ranks, name)
 
 
 def _replicas(

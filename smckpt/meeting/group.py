@@ -1,4 +1,10 @@
-"""The ranks that meet: those of a torch process group, by their global numbers."""
+"""The ranks that meet: those of a torch process group, by their global numbers.
+
+Ranks meet over the job's store, so smckpt needs no process group of its own. It makes one only for
+collectives of others (`gloo_group`). It never asks torch for a group that its members alone make
+(`use_local_synchronization`): torch 2.13 puts the number of the groups that the rank is in into the
+new group's name, so ranks in different numbers of groups wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +16,25 @@ from typing import Any
 
 from smckpt.errors import UsageError
 
-__all__ = ["Group", "get_global_ranks", "group_of", "inherited_store", "ranks_digest"]
+__all__ = [
+    "Group",
+    "get_global_ranks",
+    "gloo_group",
+    "group_at",
+    "group_of",
+    "inherited_store",
+    "ranks_digest",
+    "torch_group_of",
+]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that commit together.
+    """The ranks that commit together. Every `process_group=` of smckpt takes one.
 
-    ranks: global, ascending. rank: this one. store: the job's default c10d store, or None without a
-    process group, where this process is the whole job.
+    It is no `ProcessGroup` of torch: collectives cannot run over it, and making one needs no other
+    rank. ranks: global, ascending. rank: this one. store: the job's default c10d store, or None
+    without a process group, where this process is the whole job.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +45,10 @@ class Group:
     @property
     def index(self) -> int:
         return self.ranks.index(self.rank)
+
+    def size(self) -> int:
+        """How many ranks, as `ProcessGroup.size`."""
+        return len(self.ranks)
 
     def same_life(self, other: Group) -> bool:
         """Whether both groups come from one initialisation of the job's process group."""
@@ -43,6 +63,9 @@ def get_global_ranks(process_group: Any = None) -> list[int]:
         return [0]
     if process_group is None:
         return list(range(dist.get_world_size()))
+    if isinstance(process_group, Group):
+        _refuse_earlier(process_group)
+        return list(process_group.ranks)
     try:
         return sorted(dist.get_process_group_ranks(process_group))
     except (KeyError, TypeError, ValueError) as error:
@@ -76,18 +99,75 @@ def group_of(process_group: Any, no_dist: bool = False) -> Group | None:
     return Group(ranks, rank, dist.get_world_size(), _default_store())
 
 
+def group_at(ranks: Iterable[int]) -> Group:
+    """A group of these global ranks, this one among them. No other rank takes part."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group((0,), 0, 1)
+    return Group(tuple(sorted(ranks)), dist.get_rank(), dist.get_world_size(), _default_store())
+
+
+def torch_group_of(process_group: Any) -> Any:
+    """The caller's process group, for collectives.
+
+    Raises:
+        UsageError: it is a `Group`, over which none can run.
+    """
+    if isinstance(process_group, Group):
+        raise UsageError(
+            f"{process_group!r} names ranks alone, and this call runs collectives",
+            remedy="pass a process group of torch with these ranks, such as mesh.get_group(dim)",
+        )
+    return process_group
+
+
+def gloo_group(group: Group, name: str) -> Any:
+    """A process group of torch with these ranks, for collectives of others on the CPU. All of them
+    call it.
+
+    Args:
+        name: the same on all of them, and never used before in this job.
+    """
+    world = _private("_world")
+    made, _ = _private("_new_process_group_helper")(
+        len(group.ranks),
+        group.index,
+        list(group.ranks),
+        "gloo",
+        group.store,
+        f"smckpt/{name}",
+        timeout=_private("default_pg_timeout"),
+        group_desc="smckpt",
+    )
+    world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
+    return made
+
+
+def _refuse_earlier(group: Group) -> None:
+    if group.store is not _default_store():
+        raise UsageError(
+            f"{group!r} is of a process group that the job has destroyed",
+            remedy="call replication_group again after init_process_group",
+        )
+
+
 def _default_store() -> Any:
+    return _private("_get_default_store")()
+
+
+def _private(name: str) -> Any:
     from torch.distributed import distributed_c10d
 
-    getter = getattr(distributed_c10d, "_get_default_store", None)
-    if getter is None:
+    found = getattr(distributed_c10d, name, None)
+    if found is None:
         import torch
 
         raise UsageError(
-            f"torch {torch.__version__} has no distributed_c10d._get_default_store",
+            f"torch {torch.__version__} has no distributed_c10d.{name}",
             remedy="use a torch between 2.11 and 2.13, or report this version",
         )
-    return getter()
+    return found
 
 
 def inherited_store() -> Any:

@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.replaces import holds_dcp
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
@@ -80,7 +82,7 @@ def open_source(
     place = find_source(os.fspath(checkpoint), source)
     if isinstance(place, ArchiveRecord):
         return RankFilesFound({place.path: place}, source, format="one file")
-    if place is None or any(parse_name(name) for name in place.files):
+    if place is None or _is_ours(place, source):
         return None
     packed = place.packed
     place = _iteration(place)
@@ -96,6 +98,20 @@ def open_source(
             path=place.url,
         )
     return found
+
+
+def _is_ours(place: Folder, source: SourceFiles) -> bool:
+    """Whether the files are smckpt's. A save that was never committed leaves DCP's checkpoint in
+    the same directory as it was."""
+    if not any(parse_name(name) for name in place.files):
+        return False
+    if place.packed or not holds_dcp(place.files):
+        return True
+    try:
+        choose_commit(source.access.open(place.url))
+    except CheckpointNotFoundError:
+        return False
+    return True
 
 
 def open_ranks(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -18,8 +19,7 @@ from smckpt.errors import UsageError
 from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
-from smckpt.meeting.group import Group, group_of
-from smckpt.storage import open_storage
+from smckpt.meeting.group import Group, gloo_group, group_of
 from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
@@ -53,7 +53,14 @@ def foreign_save(
     writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
     its_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
     assert isinstance(its_queue, ForeignQueue)
-    return its_queue.submit(state_dict, checkpoint_id=checkpoint_id, writer=writer, planner=planner)
+    return its_queue.submit(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        writer=writer,
+        planner=planner,
+        group=group,
+        agreed_name=partial(_agreed_name, runtime, group),
+    )
 
 
 def foreign_load(
@@ -82,24 +89,32 @@ def foreign_load(
     ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
     if reader is None and checkpoint_id:
         place = checkpoint_id
-        told = runtime.loader(group).told("dcp", lambda: {"dcp": _is_of_dcp(place)}, _PATIENCE)
+        look = DistributedFileSystemReader.leaves_to_dcp
+        told = runtime.loader(group).told("dcp", lambda: {"dcp": look(place)}, _PATIENCE)
         ours = _reader_of_dcp if told["dcp"] else ours
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
-    return load_with_dcp(
-        state_dict,
-        group,
-        checkpoint_id=checkpoint_id,
-        reader=reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    made = None
+    if isinstance(process_group, Group):  # ranks alone, and DCP runs collectives
+        made = process_group = gloo_group(group, _agreed_name(runtime, group))
+    try:
+        return load_with_dcp(
+            state_dict,
+            group,
+            checkpoint_id=checkpoint_id,
+            reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    finally:
+        if made is not None:
+            dist.destroy_process_group(made)
 
 
-def _is_of_dcp(place: str | os.PathLike[str]) -> bool:
-    """Whether torch.distributed.checkpoint wrote what is here. One rank asks; it lists."""
-    there = any(file.name == ".metadata" for file in open_storage(place).list(".metadata"))
-    return there and not DistributedFileSystemReader.validate_checkpoint_id(place)
+def _agreed_name(runtime: Runtime, group: Group) -> str:
+    """A name that the ranks of the group agree on, and nobody has used."""
+    name: str = runtime.loader(group).told("dcp", lambda: {"dcp": uuid4().hex}, _PATIENCE)["dcp"]
+    return name
 
 
 def _reader_of_dcp(place: str | os.PathLike[str]) -> Any:

@@ -91,13 +91,14 @@ class FileSystemReader(DistributedFileSystemReader):
         more: arguments of `DistributedFileSystemReader`.
 
     Raises:
-        UsageError: extensions are given, which only DCP's own reader knows.
+        UsageError: extensions are given, which only DCP's own reader knows; or both DCP and smckpt
+            have saved there, and nothing tells which is newer.
     """
 
     def __new__(
         cls, path: str | os.PathLike[str], _extension_registry: Any = None, **more: Any
     ) -> Any:
-        if os.path.isfile(os.path.join(path, ".metadata")):
+        if os.path.isdir(path) and DistributedFileSystemReader.leaves_to_dcp(path):
             return _Reader(path, _extension_registry)
         return super().__new__(cls)
 

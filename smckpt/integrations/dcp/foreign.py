@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,7 +33,7 @@ from smckpt.engine.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.layout.entries import dotted
-from smckpt.meeting.group import Group
+from smckpt.meeting.group import Group, gloo_group
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.select import is_sharded_tensor
 
@@ -68,13 +68,19 @@ class ForeignQueue:
         checkpoint_id: str | os.PathLike[str] | None,
         writer: StorageWriter,
         planner: SavePlanner | None,
+        group: Group,
+        agreed_name: Callable[[], str],
     ) -> SaveHandle:
-        """Copy the state, let DCP save it in the background; see `smckpt.async_save`."""
+        """Copy the state, let DCP save it in the background; see `smckpt.async_save`.
+
+        Args:
+            agreed_name: a name for a new process group of `group`, on which its ranks agree.
+        """
         began = time.perf_counter()
         handle = SaveHandle(self._numbers, _place(checkpoint_id, writer), None)
         self._numbers += 1
         self._wait_for_room()
-        process_group = self._own_group()
+        process_group = self._own_group(group, agreed_name)
         refused: BaseException | None = None
         staged: dict[str, Any] = {}
         try:
@@ -140,15 +146,13 @@ class ForeignQueue:
         log.info("a save waits for save %d, which DCP is still writing", flying.number)
         flying.ended()  # gloo's timeout bounds each collective of it
 
-    def _own_group(self) -> Any:
+    def _own_group(self, group: Group, agreed_name: Callable[[], str]) -> Any:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         if self._process_group is None or self._world is not dist.group.WORLD:
             # it is another object after the job has made the process group again
             self._world = dist.group.WORLD
-            self._process_group = dist.new_group(
-                list(self.group.ranks), backend="gloo", use_local_synchronization=True
-            )
+            self._process_group = gloo_group(group, agreed_name())
         return self._process_group
 
     def _raise_failures(self) -> None:

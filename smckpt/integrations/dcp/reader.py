@@ -28,10 +28,18 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.plan import plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
-from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.checkpoint.replaces import holds_dcp
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    KeysMismatchError,
+    UsageError,
+)
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import flattened
@@ -106,10 +114,27 @@ class DistributedFileSystemReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether there is a committed checkpoint of smckpt."""
         try:
-            open_catalogue(open_storage(checkpoint_id))
+            choose_commit(open_storage(checkpoint_id))
         except CheckpointError:
             return False
         return True
+
+    @classmethod
+    def leaves_to_dcp(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether DCP wrote what is here, and smckpt has committed nothing. It lists.
+
+        Raises:
+            UsageError: both have saved here, and nothing tells which is newer.
+            CorruptCheckpointError, FormatVersionError: what smckpt has committed cannot be read.
+        """
+        storage = open_storage(checkpoint_id)
+        if not holds_dcp(storage.names(".metadata", "__0.metadata")):
+            return False
+        try:
+            open_catalogue(storage)
+        except CheckpointNotFoundError:
+            return True
+        return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, which looks for the newest commit again."""

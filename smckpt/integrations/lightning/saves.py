@@ -22,6 +22,7 @@ import smckpt
 from smckpt.checkpoint.format import parse_name
 from smckpt.engine.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from smckpt.meeting.group import group_at
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, parent_url
 
@@ -174,8 +175,7 @@ def own_group() -> dict[str, Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     own = [dist.get_rank()]
-    group = dist.new_group(own, backend="gloo", use_local_synchronization=True)
-    return {"process_group": group, "groups": [own]}
+    return {"process_group": group_at(own), "groups": [own]}
 
 
 def refuse_storage_options(given: Any) -> None:

@@ -73,11 +73,19 @@ class State:
 
         self.parallel, ranker = parallel, parallel.ranker
         rank = dist.get_rank()
+        # Every rank makes every group, in one order: torch counts them, and names them by the
+        # count (see meeting/group.py). There are many groups of one rank, so those are made once.
+        alone: dict[tuple[int, ...], Any] = {}
         for dim in ("tp", "cp", "ep", "fsdp", "rep"):
-            ranks = getattr(ranker, f"get_{dim}_group")(rank)
-            # Only a group's members take part, in one order on all ranks.
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            self._groups[f"{dim}_process_group"] = group
+            groups = getattr(ranker, f"get_{dim}_groups")()
+            if len(groups) == parallel.world_size:
+                alone = alone or {tuple(ranks): dist.new_group(ranks) for ranks in groups}
+                self._groups[f"{dim}_process_group"] = alone[(rank,)]
+                continue
+            for ranks in groups:
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    self._groups[f"{dim}_process_group"] = group
         self._groups["world_process_group"] = dist.group.WORLD
         # torch's own FullStateDictConfig takes translate_on_save from now on, as with SMP
         if not is_extended():

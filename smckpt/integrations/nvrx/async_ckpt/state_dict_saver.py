@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from smckpt.integrations.nvrx.async_ckpt.filesystem_async import FileSystemWriterAsync
+from smckpt.meeting.group import torch_group_of
 
 __all__ = [
     "CheckpointMetadataCache",
@@ -112,7 +113,7 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: the plan failed on a rank; on every rank.
     """
-    ranks = _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+    ranks = _DistWrapper(torch_group_of(process_group), dist.is_initialized(), coordinator_rank)
     planner = DefaultSavePlanner() if planner is None else planner
     cache = (metadata_cache or _PROCESS.cache) if enable_cache else None
     planned = _Planned(state_dict, storage_writer, planner, ranks)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 import smckpt
+from smckpt.meeting.group import torch_group_of
 from smckpt.state_dict import SMStateDictType, init_optim_state
 from smckpt.state_dict.context import instead
 
@@ -108,7 +109,7 @@ def compute_auto_checkpoint_interval(
         )
     extremes = torch.tensor([-min(steps), max(saves)], dtype=torch.float64)
     if dist.is_initialized():
-        backend = dist.get_backend(process_group)
+        backend = dist.get_backend(torch_group_of(process_group))
         device = "cpu" if "gloo" in backend else torch.accelerator.current_accelerator()
         extremes = extremes.to(device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)

@@ -4,6 +4,7 @@ exported directory with it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.rank_sources import RankFilesFound, open_ranks, open_source
+from smckpt.translate.source_facts import EP, PP, TP, SourceFacts
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Target
@@ -209,7 +211,8 @@ def _of_foreign(
     reader = checkpoint.reader(model_tensors(checkpoint, prefix))
     packed = naming == HUB and looks_packed(reader.held, family)
     if said.layout is not None or packed or looks_transformed(reader.held):
-        made = _translated(reader, settings, said, said.degrees, naming)
+        facts = checkpoint.model_facts
+        made = _translated(reader, settings, said, said.degrees, naming, facts)
     else:
         said.refuse_degrees(checkpoint.url)
         made = _named(reader, settings, said, naming, comparison)
@@ -221,13 +224,16 @@ def _of_files(
     comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """The files of ranks, or one file with a whole model by Hugging Face's names."""
-    told = replace(said, tp=said.tp or files.tp, ep=said.ep or files.ep)
+    if settings is not None:
+        for facts in files.facts:
+            facts.compare_config(settings)
+    told = _degrees_of_files(said, files)
     if said.pp not in (None, files.pp or said.pp):
         raise UsageError(
             f"pp={said.pp}, but there are {files.pp} pipeline stages", remedy="leave pp= out",
             path=files.url,
         )  # fmt: skip
-    pp = said.pp or files.pp or 1
+    pp = told.pp or 1
     if pp == 1 or files.alone:
         said.refuse_chunks(files.url)
     reader = open_ranks(files, told.degrees, pp, _layers(settings), said.vpp)
@@ -235,7 +241,16 @@ def _of_files(
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
             return _named(reader, settings, said, naming, comparison)
-    return _translated(reader, settings, told, told.degrees, naming)
+    return _translated(reader, settings, told, told.degrees, naming, files.facts)
+
+
+def _degrees_of_files(said: GivenLayout, files: RankFilesFound) -> GivenLayout:
+    """The degrees that are given, or that the names of the files tell, or else the files."""
+    tp, pp, ep = said.tp or files.tp, said.pp or files.pp, said.ep or files.ep
+    inside = [files.degree(name) or 1 for name in (TP, PP, EP)]
+    if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
+        tp, pp, ep = inside
+    return replace(said, tp=tp, pp=pp, ep=ep)
 
 
 def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
@@ -279,6 +294,7 @@ def _translated(
     said: GivenLayout,
     degrees: Degrees,
     naming: str,
+    facts: Sequence[SourceFacts] = (),
 ) -> ExportContents:
     if naming == MODULE:
         raise UsageError(
@@ -287,10 +303,11 @@ def _translated(
             remedy="leave naming= out",
             path=reader.url,
         )
-    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp)
+    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp, facts)
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
-        made.source, made.targets, made.left_out, made.notes + _lost_notes(made.without_place),
+        made.source, made.targets, made.left_out,
+        made.notes + _lost_notes(made.without_place),
         layout=made.layout, vocabulary=made.vocabulary,
         kept=kept_of_family(settings, made.targets), predicting=made.predicting,
         further=frozenset(further),

@@ -25,7 +25,7 @@ from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
 from smckpt.translate.torch_archive import StoredTensor
-from smckpt.translate.torch_files import stored_tensors
+from smckpt.translate.torch_files import StoredState, stored_state
 
 __all__ = ["TensorReader", "bits", "open_directory", "open_files", "open_stages", "weight_files"]
 
@@ -56,7 +56,7 @@ def bits(dtype: str) -> np.dtype[Any]:
 
 
 def open_files(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, source: SourceFiles,
+    files: Mapping[str, StoredState], degrees: Degrees, source: SourceFiles,
     alone: re.Pattern[str] | None = None, seen: dict[Sums, str] | None = None,
 ) -> BoxTensors:  # fmt: skip
     """Open the files of all ranks, in Megatron's order: tensor-parallel ranks innermost, then
@@ -78,8 +78,8 @@ def open_files(
     steps: dict[str, Any] = {}
     everyones: dict[str, StoredTensor] = {}
     seen = {} if seen is None else seen
-    for number, (file, record) in enumerate(files.items()):
-        found, steps[file] = stored_tensors(source, record)
+    for number, (file, state) in enumerate(files.items()):
+        found, steps[file] = state.tensors, state.step
         _refuse_copy(file, found, seen)
         if alone is not None and not number:
             everyones = {name: t for name, t in found.items() if alone.fullmatch(name)}
@@ -114,7 +114,7 @@ def open_files(
 
 
 def open_stages(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, pp: int, source: SourceFiles,
+    files: Mapping[str, StoredState], degrees: Degrees, pp: int, source: SourceFiles,
     alone: re.Pattern[str] | None = None,
 ) -> list[BoxTensors]:  # fmt: skip
     """Open the files of all ranks of `pp` pipeline stages, each as by `open_files`. Pipeline-
@@ -171,7 +171,7 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
                 f"{name} is missing", remedy=f"pass a directory with all files of its {index}",
                 path=str(directory),
             )  # fmt: skip
-        for tensor, stored in stored_tensors(folder.source, folder.files[name])[0].items():
+        for tensor, stored in stored_state(folder.source, folder.files[name]).tensors.items():
             key = TensorKey(tensor, 0, 0)
             if key in tensors:
                 raise CorruptCheckpointError(

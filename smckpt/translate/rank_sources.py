@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.format import parse_name
@@ -22,8 +23,16 @@ from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
 from smckpt.translate.rank_files import TensorReader, open_files, open_stages
+from smckpt.translate.source_facts import (
+    EP,
+    PP,
+    TP,
+    SourceFacts,
+    refuse_other_ranks,
+    yaml_beside,
+)
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.torch_files import keys_of, torch_root
+from smckpt.translate.torch_files import StoredState, keys_of, stored_state, torch_root
 
 __all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
 
@@ -48,7 +57,8 @@ _SHORT = 64 << 10  # bytes of a file with a name in it
 class RankFilesFound:
     """Files of ranks by name, tensor-parallel ranks innermost and pipeline stages outermost, the
     degrees in their names, and the name of the format. source: reads them. alone: what of a stage
-    its first rank alone may hold; then the stages hold any parts of one model, by its names."""
+    its first rank alone may hold; then the stages hold any parts of one model, by its names.
+    beside: what a file beside them says of the model."""
 
     files: Mapping[str, ArchiveRecord]
     source: SourceFiles = field(compare=False)
@@ -57,6 +67,24 @@ class RankFilesFound:
     format: str = "files of ranks"
     pp: int | None = None
     alone: re.Pattern[str] | None = None
+    beside: SourceFacts | None = None
+
+    @cached_property
+    def states(self) -> Mapping[str, StoredState]:
+        """The state in each file."""
+        return {file: stored_state(self.source, record) for file, record in self.files.items()}
+
+    @property
+    def facts(self) -> tuple[SourceFacts, ...]:
+        """What the first rank's file, and a file beside it, say of the model."""
+        inside = next((state.facts for state in self.states.values()), None)
+        return tuple(facts for facts in (inside, self.beside) if facts is not None)
+
+    def degree(self, name: str) -> int | None:
+        """A degree that the names of files tell, or else what is in them."""
+        named = {TP: self.tp, PP: self.pp, EP: self.ep}.get(name)
+        found = (facts.degree(name) for facts in self.facts)
+        return named or next((degree for degree in found if degree is not None), None)
 
     @property
     def url(self) -> str:
@@ -123,9 +151,16 @@ def _reader_of(
     found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
 ) -> TensorReader:
     if pp == 1:
-        return open_files(found.files, degrees, found.source, found.alone)
-    stages = open_stages(found.files, degrees, pp, found.source, found.alone)
+        reader = open_files(found.states, degrees, found.source, found.alone)
+        refuse_other_ranks(_facts_of_ranks(found), degrees, pp)
+        return reader
+    stages = open_stages(found.states, degrees, pp, found.source, found.alone)
+    refuse_other_ranks(_facts_of_ranks(found), degrees, pp)
     return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
+
+
+def _facts_of_ranks(found: RankFilesFound) -> list[tuple[str, SourceFacts | None]]:
+    return [(file, state.facts) for file, state in found.states.items()]
 
 
 def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:
@@ -342,15 +377,18 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
 def _nemo(folder: Folder) -> RankFilesFound | None:
     """What is in an archive of NeMo's, or was unpacked from one: a file of one rank, or each rank's
     in a directory. The stage's number is in the names if there are stages."""
+    beside = next(iter(yaml_beside(folder)), None)
     if _NEMO in folder.files:
-        return RankFilesFound({_NEMO: folder.files[_NEMO]}, folder.source, 1, 1, "NeMo")
+        files = {_NEMO: folder.files[_NEMO]}
+        return RankFilesFound(files, folder.source, 1, 1, "NeMo", beside=beside)
     found: dict[tuple[int, int, int], str] = {}
     for name in folder.folders:
         if match := _NEMO_RANK.fullmatch(name):
             found[int(match[1]), int(match[2]), 0] = name
         elif (match := _RANK.fullmatch(name)) and match[2] is None:
             found[int(match[1]), 0, 0] = name
-    return _of_ranks(folder, found, _NEMO, "NeMo")
+    ranks = _of_ranks(folder, found, _NEMO, "NeMo")
+    return None if ranks is None else replace(ranks, beside=beside)
 
 
 def _of_ranks(

@@ -289,6 +289,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     "--allow-nonfinite", is_flag=True, help="Export weights that contain NaN or infinity."
 )
 @click.option(
+    "--allow-equal-ranks", is_flag=True,
+    help="Export ranks of which two hold the same, such as experts that were made from one.",
+)  # fmt: skip
+@click.option(
     "--against-model/--no-against-model",
     default=True,
     help="Compare names and shapes with transformers' model of the config, if transformers "

@@ -35,6 +35,7 @@ from smckpt.translate.model import model_dims, to_hub
 from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
+from smckpt.translate.rank_copies import refuse_equal_ranks
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.rank_sources import RankFilesFound, open_ranks, open_source
 from smckpt.translate.source_facts import EP, PP, TP, SourceFacts
@@ -58,6 +59,10 @@ __all__ = [
 Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
 LOW = ("bfloat16", "float16")
 HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
+_UNKNOWN_ORDER = (
+    "neither the files nor their names say which rank each is of: they were read in the order in "
+    "which they were passed"
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,13 @@ class GivenLayout:
     pp: int | None = None
     vpp: int | None = None
     mtp: str | None = DROP  # as in `kept_layers`
+    equal_ranks: bool = False  # ranks may hold the same
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the defaults, by the names of `export_hf`; None: not given."""
+        own = {**vars(self), "mtp": None if self.mtp == DROP else self.mtp}
+        return {**own, "allow_equal_ranks": own.pop("equal_ranks") or None}
 
     @property
     def degrees(self) -> Degrees:
@@ -146,7 +158,8 @@ def find_contents(
     if isinstance(source, RankFilesFound):
         _refuse_prefix(prefix)
         made = _of_files(source, settings, said, naming, comparison)
-        return replace(made, source_format=source.format)
+        notes = made.notes if source.order_is_known else (*made.notes, _UNKNOWN_ORDER)
+        return replace(made, source_format=source.format, notes=notes)
     if source is not None:
         return _of_foreign(source, prefix, settings, said, naming, comparison)
     catalogue = open_catalogue(access.open(checkpoint))
@@ -163,6 +176,8 @@ def find_contents(
         degrees = degrees_of(catalogue, said.tp, said.ep, said.etp)
         reader = CheckpointTensors(catalogue, tensors, degrees)
         reader.refuse_unlike_replicas()
+        if not said.equal_ranks:
+            refuse_equal_ranks([reader], degrees)
         made = _translated(reader, settings, said, degrees, naming)
     else:
         said.refuse_degrees(catalogue.url)
@@ -180,6 +195,8 @@ def _of_stages(
     stages = [CheckpointTensors(catalogue, tensors, degrees, stage) for stage in range(pp)]
     for stage in stages:
         stage.refuse_unlike_replicas()
+    if not said.equal_ranks:
+        refuse_equal_ranks(stages, degrees)
     reader = merged(stages, _layers(settings), said.vpp, catalogue.url)
     if said.layout is None and degrees.ranks == 1 and not looks_transformed(reader.held):
         return _named(reader, settings, said, naming, comparison)
@@ -236,7 +253,9 @@ def _of_files(
     pp = told.pp or 1
     if pp == 1 or files.alone:
         said.refuse_chunks(files.url)
-    reader = open_ranks(files, told.degrees, pp, _layers(settings), said.vpp)
+    reader = open_ranks(
+        files, told.degrees, pp, _layers(settings), said.vpp, equal_ranks=said.equal_ranks
+    )
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):

@@ -98,6 +98,7 @@ def export_hf(
     s3_region: str | None = None,
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
+    allow_equal_ranks: bool = False,
     against_model: bool = True,
     naming: str = HUB,
     mtp: str = DROP,
@@ -156,6 +157,9 @@ def export_hf(
         overwrite: replace a model in `out_dir`. The old one is removed first.
         s3_region, s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
+        allow_equal_ranks: also export ranks of which two hold the same tensors. By default they are
+            refused, because one rank's file is then a copy of another's; but experts that were all
+            made from one (upcycled) are equal until they are trained.
         against_model: compare names and shapes with the config's model: with the table of a
             built-in family, and, if they do not fit it exactly and transformers is installed, with
             the model that transformers makes on the meta device.
@@ -206,7 +210,10 @@ def export_hf(
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
         check_flags(
-            overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            against_model=against_model,
+            allow_equal_ranks=allow_equal_ranks,
         )
         refuse_store(config=config, tokenizer=tokenizer, lora_config=lora_config, base=base)
         settings, noted = _settings(
@@ -234,7 +241,9 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp)
+            said = GivenLayout(
+                layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
+            )
             if lora is None:
                 refuse_given(
                     "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
@@ -245,7 +254,7 @@ def export_hf(
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **{**vars(said), "mtp": None if mtp == DROP else mtp})
+                refuse_given("with lora=", **said.given)
                 found = find_peft_contents(
                     access, checkpoint, prefix, settings, lora, lora_config, base, naming,
                     comparison, lora_adapter,

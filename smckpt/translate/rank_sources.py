@@ -22,7 +22,8 @@ from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
-from smckpt.translate.rank_files import TensorReader, open_files, open_stages
+from smckpt.translate.rank_copies import refuse_equal_ranks
+from smckpt.translate.rank_files import TensorReader, open_stages
 from smckpt.translate.source_facts import (
     EP,
     PP,
@@ -50,6 +51,7 @@ _SMP = re.compile(r"model_(\d+)_(\d+)\.pt")  # pipeline stage, tensor-parallel r
 _SMP_DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree")
 # SMP v1's names that the tensor-parallel rank 0 alone holds: biases that are added once
 _SMP_ALONE = re.compile(r".*\.(dense|dense2)\.bias")
+_GIVEN = "files of ranks"  # in the order in which they were passed
 _SHORT = 64 << 10  # bytes of a file with a name in it
 
 
@@ -64,7 +66,7 @@ class RankFilesFound:
     source: SourceFiles = field(compare=False)
     tp: int | None = None
     ep: int | None = None
-    format: str = "files of ranks"
+    format: str = _GIVEN
     pp: int | None = None
     alone: re.Pattern[str] | None = None
     beside: SourceFacts | None = None
@@ -73,6 +75,13 @@ class RankFilesFound:
     def states(self) -> Mapping[str, StoredState]:
         """The state in each file."""
         return {file: stored_state(self.source, record) for file, record in self.files.items()}
+
+    @property
+    def order_is_known(self) -> bool:
+        """Whether names, or what is in the files, tell which rank each is of."""
+        ranks = [state.facts and state.facts.values.get("rank") for state in self.states.values()]
+        named = self.format != _GIVEN or _numbers([*self.files]) is not None
+        return named or len(set(ranks) - {None}) == len(ranks)
 
     @property
     def facts(self) -> tuple[SourceFacts, ...]:
@@ -127,15 +136,17 @@ def open_source(
 
 
 def open_ranks(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
-) -> TensorReader:
-    """A reader of the files of `pp` stages. layers, vpp: as of `merged`.
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
+    *, equal_ranks: bool = False,
+) -> TensorReader:  # fmt: skip
+    """A reader of the files of `pp` stages. layers, vpp: as of `merged`. equal_ranks: ranks may
+    hold the same.
 
     Raises:
         UsageError: no file has a tensor of a model.
-        as `open_files` and `merged`.
+        as `open_files`, `refuse_equal_ranks` and `merged`.
     """
-    reader = _reader_of(found, degrees, pp, layers, vpp)
+    reader = _reader_of(found, degrees, pp, layers, vpp, equal_ranks)
     if not reader.held:
         keys = keys_of(found.source, next(iter(found.files.values())))
         raise UsageError(
@@ -148,19 +159,16 @@ def open_ranks(
 
 
 def _reader_of(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
-) -> TensorReader:
-    if pp == 1:
-        reader = open_files(found.states, degrees, found.source, found.alone)
-        refuse_other_ranks(_facts_of_ranks(found), degrees, pp)
-        return reader
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
+    equal_ranks: bool,
+) -> TensorReader:  # fmt: skip
     stages = open_stages(found.states, degrees, pp, found.source, found.alone)
-    refuse_other_ranks(_facts_of_ranks(found), degrees, pp)
+    refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
+    if not equal_ranks:
+        refuse_equal_ranks(stages, degrees, [*found.states])
+    if pp == 1:
+        return stages[0]
     return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
-
-
-def _facts_of_ranks(found: RankFilesFound) -> list[tuple[str, SourceFacts | None]]:
-    return [(file, state.facts) for file, state in found.states.items()]
 
 
 def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:
@@ -212,19 +220,25 @@ def _given(paths: Sequence[str], source: SourceFiles) -> dict[str, ArchiveRecord
 
 
 def _refuse_order(paths: Sequence[str]) -> None:
-    """Refuse files in the wrong order. Nothing in a file says its rank: rank10 before rank2, as a
-    shell sorts them, would give a wrong model with the right shapes."""
-    parts = [re.split(r"(\d+)", path) for path in paths]
-    if len({(len(part), *part[::2]) for part in parts}) > 1:
-        return
-    numbers = [tuple(map(int, part[1::2])) for part in parts]
-    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
-    if len(differ) == 1 and list(differ[0]) != sorted(differ[0]):
-        order = ", ".join(map(str, differ[0][:16]))
+    """Refuse files in the wrong order. Nothing in a file may say its rank: rank10 before rank2, as
+    a shell sorts them, would give a wrong model with the right shapes."""
+    numbers = _numbers(paths)
+    if numbers is not None and list(numbers) != sorted(numbers):
+        order = ", ".join(map(str, numbers[:16]))
         raise UsageError(
             f"the numbers in the files' names are in the order {order}",
             remedy="pass them in the order of ranks (ls -v sorts numbers)",
         )
+
+
+def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:
+    """The one number in which the names differ; None: they do not differ in one number."""
+    parts = [re.split(r"(\d+)", path) for path in paths]
+    if len({(len(part), *part[::2]) for part in parts}) > 1:
+        return None
+    numbers = [tuple(map(int, part[1::2])) for part in parts]
+    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
+    return differ[0] if len(differ) == 1 else None
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------

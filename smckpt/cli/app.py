@@ -275,6 +275,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
+    "--generation-config", help="The model's generation_config.json, if it is not beside --config."
+)
+@click.option("--tokenizer", help="A directory with the tokenizer, if it is not that of --config.")
+@click.option(
     "--dtype",
     type=_Dtype(["float32", "bfloat16", "float16"]),
     help="Cast every floating tensor; fp32, bf16 and fp16 work too. By default as saved.",

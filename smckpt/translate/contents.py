@@ -109,7 +109,8 @@ class GivenLayout:
     def given(self) -> dict[str, Any]:
         """Those that are not the defaults, by the names of `export_hf`; None: not given."""
         own = {**vars(self), "mtp": None if self.mtp == DROP else self.mtp}
-        return {**own, "allow_equal_ranks": own.pop("equal_ranks") or None}
+        own["allow_equal_ranks"] = own.pop("equal_ranks") or None
+        return own
 
     @property
     def degrees(self) -> Degrees:

@@ -31,17 +31,22 @@ from smckpt.translate.arguments import (
 )
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
-from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.config import ModelConfig, read_config, read_generation
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
 from smckpt.translate.export_group import ExportGroup, export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
-from smckpt.translate.sidecars import config_beside, tokenizer_of, write_sidecars
+from smckpt.translate.sidecars import (
+    config_beside,
+    notes_on_absent,
+    tokenizer_of,
+    write_sidecars,
+)
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import OutputFile, arrange
-from smckpt.translate.vocabulary import check_tokenizer
+from smckpt.translate.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -88,6 +93,7 @@ def export_hf(
     vpp: int | None = None,
     padded_vocab_size: int | None = None,
     config: Any = None,
+    generation_config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
@@ -138,10 +144,13 @@ def export_hf(
         padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
-        config: the model's config: a directory or file, a dict, or `model.config`. It is written
-            with the keys of both transformers 4 and 5, and with the dtype of the weights. By
-            default the config.json in the checkpoint's own directory, where the door for
-            transformers' Trainer writes it; a note says so.
+        config: the model's config: a directory or file, a dict, `model.config`, or the model
+            itself, whose generation config is then written too. It is written with the keys of both
+            transformers 4 and 5, and with the dtype of the weights. By default the config.json in
+            the checkpoint's own directory, where the door for transformers' Trainer writes it; a
+            note says so.
+        generation_config: the model's own: `model.generation_config`, a directory or file, or a
+            dict. By default the file beside `config`, or the token ids in the config.
         tokenizer: a directory whose tokenizer files are copied, or an object with
             `save_pretrained`. By default the files beside `config`, if that is a directory or the
             checkpoint's own.
@@ -215,13 +224,18 @@ def export_hf(
             against_model=against_model,
             allow_equal_ranks=allow_equal_ranks,
         )
-        refuse_store(config=config, tokenizer=tokenizer, lora_config=lora_config, base=base)
+        refuse_store(
+            config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
+            generation_config=generation_config,
+        )  # fmt: skip
         settings, noted = _settings(
             base if config is None and lora == "merge" else config,
             access,
             None if lora == "adapter" else checkpoint,
             lambda: cleanup.enter_context(TemporaryDirectory()),
         )
+        if generation_config is not None:
+            settings = _with_generation(settings, generation_config)
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         if not files:
@@ -259,7 +273,9 @@ def export_hf(
                     access, checkpoint, prefix, settings, lora, lora_config, base, naming,
                     comparison, lora_adapter,
                 )  # fmt: skip
-            found = replace(_cast(found, dtype), notes=(*noted, *found.notes))
+            shapes = {target.name: tuple(target.shape) for target in found.targets}
+            notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
+            found = replace(_cast(found, dtype), notes=(*noted, *found.notes, *notes))
             return _planned(found, access.open(out_dir), settings, tokens, limit)
 
         def attempt() -> tuple[Planned, dict[str, Any]]:
@@ -370,6 +386,12 @@ def _settings(
     if settings is not None or not isinstance(checkpoint, (str, os.PathLike)):
         return settings, ()
     return config_beside(access.open(checkpoint), copies)
+
+
+def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
+    if settings is None:
+        raise UsageError("generation_config= is given, but no config", remedy="pass config= too")
+    return replace(settings, own_generation=read_generation(given))
 
 
 def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:

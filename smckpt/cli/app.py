@@ -266,6 +266,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
+    "--generation-config", help="The model's generation_config.json, if it is not beside --config."
+)
+@click.option("--tokenizer", help="A directory with the tokenizer, if it is not that of --config.")
+@click.option(
     "--dtype",
     type=_Dtype(["float32", "bfloat16", "float16"]),
     help="Cast every floating tensor; fp32, bf16 and fp16 work too. By default as saved.",
@@ -279,6 +283,10 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @click.option(
     "--allow-nonfinite", is_flag=True, help="Export weights that contain NaN or infinity."
 )
+@click.option(
+    "--allow-equal-ranks", is_flag=True,
+    help="Export ranks of which two hold the same, such as experts that were made from one.",
+)  # fmt: skip
 @click.option(
     "--against-model/--no-against-model",
     default=True,

@@ -47,7 +47,7 @@ def _of_files(source: RankFilesFound) -> dict[str, Any]:
     from smckpt.translate.rank_sources import open_ranks
 
     degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
-    reader = open_ranks(source, degrees, pp, None, None)
+    reader = open_ranks(source, degrees, pp, None, None, equal_ranks=True)
     sizes = {name: record.nbytes for name, record in source.files.items()}
     return {
         "path": reader.url,

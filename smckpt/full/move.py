@@ -5,6 +5,8 @@ A rank that fails goes on sending and receiving until all ranks settle.
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +24,8 @@ from smckpt.translate.pieces import TensorKey
 from smckpt.translate.translated import Translated
 
 __all__ = ["MoveJob", "MovePlan", "MoveStep", "MoveTask", "follow", "lead"]
+
+log = logging.getLogger("smckpt")
 
 _SETTLE = 256 << 20  # at most this many bytes move after a failure before all ranks raise it
 
@@ -136,6 +140,7 @@ def lead(
             attempt.settle()
     attempt.step += 1
     attempt(lambda: _refuse(check.differ, [pair for pair in job.tied if _tie_differs(out, *pair)]))
+    attempt(lambda: _refuse_alike(check.alike))
     attempt.settle()
     return _in_order(out, plan.order, plan.tied)
 
@@ -153,18 +158,38 @@ def _keep(out: dict[str, Any], name: str, whole: Any, to_cpu: bool) -> None:
 
 
 class _Check:
-    """Compares tensors of which ranks hold copies."""
+    """Compares tensors of which ranks hold copies, and finds ranks that hold the same in all."""
 
     def __init__(self, job: MoveJob) -> None:
         self.differ: list[str] = []
         self.first: dict[TensorKey, torch.Tensor] = {}
         self._originals = {task.copy_of for task in job.tasks if task.copy_of is not None}
         self._originals |= {task.key for task in job.tasks if task.replica}
+        copied = {task.key.name for task in job.tasks if task.copy_of is not None}
+        self._cut = {t.key for t in job.tasks if t.key.tp >= 0 and t.key.name not in copied}
+        self.alike = set(itertools.combinations(sorted({key[1:] for key in self._cut}), 2))
+        self._of_name: dict[tuple[int, int], torch.Tensor] = {}
+        self._name = ""
+
+    def _part(self, key: TensorKey, whole: torch.Tensor) -> None:
+        """Compare a rank's tensor with those of that name whose ranks have been alike so far."""
+        here = key[1:]
+        for pair in [pair for pair in self.alike if here in pair]:
+            other = self._of_name.get(pair[0] if pair[1] == here else pair[1])
+            if other is not None and not _equal(other, whole):
+                self.alike.discard(pair)
+        if any(here in pair for pair in self.alike):
+            self._of_name[here] = whole
 
     def look(self, task: MoveTask, whole: torch.Tensor) -> None:
         key, other = task.key, task.copy_of
         if any(known.name != key.name for known in self.first):
             self.first.clear()
+        if key.name != self._name:
+            self._name = key.name
+            self._of_name.clear()
+        if key in self._cut and not task.replica and self.alike:
+            self._part(key, whole)
         if task.replica:
             if not _equal(self.first[key], whole):
                 self.differ.append(f"{key.name} on ranks that are (tp, ep) {key[1:]}")
@@ -247,6 +272,22 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _tie_differs(out: Mapping[str, Any], head: str, embedding: str) -> bool:
     return head in out and not _equal(out[head], out[embedding])
+
+
+def _refuse_alike(pairs: set[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    """Two tensor-parallel ranks with the same parts have loaded one shard. Expert-parallel ranks
+    may have experts that were all made from one."""
+    for one, two in sorted(pairs):
+        if one[0] != two[0]:
+            raise TensorMismatchError(
+                f"the ranks that are (tp, ep) {one} and {two} hold the same in all tensors that "
+                "tensor parallelism cuts, so both have loaded one rank's part",
+                remedy="load each rank's own part, and check parallel_state=",
+            )
+        log.warning(
+            "the ranks that are (tp, ep) %s and %s hold equal experts: unless all were made from "
+            "one, both have loaded one rank's part", one, two,
+        )  # fmt: skip
 
 
 def _refuse(differ: list[str], tied: list[tuple[str, str]]) -> None:

@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,12 @@ __all__ = [
     "TEMPLATES",
     "ModelConfig",
     "code_files",
+    "code_of_class",
     "is_beside_config",
     "is_of_tokenizer",
+    "modules_of_map",
     "read_config",
+    "read_generation",
     "tokenizer_files",
 ]
 
@@ -61,10 +66,14 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_tok
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's config as plain values; `directory` where it was read from one."""
+    """A model's config as plain values; `directory` where it was read from one. own_generation: the
+    model's own generation config, if it is known. code: where the Python files of its class lie,
+    and their names."""
 
     values: dict[str, Any]
     directory: Path | None
+    own_generation: dict[str, Any] | None = None
+    code: tuple[Path, ...] = ()
 
     @property
     def ties_embeddings(self) -> bool | None:
@@ -96,13 +105,17 @@ class ModelConfig:
         return out
 
     def generation(self) -> dict[str, Any] | None:
-        """A generation_config.json with the config's token ids; None if it has none."""
+        """The model's own, or a generation_config.json with the config's token ids; None if it has
+        none."""
+        if self.own_generation is not None:
+            return self.own_generation
         ids = {key: self.values[key] for key in _TOKEN_IDS if self.values.get(key) is not None}
         return {"_from_model_config": True, **ids} if ids else None
 
 
 def read_config(source: Any) -> ModelConfig | None:
-    """A config from a directory, a JSON file, a dict, or an object with `to_dict`.
+    """A config from a directory, a JSON file, a dict, an object with `to_dict`, or a model, which
+    has a generation config too.
 
     Raises:
         UsageError: it is none of these, is not a JSON object, or does not name its `model_type`.
@@ -111,6 +124,13 @@ def read_config(source: Any) -> ModelConfig | None:
         return None
     directory: Path | None = None
     where: str | None = None
+    generation: dict[str, Any] | None = None
+    while hasattr(source, "state_dict"):  # a model, in its wrappers
+        if hasattr(source, "config"):
+            generation = read_generation(getattr(source, "generation_config", None))
+            source = source.config
+        else:
+            source = getattr(source, "module", None)
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
         if path.is_dir():
@@ -142,7 +162,51 @@ def read_config(source: Any) -> ModelConfig | None:
             path=where,
         )
     _check_json(values, where)
-    return ModelConfig(values, directory)
+    return ModelConfig(values, directory, generation, code_of_class(source, values))
+
+
+def read_generation(source: Any) -> dict[str, Any] | None:
+    """A generation config from a directory, a JSON file, a dict, or transformers' object, which is
+    written as its `save_pretrained` does: without the defaults.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if source is None:
+        return None
+    where = None
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        given = not path.is_dir()
+        path = path if given else path / GENERATION_CONFIG
+        where, source = str(path), _read_json(path, given=given)
+    elif hasattr(source, "to_json_string"):
+        source = json.loads(source.to_json_string())
+    elif hasattr(source, "to_dict"):
+        source = source.to_dict()
+    if not isinstance(source, dict) or "model_type" in source:
+        raise UsageError(
+            f"generation_config= is {'a model' if isinstance(source, dict) else 'no generation'} "
+            "config",
+            remedy="pass model.generation_config, a generation_config.json, or a dict",
+            path=where,
+        )
+    _check_json(source, where)
+    return dict(source)
+
+
+def code_of_class(source: Any, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The Python files that an object's `auto_map` names, which lie beside the file of its class,
+    as transformers has fetched them; () for another object."""
+    module = sys.modules.get(type(source).__module__)
+    file = getattr(module, "__file__", None)
+    if (
+        not values.get("auto_map")
+        or not file
+        or type(source).__module__.startswith("transformers.")
+    ):
+        return ()
+    return tuple(_with_imported(Path(file).parent, modules_of_map(values)))
 
 
 def is_beside_config(name: str) -> bool:
@@ -167,8 +231,14 @@ def tokenizer_files(directory: Path) -> list[Path]:
 def code_files(directory: Path) -> list[Path]:
     """The Python files in `directory` that an `auto_map` there names, and those that they import
     from beside them. `trust_remote_code=True` runs them; an export copies them as they are."""
+    return _with_imported(
+        directory, [name for file in _WITH_CODE for name in _modules_of(directory / file)]
+    )
+
+
+def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
+    """The modules in a directory, and those that they import from beside them."""
     found: dict[str, Path] = {}
-    wanted = [name for file in _WITH_CODE for name in _modules_of(directory / file)]
     while wanted:
         name = wanted.pop()
         path = directory / f"{name}.py"
@@ -186,7 +256,12 @@ def _modules_of(file: Path) -> list[str]:
         said = read_json(file, given=False) if file.is_file() else {}
     except (OSError, ValueError):
         return []
-    named = said.get("auto_map") if isinstance(said, dict) else None
+    return modules_of_map(said)
+
+
+def modules_of_map(said: Any) -> list[str]:
+    """The modules that an `auto_map` names, except those in another repository."""
+    named = said.get("auto_map") if isinstance(said, Mapping) else None
     values = named.values() if isinstance(named, dict) else [named]
     each = [c for value in values for c in (value if isinstance(value, list) else [value])]
     return [c.split(".")[0] for c in each if isinstance(c, str) and "--" not in c]

@@ -4,6 +4,7 @@ exported directory with it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +35,10 @@ from smckpt.translate.model import model_dims, to_hub
 from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
+from smckpt.translate.rank_copies import refuse_equal_ranks
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.rank_sources import RankFilesFound, open_ranks, open_source
+from smckpt.translate.source_facts import EP, PP, TP, SourceFacts
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import Target
@@ -56,6 +59,10 @@ __all__ = [
 Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
 LOW = ("bfloat16", "float16")
 HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
+_UNKNOWN_ORDER = (
+    "neither the files nor their names say which rank each is of: they were read in the order in "
+    "which they were passed"
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,14 @@ class GivenLayout:
     pp: int | None = None
     vpp: int | None = None
     mtp: str | None = DROP  # as in `kept_layers`
+    equal_ranks: bool = False  # ranks may hold the same
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the defaults, by the names of `export_hf`; None: not given."""
+        own = {**vars(self), "mtp": None if self.mtp == DROP else self.mtp}
+        own["allow_equal_ranks"] = own.pop("equal_ranks") or None
+        return own
 
     @property
     def degrees(self) -> Degrees:
@@ -144,7 +159,8 @@ def find_contents(
     if isinstance(source, RankFilesFound):
         _refuse_prefix(prefix)
         made = _of_files(source, settings, said, naming, comparison)
-        return replace(made, source_format=source.format)
+        notes = made.notes if source.order_is_known else (*made.notes, _UNKNOWN_ORDER)
+        return replace(made, source_format=source.format, notes=notes)
     if source is not None:
         return _of_foreign(source, prefix, settings, said, naming, comparison)
     catalogue = open_catalogue(access.open(checkpoint))
@@ -161,6 +177,8 @@ def find_contents(
         degrees = degrees_of(catalogue, said.tp, said.ep, said.etp)
         reader = CheckpointTensors(catalogue, tensors, degrees)
         reader.refuse_unlike_replicas()
+        if not said.equal_ranks:
+            refuse_equal_ranks([reader], degrees)
         made = _translated(reader, settings, said, degrees, naming)
     else:
         said.refuse_degrees(catalogue.url)
@@ -178,6 +196,8 @@ def _of_stages(
     stages = [CheckpointTensors(catalogue, tensors, degrees, stage) for stage in range(pp)]
     for stage in stages:
         stage.refuse_unlike_replicas()
+    if not said.equal_ranks:
+        refuse_equal_ranks(stages, degrees)
     reader = merged(stages, _layers(settings), said.vpp, catalogue.url)
     if said.layout is None and degrees.ranks == 1 and not looks_transformed(reader.held):
         return _named(reader, settings, said, naming, comparison)
@@ -209,7 +229,8 @@ def _of_foreign(
     reader = checkpoint.reader(model_tensors(checkpoint, prefix))
     packed = naming == HUB and looks_packed(reader.held, family)
     if said.layout is not None or packed or looks_transformed(reader.held):
-        made = _translated(reader, settings, said, said.degrees, naming)
+        facts = checkpoint.model_facts
+        made = _translated(reader, settings, said, said.degrees, naming, facts)
     else:
         said.refuse_degrees(checkpoint.url)
         made = _named(reader, settings, said, naming, comparison)
@@ -221,21 +242,35 @@ def _of_files(
     comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """The files of ranks, or one file with a whole model by Hugging Face's names."""
-    told = replace(said, tp=said.tp or files.tp, ep=said.ep or files.ep)
+    if settings is not None:
+        for facts in files.facts:
+            facts.compare_config(settings)
+    told = _degrees_of_files(said, files)
     if said.pp not in (None, files.pp or said.pp):
         raise UsageError(
             f"pp={said.pp}, but there are {files.pp} pipeline stages", remedy="leave pp= out",
             path=files.url,
         )  # fmt: skip
-    pp = said.pp or files.pp or 1
+    pp = told.pp or 1
     if pp == 1 or files.alone:
         said.refuse_chunks(files.url)
-    reader = open_ranks(files, told.degrees, pp, _layers(settings), said.vpp)
+    reader = open_ranks(
+        files, told.degrees, pp, _layers(settings), said.vpp, equal_ranks=said.equal_ranks
+    )
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
             return _named(reader, settings, said, naming, comparison)
-    return _translated(reader, settings, told, told.degrees, naming)
+    return _translated(reader, settings, told, told.degrees, naming, files.facts)
+
+
+def _degrees_of_files(said: GivenLayout, files: RankFilesFound) -> GivenLayout:
+    """The degrees that are given, or that the names of the files tell, or else the files."""
+    tp, pp, ep = said.tp or files.tp, said.pp or files.pp, said.ep or files.ep
+    inside = [files.degree(name) or 1 for name in (TP, PP, EP)]
+    if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
+        tp, pp, ep = inside
+    return replace(said, tp=tp, pp=pp, ep=ep)
 
 
 def _fits(reader: TensorReader, settings: ModelConfig) -> bool:
@@ -279,6 +314,7 @@ def _translated(
     said: GivenLayout,
     degrees: Degrees,
     naming: str,
+    facts: Sequence[SourceFacts] = (),
 ) -> ExportContents:
     if naming == MODULE:
         raise UsageError(
@@ -287,10 +323,11 @@ def _translated(
             remedy="leave naming= out",
             path=reader.url,
         )
-    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp)
+    made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp, facts)
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
-        made.source, made.targets, made.left_out, made.notes + _lost_notes(made.without_place),
+        made.source, made.targets, made.left_out,
+        made.notes + _lost_notes(made.without_place),
         layout=made.layout, vocabulary=made.vocabulary,
         kept=kept_of_family(settings, made.targets), predicting=made.predicting,
         further=frozenset(further),

@@ -31,17 +31,22 @@ from smckpt.translate.arguments import (
 )
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
-from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.config import ModelConfig, read_config, read_generation
 from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
 from smckpt.translate.export_group import ExportGroup, export_group_of
 from smckpt.translate.files import Output, refuse_into_source
 from smckpt.translate.lora import ADAPTER_WEIGHTS
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
-from smckpt.translate.sidecars import config_beside, tokenizer_of, write_sidecars
+from smckpt.translate.sidecars import (
+    config_beside,
+    notes_on_absent,
+    tokenizer_of,
+    write_sidecars,
+)
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.targets import OutputFile, arrange
-from smckpt.translate.vocabulary import check_tokenizer
+from smckpt.translate.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]
 
@@ -88,6 +93,7 @@ def export_hf(
     vpp: int | None = None,
     padded_vocab_size: int | None = None,
     config: Any = None,
+    generation_config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
@@ -98,6 +104,7 @@ def export_hf(
     s3_region: str | None = None,
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
+    allow_equal_ranks: bool = False,
     against_model: bool = True,
     naming: str = HUB,
     mtp: str = DROP,
@@ -137,10 +144,13 @@ def export_hf(
         padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
             included. By default there may be as many as the config's vocab_size, or as many as
             trainers round that up to, and the tokenizer must not use the padding.
-        config: the model's config: a directory or file, a dict, or `model.config`. It is written
-            with the keys of both transformers 4 and 5, and with the dtype of the weights. By
-            default the config.json in the checkpoint's own directory, where the door for
-            transformers' Trainer writes it; a note says so.
+        config: the model's config: a directory or file, a dict, `model.config`, or the model
+            itself, whose generation config is then written too. It is written with the keys of both
+            transformers 4 and 5, and with the dtype of the weights. By default the config.json in
+            the checkpoint's own directory, where the door for transformers' Trainer writes it; a
+            note says so.
+        generation_config: the model's own: `model.generation_config`, a directory or file, or a
+            dict. By default the file beside `config`, or the token ids in the config.
         tokenizer: a directory whose tokenizer files are copied, or an object with
             `save_pretrained`. By default the files beside `config`, if that is a directory or the
             checkpoint's own.
@@ -157,6 +167,9 @@ def export_hf(
         s3_region: as for `save`, if `checkpoint` or `out_dir` is in S3.
         s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
+        allow_equal_ranks: also export ranks of which two hold the same tensors. By default they are
+            refused, because one rank's file is then a copy of another's; but experts that were all
+            made from one (upcycled) are equal until they are trained.
         against_model: compare names and shapes with the config's model: with the table of a
             built-in family, and, if they do not fit it exactly and transformers is installed, with
             the model that transformers makes on the meta device.
@@ -207,15 +220,23 @@ def export_hf(
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
         check_flags(
-            overwrite=overwrite, allow_nonfinite=allow_nonfinite, against_model=against_model
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            against_model=against_model,
+            allow_equal_ranks=allow_equal_ranks,
         )
-        refuse_store(config=config, tokenizer=tokenizer, lora_config=lora_config, base=base)
+        refuse_store(
+            config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
+            generation_config=generation_config,
+        )  # fmt: skip
         settings, noted = _settings(
             base if config is None and lora == "merge" else config,
             access,
             None if lora == "adapter" else checkpoint,
             lambda: cleanup.enter_context(TemporaryDirectory()),
         )
+        if generation_config is not None:
+            settings = _with_generation(settings, generation_config)
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         if not files:
@@ -235,7 +256,9 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp)
+            said = GivenLayout(
+                layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
+            )
             if lora is None:
                 refuse_given(
                     "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
@@ -246,12 +269,14 @@ def export_hf(
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **{**vars(said), "mtp": None if mtp == DROP else mtp})
+                refuse_given("with lora=", **said.given)
                 found = find_peft_contents(
                     access, checkpoint, prefix, settings, lora, lora_config, base, naming,
                     comparison, lora_adapter,
                 )  # fmt: skip
-            found = replace(_cast(found, dtype), notes=(*noted, *found.notes))
+            shapes = {target.name: tuple(target.shape) for target in found.targets}
+            notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
+            found = replace(_cast(found, dtype), notes=(*noted, *found.notes, *notes))
             return _planned(found, access.open(out_dir), settings, tokens, limit)
 
         def attempt() -> tuple[Planned, dict[str, Any]]:
@@ -362,6 +387,12 @@ def _settings(
     if settings is not None or not isinstance(checkpoint, (str, os.PathLike)):
         return settings, ()
     return config_beside(access.open(checkpoint), copies)
+
+
+def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
+    if settings is None:
+        raise UsageError("generation_config= is given, but no config", remedy="pass config= too")
+    return replace(settings, own_generation=read_generation(given))
 
 
 def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:

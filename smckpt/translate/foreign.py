@@ -12,6 +12,7 @@ from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.layout.entries import Path
 from smckpt.translate.boxes import BoxTensors, SavedTensor
 from smckpt.translate.pieces import TensorKey
+from smckpt.translate.source_facts import SourceFacts
 from smckpt.translate.source_files import SourceFiles
 
 __all__ = ["ForeignCheckpoint", "SavedValue"]
@@ -32,7 +33,7 @@ class ForeignCheckpoint:
     """format: its name. saved: the tensors; source: reads them. objects: the names of other values.
     files: name → size. facts: what else is known, by name. values: the other values, where they can
     be read. containers: the kinds of those above tensors that are no dicts, as far as they are
-    known."""
+    known. model_facts: what it says of the model."""
 
     url: str
     format: str
@@ -44,6 +45,7 @@ class ForeignCheckpoint:
     of_optimizers: frozenset[str] = frozenset()
     values: Mapping[str, SavedValue] = field(default_factory=dict)
     containers: Mapping[Path, str] = field(default_factory=dict)
+    model_facts: tuple[SourceFacts, ...] = ()
 
     @cached_property
     def logical(self) -> Mapping[str, LogicalTensor]:

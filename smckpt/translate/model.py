@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_files import TensorReader
+from smckpt.translate.source_facts import SourceFacts
 from smckpt.translate.stream import equal, tied_names
 from smckpt.translate.table import TensorLayout
 from smckpt.translate.translated import Translated, TranslatedSource, whole, whole_tensors
@@ -95,11 +96,13 @@ class Proof:
     blocks: dict[TensorKey, list[Block]]
     tied_head: bool
     rows: int
+    notes: tuple[str, ...] = ()
 
 
 def prove(
     reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
     padded_vocab_size: int | None = None, *, trims: bool = True, predicting: int = 0,
+    facts: Sequence[SourceFacts] = (),
 ) -> Proof:  # fmt: skip
     """Prove that a reader's tensors make Hugging Face's tensors, with so many layers that predict
     further tokens. Nothing is read. Padding is checked if it is cut off (`trims`).
@@ -109,6 +112,8 @@ def prove(
     """
     dims = model_dims(config, reader.url, predicting)
     chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
+    for one in facts:
+        chosen = one.layout(chosen, dims.family.zero_centred, given=layout is not None)
     heads = [row.name for row in chosen.rows if row.roles == ("head",)]
     tied_head = dims.tied and any(name in reader.held for name in heads)
     if tied_head:
@@ -117,19 +122,23 @@ def prove(
     rows = size = dims.sizes["V"]
     if trims:
         rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
+    assert config is not None
+    notes = [note for one in facts for note in one.compare(dims, config, chosen, rows)]
     hub = hub_side(dims)
-    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows)
+    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows, tuple(notes))
 
 
 def to_hub(
     reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
     degrees: Degrees, padded_vocab_size: int | None = None, mtp: str | None = DROP,
+    facts: Sequence[SourceFacts] = (),
 ) -> Translation:  # fmt: skip
     """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
 
     Args:
         padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
         mtp: as in `kept_layers`.
+        facts: what the source says of the model.
 
     Raises:
         UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
@@ -145,7 +154,9 @@ def to_hub(
         left = further
     some = _Some(reader.url, {n: t for n, t in reader.held.items() if n not in left})
     predicting = 0 if whole_layers else kept
-    proof = prove(some, config, layout, degrees, padded_vocab_size, predicting=predicting)
+    proof = prove(
+        some, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
+    )
     source = TranslatedSource(reader)
     _refuse_unequal(source, proof.side, reader)
     dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
@@ -159,7 +170,7 @@ def to_hub(
     lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
     return Translation(
         proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
-        () if kept else left_out_note(further), lost,
+        (*proof.notes, *(() if kept else left_out_note(further))), lost,
     )  # fmt: skip
 
 

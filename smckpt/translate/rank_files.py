@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
 from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.mesh import Shape
 from smckpt.translate.boxes import BoxTensors, SavedTensor, whole_tensor
 from smckpt.translate.compile import Block
 from smckpt.translate.degrees import Degrees
@@ -25,12 +24,11 @@ from smckpt.translate.pieces import RankTensors, TensorKey
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
 from smckpt.translate.torch_archive import StoredTensor
-from smckpt.translate.torch_files import stored_tensors
+from smckpt.translate.torch_files import StoredState, stored_state
 
 __all__ = ["TensorReader", "bits", "open_directory", "open_files", "open_stages", "weight_files"]
 
 _INDEX_LIMIT = 256 << 20  # bytes
-Sums: TypeAlias = tuple[tuple[str, Shape, int, int | None], ...]  # of a file's tensors
 
 
 class TensorReader(Protocol):
@@ -56,16 +54,15 @@ def bits(dtype: str) -> np.dtype[Any]:
 
 
 def open_files(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, source: SourceFiles,
-    alone: re.Pattern[str] | None = None, seen: dict[Sums, str] | None = None,
+    files: Mapping[str, StoredState], degrees: Degrees, source: SourceFiles,
+    alone: re.Pattern[str] | None = None,
 ) -> BoxTensors:  # fmt: skip
     """Open the files of all ranks, in Megatron's order: tensor-parallel ranks innermost, then
     expert-parallel ones. What the first rank alone holds, and `alone` matches, is every rank's.
-    seen: the files of other ranks, by their checksums.
 
     Raises:
-        UsageError: the number of files is not the number of ranks; a file is of another kind, or
-            a copy of another rank's; names, dtypes or recorded steps differ between ranks.
+        UsageError: the number of files is not the number of ranks; a file is of another kind;
+            names, dtypes or recorded steps differ between ranks.
     """
     if len(files) != degrees.ranks:
         raise UsageError(
@@ -77,10 +74,8 @@ def open_files(
     names: dict[str, set[str]] = {}
     steps: dict[str, Any] = {}
     everyones: dict[str, StoredTensor] = {}
-    seen = {} if seen is None else seen
-    for number, (file, record) in enumerate(files.items()):
-        found, steps[file] = stored_tensors(source, record)
-        _refuse_copy(file, found, seen)
+    for number, (file, state) in enumerate(files.items()):
+        found, steps[file] = state.tensors, state.step
         if alone is not None and not number:
             everyones = {name: t for name, t in found.items() if alone.fullmatch(name)}
         found = {**everyones, **found}
@@ -114,7 +109,7 @@ def open_files(
 
 
 def open_stages(
-    files: Mapping[str, ArchiveRecord], degrees: Degrees, pp: int, source: SourceFiles,
+    files: Mapping[str, StoredState], degrees: Degrees, pp: int, source: SourceFiles,
     alone: re.Pattern[str] | None = None,
 ) -> list[BoxTensors]:  # fmt: skip
     """Open the files of all ranks of `pp` pipeline stages, each as by `open_files`. Pipeline-
@@ -126,27 +121,12 @@ def open_stages(
     each = degrees.ranks
     if len(files) != each * pp:
         raise UsageError(
-            f"{len(files)} files were passed for {degrees}, pp={pp}",
+            f"{len(files)} files were passed for {degrees}" + (f", pp={pp}" if pp > 1 else ""),
             remedy=f"pass the {each * pp} files of all ranks, in the order of ranks",
         )
     every = list(files.items())
     stages = [dict(every[at : at + each]) for at in range(0, len(every), each)]
-    seen: dict[Sums, str] = {}
-    return [open_files(stage, degrees, source, alone, seen) for stage in stages]
-
-
-def _refuse_copy(file: str, found: Mapping[str, StoredTensor], seen: dict[Sums, str]) -> None:
-    """Refuse a rank's file with the tensors of another rank's. Names and shapes do not tell, and
-    the CRC-32s that `torch.save` wrote do, without a read."""
-    sums = tuple((n, found[n].shape, found[n].start, found[n].record.crc) for n in sorted(found))
-    if not sums or any(crc is None for *_, crc in sums):
-        return
-    if sums in seen:
-        raise UsageError(
-            f"all tensors in it are those of {seen[sums]}, so it is a copy of another rank's file",
-            remedy="fetch each rank's own file", path=file,
-        )  # fmt: skip
-    seen[sums] = file
+    return [open_files(stage, degrees, source, alone) for stage in stages]
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
@@ -171,7 +151,7 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
                 f"{name} is missing", remedy=f"pass a directory with all files of its {index}",
                 path=str(directory),
             )  # fmt: skip
-        for tensor, stored in stored_tensors(folder.source, folder.files[name])[0].items():
+        for tensor, stored in stored_state(folder.source, folder.files[name]).tensors.items():
             key = TensorKey(tensor, 0, 0)
             if key in tensors:
                 raise CorruptCheckpointError(

@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit
@@ -23,9 +24,18 @@ from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
-from smckpt.translate.rank_files import TensorReader, open_files, open_stages
+from smckpt.translate.rank_copies import refuse_equal_ranks
+from smckpt.translate.rank_files import TensorReader, open_stages
+from smckpt.translate.source_facts import (
+    EP,
+    PP,
+    TP,
+    SourceFacts,
+    refuse_other_ranks,
+    yaml_beside,
+)
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.torch_files import keys_of, torch_root
+from smckpt.translate.torch_files import StoredState, keys_of, stored_state, torch_root
 
 __all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
 
@@ -43,6 +53,7 @@ _SMP = re.compile(r"model_(\d+)_(\d+)\.pt")  # pipeline stage, tensor-parallel r
 _SMP_DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree")
 # SMP v1's names that the tensor-parallel rank 0 alone holds: biases that are added once
 _SMP_ALONE = re.compile(r".*\.(dense|dense2)\.bias")
+_GIVEN = "files of ranks"  # in the order in which they were passed
 _SHORT = 64 << 10  # bytes of a file with a name in it
 
 
@@ -50,15 +61,41 @@ _SHORT = 64 << 10  # bytes of a file with a name in it
 class RankFilesFound:
     """Files of ranks by name, tensor-parallel ranks innermost and pipeline stages outermost, the
     degrees in their names, and the name of the format. source: reads them. alone: what of a stage
-    its first rank alone may hold; then the stages hold any parts of one model, by its names."""
+    its first rank alone may hold; then the stages hold any parts of one model, by its names.
+    beside: what a file beside them says of the model."""
 
     files: Mapping[str, ArchiveRecord]
     source: SourceFiles = field(compare=False)
     tp: int | None = None
     ep: int | None = None
-    format: str = "files of ranks"
+    format: str = _GIVEN
     pp: int | None = None
     alone: re.Pattern[str] | None = None
+    beside: SourceFacts | None = None
+
+    @cached_property
+    def states(self) -> Mapping[str, StoredState]:
+        """The state in each file."""
+        return {file: stored_state(self.source, record) for file, record in self.files.items()}
+
+    @property
+    def order_is_known(self) -> bool:
+        """Whether names, or what is in the files, tell which rank each is of."""
+        ranks = [state.facts and state.facts.values.get("rank") for state in self.states.values()]
+        named = self.format != _GIVEN or _numbers([*self.files]) is not None
+        return named or len(set(ranks) - {None}) == len(ranks)
+
+    @property
+    def facts(self) -> tuple[SourceFacts, ...]:
+        """What the first rank's file, and a file beside it, say of the model."""
+        inside = next((state.facts for state in self.states.values()), None)
+        return tuple(facts for facts in (inside, self.beside) if facts is not None)
+
+    def degree(self, name: str) -> int | None:
+        """A degree that the names of files tell, or else what is in them."""
+        named = {TP: self.tp, PP: self.pp, EP: self.ep}.get(name)
+        found = (facts.degree(name) for facts in self.facts)
+        return named or next((degree for degree in found if degree is not None), None)
 
     @property
     def url(self) -> str:
@@ -115,15 +152,17 @@ def _is_ours(place: Folder, source: SourceFiles) -> bool:
 
 
 def open_ranks(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
-) -> TensorReader:
-    """A reader of the files of `pp` stages. layers, vpp: as of `merged`.
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
+    *, equal_ranks: bool = False,
+) -> TensorReader:  # fmt: skip
+    """A reader of the files of `pp` stages. layers, vpp: as of `merged`. equal_ranks: ranks may
+    hold the same.
 
     Raises:
         UsageError: no file has a tensor of a model.
-        as `open_files` and `merged`.
+        as `open_files`, `refuse_equal_ranks` and `merged`.
     """
-    reader = _reader_of(found, degrees, pp, layers, vpp)
+    reader = _reader_of(found, degrees, pp, layers, vpp, equal_ranks)
     if not reader.held:
         keys = keys_of(found.source, next(iter(found.files.values())))
         raise UsageError(
@@ -136,11 +175,15 @@ def open_ranks(
 
 
 def _reader_of(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None
-) -> TensorReader:
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
+    equal_ranks: bool,
+) -> TensorReader:  # fmt: skip
+    stages = open_stages(found.states, degrees, pp, found.source, found.alone)
+    refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
+    if not equal_ranks:
+        refuse_equal_ranks(stages, degrees, [*found.states])
     if pp == 1:
-        return open_files(found.files, degrees, found.source, found.alone)
-    stages = open_stages(found.files, degrees, pp, found.source, found.alone)
+        return stages[0]
     return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
 
 
@@ -193,19 +236,25 @@ def _given(paths: Sequence[str], source: SourceFiles) -> dict[str, ArchiveRecord
 
 
 def _refuse_order(paths: Sequence[str]) -> None:
-    """Refuse files in the wrong order. Nothing in a file says its rank: rank10 before rank2, as a
-    shell sorts them, would give a wrong model with the right shapes."""
-    parts = [re.split(r"(\d+)", path) for path in paths]
-    if len({(len(part), *part[::2]) for part in parts}) > 1:
-        return
-    numbers = [tuple(map(int, part[1::2])) for part in parts]
-    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
-    if len(differ) == 1 and list(differ[0]) != sorted(differ[0]):
-        order = ", ".join(map(str, differ[0][:16]))
+    """Refuse files in the wrong order. Nothing in a file may say its rank: rank10 before rank2, as
+    a shell sorts them, would give a wrong model with the right shapes."""
+    numbers = _numbers(paths)
+    if numbers is not None and list(numbers) != sorted(numbers):
+        order = ", ".join(map(str, numbers[:16]))
         raise UsageError(
             f"the numbers in the files' names are in the order {order}",
             remedy="pass them in the order of ranks (ls -v sorts numbers)",
         )
+
+
+def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:
+    """The one number in which the names differ; None: they do not differ in one number."""
+    parts = [re.split(r"(\d+)", path) for path in paths]
+    if len({(len(part), *part[::2]) for part in parts}) > 1:
+        return None
+    numbers = [tuple(map(int, part[1::2])) for part in parts]
+    differ = [n for n in zip(*numbers, strict=True) if len(set(n)) > 1]
+    return differ[0] if len(differ) == 1 else None
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
@@ -358,15 +407,18 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
 def _nemo(folder: Folder) -> RankFilesFound | None:
     """What is in an archive of NeMo's, or was unpacked from one: a file of one rank, or each rank's
     in a directory. The stage's number is in the names if there are stages."""
+    beside = next(iter(yaml_beside(folder)), None)
     if _NEMO in folder.files:
-        return RankFilesFound({_NEMO: folder.files[_NEMO]}, folder.source, 1, 1, "NeMo")
+        files = {_NEMO: folder.files[_NEMO]}
+        return RankFilesFound(files, folder.source, 1, 1, "NeMo", beside=beside)
     found: dict[tuple[int, int, int], str] = {}
     for name in folder.folders:
         if match := _NEMO_RANK.fullmatch(name):
             found[int(match[1]), int(match[2]), 0] = name
         elif (match := _RANK.fullmatch(name)) and match[2] is None:
             found[int(match[1]), 0, 0] = name
-    return _of_ranks(folder, found, _NEMO, "NeMo")
+    ranks = _of_ranks(folder, found, _NEMO, "NeMo")
+    return None if ranks is None else replace(ranks, beside=beside)
 
 
 def _of_ranks(

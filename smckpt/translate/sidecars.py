@@ -24,6 +24,7 @@ from smckpt.translate.config import (
     code_files,
     is_beside_config,
     is_of_tokenizer,
+    modules_of_map,
     read_config,
     tokenizer_files,
 )
@@ -31,8 +32,9 @@ from smckpt.translate.files import Output
 from smckpt.translate.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.targets import OutputFile, Target, is_quantized
 
-__all__ = ["config_beside", "index_of", "tokenizer_of", "write_sidecars"]
+__all__ = ["config_beside", "index_of", "notes_on_absent", "tokenizer_of", "write_sidecars"]
 
+_GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
 # Bytes of a file beside a checkpoint in a store; a large tokenizer has some tens of MB.
 _MOST = 1 << 28
 
@@ -52,11 +54,11 @@ def write_sidecars(
         if not any(map(is_quantized, targets)):
             values.pop("quantization_config", None)
         output.put(CONFIG, _json(values))
-        for path in code_files(settings.directory) if settings.directory else ():
+        for path in code_files(settings.directory) if settings.directory else settings.code:
             output.put(path.name, path.read_bytes())
         generation = settings.generation()
         beside = settings.directory / GENERATION_CONFIG if settings.directory else None
-        if beside is not None and beside.is_file():
+        if settings.own_generation is None and beside is not None and beside.is_file():
             output.put(GENERATION_CONFIG, beside.read_bytes())
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
@@ -138,6 +140,28 @@ def _copied(storage: Storage, folder: Path) -> Path:
         (folder / TEMPLATES).mkdir(exist_ok=True)
         (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
     return folder
+
+
+def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
+    """What `save_pretrained` of the model would write, and is not known here."""
+    if settings is None:
+        return ()
+    notes = []
+    names = settings.values.get("architectures") or ()
+    writes = any(name.endswith(_GENERATE) for name in names)
+    if writes and settings.directory is None and settings.own_generation is None:
+        notes.append(
+            f"{GENERATION_CONFIG} has only the config's token ids: pass generation_config= "
+            "(model.generation_config) to write the model's own"
+        )
+    wanted = {f"{name}.py" for name in modules_of_map(settings.values)}
+    code = code_files(settings.directory) if settings.directory else settings.code
+    if lost := sorted(wanted - {path.name for path in code}):
+        notes.append(
+            f"the config's auto_map names {', '.join(lost)}, which are not there: put them beside "
+            f"{CONFIG}, or pass config= the directory of the model"
+        )
+    return tuple(notes)
 
 
 def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | None:

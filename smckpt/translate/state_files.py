@@ -18,7 +18,7 @@ from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
 from smckpt.translate.rank_files import weight_files
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive
-from smckpt.translate.torch_files import is_safetensors, load_inert, stored_tensors
+from smckpt.translate.torch_files import is_safetensors, load_inert, stored_state
 from smckpt.translate.torch_values import plain_load
 
 __all__ = ["open_state"]
@@ -41,7 +41,7 @@ def open_state(place: Folder | ArchiveRecord, source: SourceFiles) -> ForeignChe
 
 def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
     if is_safetensors(source, file):
-        tensors, _ = stored_tensors(source, file)
+        tensors = stored_state(source, file).tensors
         saved = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
         sizes = {_name(file): file.nbytes}
         return ForeignCheckpoint(file.path, "safetensors", saved, source, files=sizes)

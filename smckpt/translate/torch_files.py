@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,18 @@ from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
 from smckpt.translate.pickled import Global, Inert
+from smckpt.translate.source_facts import SourceFacts, facts_of_state
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive, open_legacy
 
-__all__ = ["is_safetensors", "keys_of", "load_inert", "stored_tensors", "torch_root"]
+__all__ = [
+    "StoredState",
+    "is_safetensors",
+    "keys_of",
+    "load_inert",
+    "stored_state",
+    "torch_root",
+]
 
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
@@ -76,15 +85,26 @@ def is_safetensors(source: SourceFiles, file: ArchiveRecord) -> bool:
     return first[8:9] == b"{"
 
 
-def stored_tensors(source: SourceFiles, file: ArchiveRecord) -> tuple[dict[str, StoredTensor], Any]:
-    """Where a model's tensors are in a file, and the training step that it records.
+@dataclass(frozen=True)
+class StoredState:
+    """Where a model's tensors are in a file, the training step that it records, and what it says of
+    the model."""
+
+    path: str
+    tensors: dict[str, StoredTensor]
+    step: Any = None
+    facts: SourceFacts | None = None
+
+
+def stored_state(source: SourceFiles, file: ArchiveRecord) -> StoredState:
+    """The model in a file.
 
     Raises:
         UsageError: it does not hold a state dict of dense tensors.
         CorruptCheckpointError: it is damaged.
     """
     if is_safetensors(source, file):
-        return _of_safetensors(source, file), None
+        return StoredState(file.path, _of_safetensors(source, file))
     root = torch_root(source, file)
     out: dict[str, StoredTensor] = {}
     for name, value in _model_of(root, file.path).items():
@@ -97,7 +117,8 @@ def stored_tensors(source: SourceFiles, file: ArchiveRecord) -> tuple[dict[str, 
                 path=file.path,
             )
     steps = [root[key] for key in _STEPS if isinstance(root.get(key), int)]
-    return out, steps[0] if steps else None
+    step = steps[0] if steps else None
+    return StoredState(file.path, out, step, facts_of_state(root, file.path))
 
 
 def keys_of(source: SourceFiles, file: ArchiveRecord) -> list[str]:

@@ -130,7 +130,9 @@ def verify_hf(
     if against is not None:
         # layers that predict further tokens are compared if both sides have them
         mtp = None if further else DROP
-        given_layout = GivenLayout(layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp)
+        given_layout = GivenLayout(
+            layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, equal_ranks=True
+        )
         try:
             with closing(_comparison(settings)) as comparison:
                 theirs = find_contents(

@@ -18,7 +18,7 @@ from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.translate.arguments import check_counts
 
-__all__ = ["check_rows", "check_tokenizer", "most_padding", "padded_rows"]
+__all__ = ["check_rows", "check_tokenizer", "most_padding", "note_on_ids", "padded_rows"]
 
 _DIVISIBLE_BY = 128  # the default of make_vocab_size_divisible_by
 _BEGUN_AT = 8  # the largest degree, besides the present one, at which training may have begun
@@ -103,6 +103,26 @@ def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:
         )
 
 
+def note_on_ids(tokenizer: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """A note if the tokenizer has ids for which the embedding has no row. A tokenizer that cannot
+    be read is ignored.
+
+    Args:
+        shapes: of the tensors that are written.
+    """
+    rows = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)]
+    if tokenizer is None or len(set(rows)) != 1:
+        return ()
+    beyond = [number for number in _ids(tokenizer) if number >= rows[0]]
+    if not beyond:
+        return ()
+    return (
+        f"the tokenizer has {len(set(beyond))} ids up to {max(beyond)}, but the embedding has "
+        f"{rows[0]} rows: a text with one of them fails. Pass the model's own tokenizer, or resize "
+        "the embedding before training",
+    )
+
+
 def _ids(tokenizer: Any) -> Iterator[int]:
     """The token ids of a tokenizer, as far as they are known."""
     if isinstance(tokenizer, Path):
@@ -136,6 +156,10 @@ def _of_config(said: Any) -> Iterator[int]:
     yield from map(int, said.get("added_tokens_decoder") or ())
 
 
+# of language models
+_EMBEDDINGS = tuple(
+    f"{name}.weight" for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "shared")
+)
 _FILES = {
     "tokenizer.json": _of_tokenizers,
     "vocab.json": _by_token,

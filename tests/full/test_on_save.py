@@ -252,6 +252,7 @@ def refusals(job: Job) -> Any:
             Named(ref.te(job.llama, 2, dist.get_rank() // 2), job.config), **state
         ),
         "drifted": lambda: taken(Named(drifted, job.config), **state),
+        "one shard on both": lambda: taken(Named(ref.te(job.llama, 2, 0), job.config), **state),
         "another dtype": lambda: taken(
             Named({n: t.to(torch.float64 if dist.get_rank() == 3 else t.dtype)
                    for n, t in te.items()}, job.config), **state
@@ -425,6 +426,7 @@ def test_a_model_with_huggingface_names_comes_out_as_it_is(made) -> None:
         ("other than the mesh", "TopologyError", ["of 4 by parallel_state", "device mesh"]),
         ("another order", "TensorMismatchError", ["copies differ", "on ranks that are (tp, ep)"]),
         ("drifted", "TensorMismatchError", ["copies differ", "model.norm.weight"]),
+        ("one shard on both", "TensorMismatchError", ["(0, 0) and (1, 0)", "one rank's part"]),
         ("another dtype", "TensorMismatchError", ["float32 and float64"]),
         ("only", "UsageError", ["only="]),
         ("no such config", "UsageError", ["dict"]),

@@ -42,7 +42,7 @@ from smckpt.translate.rank_files import open_directory
 from smckpt.translate.source_files import SourceFiles
 from smckpt.translate.targets import INDEX
 from smckpt.translate.torch_archive import open_archive
-from smckpt.translate.torch_files import stored_tensors
+from smckpt.translate.torch_files import stored_state
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]
@@ -197,7 +197,7 @@ def _archive(data: bytes) -> None:
         source = SourceFiles()
         record = source.whole(str(path))
         quiet(lambda _: open_archive(source, record))(b"")
-        stored_tensors(source, record)
+        stored_state(source, record)
 
 
 def _pickle(data: bytes) -> None:

@@ -203,7 +203,7 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
         "from smckpt.translate.targets import arrange\n"
         "from smckpt.translate.pieces import TensorKey\n"
         "found = open_source(sys.argv[1])\n"
-        "reader = open_files(found.files, Degrees.of(2, 1), found.source)\n"
+        "reader = open_files(found.states, Degrees.of(2, 1), found.source)\n"
         "source = TranslatedSource(reader)\n"
         "def most():\n"
         "    return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

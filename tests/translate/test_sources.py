@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import smckpt
 from smckpt import errors, export_hf
 from smckpt.translate import import_hf, source_files
-from smckpt.translate.torch_files import stored_tensors
+from smckpt.translate.torch_files import stored_state
 from tests.support import families, hub_families, interpreters, references
 from tests.support.references import each_rank, on_disk
 
@@ -354,7 +354,7 @@ def test_pages_of_a_torch_file_are_let_go(tmp_path, monkeypatch):
     torch.save({f"w{i}": torch.full((4 << 20,), float(i)) for i in range(6)}, path)
     monkeypatch.setattr(source_files, "_RESIDENT", 16 << 20)
     source = source_files.SourceFiles()
-    tensors, _ = stored_tensors(source, source.whole(str(path)))
+    tensors = stored_state(source, source.whole(str(path))).tensors
     export_hf(path, tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert all((found[f"w{i}"] == i).all() for i in range(6))

@@ -18,7 +18,7 @@ from smckpt.cli.app import app
 from smckpt.storage import open_storage
 from smckpt.translate import source_files
 from smckpt.translate.source_files import SourceFiles
-from smckpt.translate.torch_files import stored_tensors
+from smckpt.translate.torch_files import stored_state
 from tests.support import references
 from tests.support.references import each_rank, on_disk
 from tests.translate.test_deepspeed import zero3
@@ -135,7 +135,7 @@ def test_ranges_of_a_store_stay_small(tmp_path, s3_root, monkeypatch):
     monkeypatch.setattr(
         source, "read", lambda r, a=0, b=None: sizes.append((b or r.nbytes) - a) or read(r, a, b)
     )
-    stored = stored_tensors(source, source.whole(url))[0]
+    stored = stored_state(source, source.whole(url)).tensors
     sizes.clear()
     from smckpt.translate.boxes import BoxTensors, whole_tensor
     from smckpt.translate.pieces import TensorKey

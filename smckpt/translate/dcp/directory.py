@@ -10,7 +10,13 @@ from functools import partial
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Path as StatePath
 from smckpt.translate.boxes import SavedBox, SavedTensor
-from smckpt.translate.dcp.megatron import backend_of, facts_of, optimizers_of, unstacked
+from smckpt.translate.dcp.megatron import (
+    backend_of,
+    facts_of,
+    model_facts_of,
+    optimizers_of,
+    unstacked,
+)
 from smckpt.translate.dcp.metadata import (
     LIMIT,
     METADATA,
@@ -21,6 +27,7 @@ from smckpt.translate.dcp.metadata import (
 )
 from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
+from smckpt.translate.source_facts import yaml_beside
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, open_archive
 from smckpt.translate.torch_values import read_value
@@ -41,7 +48,7 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
     Raises:
         CorruptCheckpointError: its metadata is damaged; a file is missing or cut short.
     """
-    kind = DCP
+    kind, outer = DCP, folder
     described = _described(folder)
     for below in () if described else _BELOW:
         if below in folder.folders and (said := _described(folder.at(below))):
@@ -83,6 +90,7 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
         f"({backend})",
         saved=unstacked(saved),
         facts=facts_of(folder), of_optimizers=optimizers_of(saved),
+        model_facts=(*model_facts_of(folder), *yaml_beside(outer)),
     )  # fmt: skip
 
 

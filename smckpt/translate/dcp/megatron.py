@@ -14,9 +14,10 @@ from smckpt.layout.strided import Box
 from smckpt.translate.boxes import SavedBox, SavedTensor
 from smckpt.translate.folders import Folder
 from smckpt.translate.pickled import Inert
+from smckpt.translate.source_facts import SourceFacts, facts_of_state
 from smckpt.translate.torch_archive import open_archive
 
-__all__ = ["COMMON", "backend_of", "facts_of", "optimizers_of", "unstacked"]
+__all__ = ["COMMON", "backend_of", "facts_of", "model_facts_of", "optimizers_of", "unstacked"]
 
 COMMON, _BACKEND = "common.pt", "metadata.json"
 _SMALL = 1 << 20  # bytes
@@ -76,6 +77,13 @@ def facts_of(folder: Folder) -> dict[str, Any]:
         for name in ("tensor", "pipeline", "expert"):
             facts[name] = arguments.field(f"{name}_model_parallel_size")
     return {name: value for name, value in facts.items() if isinstance(value, int)}
+
+
+def model_facts_of(folder: Folder) -> tuple[SourceFacts, ...]:
+    """What the common values say of the model."""
+    record = folder.files[COMMON]
+    found = facts_of_state(open_archive(folder.source, record).root, record.path)
+    return () if found is None else (found,)
 
 
 def optimizers_of(saved: Mapping[str, SavedTensor]) -> frozenset[str]:

@@ -1,0 +1,132 @@
+"""A rank's file copied as another's is refused by its values; upcycled experts are named as the
+exception."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from smckpt import errors, export_hf
+from smckpt.cli.app import app
+from smckpt.topology import ParallelState
+from tests.support import references as ref
+from tests.support import shards
+from tests.translate.test_layout_checkpoints import plain
+
+State = dict[str, torch.Tensor]
+
+
+def write(state: State, path: Path) -> None:
+    plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(plain, path) if path.suffix == ".safetensors" else torch.save(plain, path)
+
+
+def assert_same(directory: Path, wanted: State) -> None:
+    found = load_file(directory / "model.safetensors")
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[[str], tuple[Any, State]]:
+    known: dict[str, tuple[Any, State]] = {}
+
+    def get(family: str) -> tuple[Any, State]:
+        if family not in known:
+            model = ref.model(family, num_hidden_layers=4)
+            known[family] = model, ref.on_disk(model, tmp_path_factory.mktemp(family))
+        return known[family]
+
+    return get
+
+
+def cuts_of(family: str, state: State, tp: int, ep: int) -> list[State]:
+    return ref.each_rank(lambda r, e: ref.mcore(state, tp, r, ep, e), tp, ep)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "copied"),
+    [("llama", 2, 1, (0, 1)), ("llama", 4, 1, (3, 1)), ("mixtral", 1, 4, (1, 2)),
+     ("mixtral", 2, 2, (0, 3)), ("mixtral", 2, 2, (0, 2))],
+)  # fmt: skip
+def test_a_copied_file_is_refused(tmp_path, made, suffix, family, tp, ep, copied):
+    model, state = made(family)
+    files = [tmp_path / f"{letter}.{suffix}" for letter in "abcd"[: tp * ep]]
+    for path, cut in zip(files, cuts_of(family, state, tp, ep), strict=True):
+        write(cut, path)
+    export_hf(files, tmp_path / "hf", config=model.config, tp=tp, ep=ep)
+    assert_same(tmp_path / "hf", state)
+    first, second = (files[number] for number in copied)
+    shutil.copy(first, second)
+    with pytest.raises(errors.UsageError, match="copy of another rank's") as caught:
+        export_hf(files, tmp_path / "no", config=model.config, tp=tp, ep=ep)
+    assert first.name in str(caught.value) and second.name in str(caught.value)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_copied_stage_in_safetensors_is_refused(tmp_path, made):
+    model, state = made("llama")
+    whole = ref.mcore(state, 1, 0)
+    files = []
+    for stage in range(4):
+        part = {n.replace(f"layers.{stage}.", "layers.0."): t for n, t in whole.items()
+                if f"layers.{stage}." in n
+                or (stage == 0 and "embedding" in n)
+                or (stage == 3 and ("final" in n or "output_layer" in n))}  # fmt: skip
+        files.append(tmp_path / f"{'abcd'[stage]}.safetensors")
+        write(part, files[-1])
+    export_hf(files, tmp_path / "hf", config=model.config, pp=4)
+    assert_same(tmp_path / "hf", state)
+    shutil.copy(files[1], files[2])
+    with pytest.raises(errors.UsageError, match="copy of another rank's"):
+        export_hf(files, tmp_path / "no", config=model.config, pp=4)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_upcycled_experts_are_exported_on_request(tmp_path, suffix):
+    model = ref.model("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for parameter in layer.mlp.experts.parameters():
+                parameter.copy_(parameter[:1].expand_as(parameter))
+    state = ref.on_disk(model, tmp_path / "own")
+    files = [tmp_path / f"{number}.{suffix}" for number in "ab"]
+    for path, cut in zip(files, cuts_of("mixtral", state, 1, 2), strict=True):
+        write(cut, path)
+    with pytest.raises(errors.UsageError, match=r"upcycled.*allow_equal_ranks=True"):
+        export_hf(files, tmp_path / "no", config=model.config, ep=2)
+    export_hf(files, tmp_path / "hf", config=model.config, ep=2, allow_equal_ranks=True)
+    assert_same(tmp_path / "hf", state)
+    command = ["export", *map(str, files), str(tmp_path / "by command"), "--ep", "2",
+               "--config", str(tmp_path / "own"), "--allow-equal-ranks"]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_checkpoint_of_ranks_that_hold_one_shard_is_refused(tmp_path, made):
+    model, state = made("llama")
+    topology = ParallelState(2, tensor_parallel_degree=2).to_json()
+    one = ref.te(state, 2, 0)
+    path = shards.write(
+        tmp_path / "c", 2, lambda r: list(plain([one, one], r)), topology=topology
+    )  # fmt: skip
+    with pytest.raises(errors.UsageError, match=r"rank 1 are those of rank 0"):
+        export_hf(path, tmp_path / "no", config=model.config)
+
+
+def test_that_an_order_cannot_be_told_is_noted(tmp_path, made):
+    model, state = made("llama")
+    for names, noted in ((("left", "right"), True), (("rank0", "rank1"), False)):
+        files = [tmp_path / f"{name}.safetensors" for name in names]
+        for path, cut in zip(files, cuts_of("llama", state, 2, 1), strict=True):
+            write(cut, path)
+        report = export_hf(files, tmp_path / names[0], config=model.config, tp=2)
+        assert any("order" in note for note in report.notes) == noted, report.notes

@@ -1,0 +1,157 @@
+"""What save_pretrained of a model and its tokenizer would write is there, or a note says what is
+not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from smckpt import errors, export_hf
+from smckpt.cli.app import app
+from tests.support import references
+
+THREE = {"eos_token_id": [2, 7, 9], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+
+
+@pytest.fixture
+def model(tmp_path) -> Any:
+    made = references.model("llama")
+    made.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0, **THREE)
+    made.save_pretrained(tmp_path / "own")
+    torch.save(made.state_dict(), tmp_path / "model.pt")
+    return made
+
+
+def generation(directory: Path) -> dict[str, Any]:
+    found = json.loads((directory / "generation_config.json").read_text())
+    found.pop("transformers_version", None)
+    return found
+
+
+@pytest.mark.parametrize("how", ["the model", "object", "dict", "file", "directory", "command"])
+def test_a_models_own_generation_config_is_written(tmp_path, model, how):
+    wanted = generation(tmp_path / "own")
+    assert wanted["eos_token_id"] == [2, 7, 9] and wanted["do_sample"]
+    alone = tmp_path / "alone.json"
+    alone.write_text((tmp_path / "own" / "config.json").read_text())
+    if how == "command":
+        result = CliRunner().invoke(app, [
+            "export", str(tmp_path / "model.pt"), str(tmp_path / "hf"), "--config", str(alone),
+            "--generation-config", str(tmp_path / "own" / "generation_config.json"),
+        ])  # fmt: skip
+        assert result.exit_code == 0, result.output
+    else:
+        given: dict[str, Any] = {
+            "the model": {"config": model},
+            "object": {"config": model.config, "generation_config": model.generation_config},
+            "dict": {"config": model.config, "generation_config": wanted},
+            "file": {"config": model.config,
+                     "generation_config": tmp_path / "own" / "generation_config.json"},
+            "directory": {"config": alone, "generation_config": tmp_path / "own"},
+        }[how]  # fmt: skip
+        report = export_hf(tmp_path / "model.pt", tmp_path / "hf", **given)
+        assert not any("generation_config" in note for note in report.notes)
+    assert generation(tmp_path / "hf") == wanted
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.generation_config.eos_token_id == [2, 7, 9]
+
+
+def test_that_the_models_own_is_not_known_is_noted(tmp_path, model):
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=model.config)
+    assert any("generation_config=" in note for note in report.notes), report.notes
+    beside = export_hf(tmp_path / "model.pt", tmp_path / "beside", config=tmp_path / "own")
+    assert generation(tmp_path / "beside") == generation(tmp_path / "own")
+    assert not any("generation_config=" in note for note in beside.notes)
+
+
+@pytest.mark.parametrize("wrong", [3, {"model_type": "llama"}, "/nowhere/at/all"])
+def test_what_is_no_generation_config_is_refused(tmp_path, model, wrong):
+    with pytest.raises(errors.UsageError):
+        export_hf(
+            tmp_path / "model.pt", tmp_path / "hf", config=model.config, generation_config=wrong
+        )
+    with pytest.raises(errors.UsageError, match="config="):
+        export_hf(tmp_path / "model.pt", tmp_path / "hf", generation_config={"eos_token_id": 1})
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("given", ["object", "directory"])
+def test_a_tokenizer_with_more_ids_than_rows_is_noted(tmp_path, model, given):
+    from tokenizers import Tokenizer, models
+
+    for count, noted in ((120, False), (124, True)):
+        inner = Tokenizer(models.WordLevel({f"w{n}": n for n in range(count)}, unk_token="w0"))
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=inner)
+        if given == "directory":
+            tokenizer.save_pretrained(tmp_path / f"tokenizer{count}")
+            tokenizer = tmp_path / f"tokenizer{count}"
+        report = export_hf(
+            tmp_path / "model.pt", tmp_path / f"hf{count}", config=model.config, tokenizer=tokenizer
+        )
+        found = [note for note in report.notes if "the embedding has 120 rows" in note]
+        assert bool(found) == noted, report.notes
+        assert not noted or "up to 123" in found[0]
+
+
+CONFIG = """\
+from transformers import LlamaConfig
+from .sizes import SIZE
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+    size = SIZE
+"""
+MODEL = """\
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def custom(folder: Path, model: Any) -> Path:
+    """A model with code of its own, as its authors upload it."""
+    folder.mkdir()
+    (folder / "configuration_own.py").write_text(CONFIG)
+    (folder / "sizes.py").write_text("SIZE = 3\n")
+    (folder / "modeling_own.py").write_text(MODEL)
+    values = model.config.to_dict() | {
+        "model_type": "own_llama", "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig",
+                     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_custom_code_goes_along_with_a_config_object(tmp_path, model, monkeypatch):
+    folder = custom(tmp_path / "custom", model)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert "transformers_modules" in type(config).__module__
+    # the model's own class is fetched with it
+    AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=config)
+    code = {path.name for path in (tmp_path / "hf").glob("*.py")}
+    if code != {"configuration_own.py", "modeling_own.py", "sizes.py"}:
+        assert any("auto_map names modeling_own.py" in note for note in report.notes), code
+    loaded = AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert loaded.size == 3
+    assert {"configuration_own.py", "sizes.py"} <= code
+
+
+def test_that_custom_code_is_not_there_is_noted(tmp_path, model):
+    folder = custom(tmp_path / "custom", model)
+    values = json.loads((folder / "config.json").read_text())
+    for number, given in enumerate((values, folder / "config.json", folder)):
+        report = export_hf(tmp_path / "model.pt", tmp_path / f"hf{number}", config=given)
+        lost = [note for note in report.notes if "auto_map names configuration_own.py" in note]
+        assert bool(lost) == (given is not folder), (given, report.notes)

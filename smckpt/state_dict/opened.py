@@ -59,12 +59,12 @@ class Opened:
             if (model := model_of(value)) is not None:
                 self._models[id(model)] = model
             return self.memory.twin(value)
-        if is_optimizer_dict(value) and bound(value) is None:
-            owner = owner_of(value)
-            if owner is not None:
-                return self._copy(stock(owner, value), value)
         if isinstance(value, MutableMapping):
             items = {key: self._open(value[key]) for key in sorted(value, key=str)}
+            if is_optimizer_dict(value) and bound(value) is None:
+                owner = owner_of(value)
+                if owner is not None:
+                    return self._copy(stock(owner, {key: items[key] for key in value}), value)
             if all(items[key] is child for key, child in value.items()):
                 return value
             items = {key: items[key] for key in value}

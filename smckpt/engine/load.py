@@ -43,6 +43,7 @@ from smckpt.meeting.round import Meeting
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.opened import Opened
+from smckpt.state_dict.parts import joined
 from smckpt.state_dict.restore import restore
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Storage
@@ -108,7 +109,7 @@ class Loader:
             with _without_collections():  # the plan's objects are freed inside the block
                 planned = self._fill(tree, request, clock)
             if state_dict is None:
-                return planned.state_dict
+                return joined(planned.state_dict)  # type: ignore[no-any-return]
             opened.memory.left(unread(planned, request))
             opened.settle(state_dict, tree)
             opened.memory.name_the_left()

@@ -19,10 +19,12 @@ from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.load_whole import whole_state
 from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.optimizers import make_values, named_as_target, prepare_optimizers
+from smckpt.state_dict.parts import make_state, match
 from smckpt.state_dict.restore import empty_states, gathered_parts, make_extra_state
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
@@ -168,8 +170,10 @@ def plan_of(
             state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
         )
         renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
+        renewed |= make_state(state_dict, objects, catalogue.rows_by_key, saved)
         if make_values(state_dict, objects) or renewed:
             selection = target.selector.select(state_dict)
+        match(selection.objects, objects, request.strict)
     by_key = by_key and selection.kind in ("LOCAL", None) and not request.renamed
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
@@ -319,7 +323,7 @@ def _check_objects(
     group: Group,
 ) -> None:
     empty = empty_states(state_dict, objects)
-    here = {leaf.key for leaf in selection.objects}
+    here = {leaf.key for leaf in selection.objects if leaf.path[-1:] != (FACTS,)}
     missing = sorted(here - objects.keys() - empty)
     extra = sorted(objects.keys() - here - empty)
     if request.keys == "target":

@@ -29,6 +29,7 @@ from smckpt.full.gathered import (
 )
 from smckpt.full.live import FullWishes
 from smckpt.state_dict.context import FULL, Taker
+from smckpt.state_dict.parts import refuse_gathered
 from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag, set_tag
 from smckpt.state_dict.views import ModelView
 
@@ -51,6 +52,7 @@ class FullTaker(Taker):
 
     def state_of_model(self) -> dict[str, Any]:
         _refuse_meta(self.view.model)
+        refuse_gathered(self.view.model.named_parameters())
         found = translated_or_none(self.view, self._wishes)
         if found is None:
             out = FullStateDict(self.chosen(full_model(self.view, self._wishes)))
@@ -72,6 +74,9 @@ class FullTaker(Taker):
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         check_optimizer(self.view, self._of_optimizers)
+        for slots in optimizer.state.values():
+            named = slots.items() if isinstance(slots, dict) else ()
+            refuse_gathered((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)
         tree.put_through = partial(load_full_optimizer, self.view, optimizer)
         return tree

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from typing import Any
 
-__all__ = ["FACTORIES", "container_kind"]
+__all__ = ["FACTORIES", "FACTS", "container_kind"]
+
+# The key of what is no tensor in a tensor that holds others, beside its parts.
+FACTS = "__tensor__"
 
 FACTORIES: dict[str, Any] = {
     "": None,

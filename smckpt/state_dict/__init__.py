@@ -3,6 +3,7 @@
 from smckpt.state_dict.context import FULL, LOCAL, SHARDED, SMStateDictType
 from smckpt.state_dict.initial import init_optim_state
 from smckpt.state_dict.model_views import register_model_view
+from smckpt.state_dict.parts import register_tensor_class
 from smckpt.state_dict.views import Held, ModelView
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "SMStateDictType",
     "init_optim_state",
     "register_model_view",
+    "register_tensor_class",
 ]

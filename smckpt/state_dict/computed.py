@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smckpt.errors import StateError
 from smckpt.state_dict.modes import mode_of
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
@@ -87,7 +88,14 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
             method(model, raw)
         return
     with mode_of(raw):
-        method(model, raw, strict=False)
+        keys = method(model, raw, strict=False)
+    if left := names.intersection(getattr(keys, "unexpected_keys", ())):
+        raise StateError(
+            f"the model gives {sorted(left)[:8]} in its state dict, but its own load_state_dict "
+            "does not take them back, so it would go on with other values",
+            remedy="load without a target, and build the model from what was saved as its library "
+            "says; the model here is now undefined",
+        )
 
 
 def give_extra_state(

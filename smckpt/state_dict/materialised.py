@@ -79,7 +79,7 @@ class Materialised:
         for attribute, value in vars(tensor).items():
             vars(made).setdefault(attribute, value)  # they belong to the object, not its memory
         try:
-            torch.utils.swap_tensors(tensor, made)
+            _swap(tensor, made)
         except RuntimeError as error:
             if not self._assign(tensor, made):
                 raise StateError(
@@ -88,7 +88,7 @@ class Materialised:
                 ) from error
             self._given.append((made, lambda: self._assign(made, tensor)))
         else:
-            self._given.append((tensor, lambda: torch.utils.swap_tensors(tensor, made)))
+            self._given.append((tensor, lambda: _swap(tensor, made)))
 
     def _assign(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Replace a buffer of the models that torch cannot swap, because a view of it is another
@@ -148,7 +148,7 @@ class Materialised:
             room = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             self._memory[key] = tensor, room  # the tensor keeps the key's storage alive
         made = torch.empty(0, dtype=tensor.dtype, device=self._memory[key][1].device)
-        made.set_(  # type: ignore[call-overload]
+        made.set_(
             self._memory[key][1].untyped_storage(),
             tensor.storage_offset(),
             tensor.shape,
@@ -160,6 +160,9 @@ class Materialised:
 def _storage_of(tensor: torch.Tensor) -> int:
     local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
     return int(local.untyped_storage()._cdata)
+
+
+_swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["concrete", "mode_of", "neutral"]
@@ -45,9 +44,10 @@ def neutral() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 left.callback(torch.set_autocast_enabled, device, True)
                 torch.set_autocast_enabled(device, False)
-        modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+        count = torch._C._len_torch_function_stack()
+        modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
         for mode in modes:  # the first was on top: a stack of callbacks puts it back last
-            left.callback(_push_mode, mode)
+            left.callback(torch._C._push_on_torch_function_stack, mode)
         yield
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import container_kind
+from smckpt.layout.containers import FACTS, container_kind
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
 from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
     RememberingDict,
@@ -27,6 +28,7 @@ from smckpt.state_dict.tags import (
     tag_of,
 )
 from smckpt.state_dict.tensors import (
+    PLAIN,
     dtensor_parts,
     is_dtensor,
     is_transformed,
@@ -165,7 +167,13 @@ class Selector:
         if type(value) is dict:  # the common case, without the slow check of abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
-            walk.tensors.append((path, value))
+            if type(value) in PLAIN or (parts := self._parts(value, path)) is None:
+                walk.tensors.append((path, value))
+                return True
+            inner, facts = parts
+            for name, part in inner.items():
+                self._visit(part, (*path, name), walk)
+            walk.objects.append(ObjectLeaf((*path, FACTS), facts))
             return True
         if isinstance(value, RememberingDict) and getattr(value, "put_through", None) is not None:
             walk.gathered = True
@@ -230,6 +238,18 @@ class Selector:
                     rank=self._rank,
                 )
             seen.add(leaf.key)
+
+    def _parts(self, value: torch.Tensor, path: Path) -> tuple[dict[str, Any], Any] | None:
+        try:
+            parts = parts_of(value, path)
+        except StateError as error:
+            error.rank = self._rank
+            raise
+        tag = tag_of(value)
+        if parts is not None and tag is not None and tag.geometry is not None and tag.geometry.flat:
+            what = "is cut from a flat parameter, but holds other tensors"
+            raise _unsupported(dotted(path), what, self._rank)
+        return parts
 
     @neutral()
     def _from_numpy(self, value: Any, path: Path) -> torch.Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "RememberingDict",
     "StatefulStateDict",
     "Tag",
+    "clear_tag",
     "model_of",
     "plain_tag",
     "put_back",
@@ -79,6 +80,11 @@ def plain_tag(kind: str, fqn: str, parameter: bool) -> Tag:
 
 def set_tag(tensor: torch.Tensor, tag: Tag) -> None:
     setattr(tensor, _ATTRIBUTE, tag)
+
+
+def clear_tag(tensor: torch.Tensor) -> None:
+    """Forget what an earlier take found."""
+    vars(tensor).pop(_ATTRIBUTE, None)
 
 
 def stand_in(live: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

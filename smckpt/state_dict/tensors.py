@@ -16,10 +16,12 @@ from smckpt.errors import StateError
 from smckpt.layout.mesh import Placement
 
 __all__ = [
+    "PLAIN",
     "detached",
     "dtensor_parts",
     "fill",
     "is_dtensor",
+    "is_flattening",
     "is_transformed",
     "is_wrapper",
     "lacking",
@@ -38,10 +40,10 @@ def lacking(strategy: str, name: str) -> StateError:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
-    return kind not in _PLAIN and issubclass(kind, _dtensor_class())
+    return kind not in PLAIN and issubclass(kind, _dtensor_class())
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)  # most tensors; checked thousands of times in a take
+PLAIN = (torch.Tensor, nn.Parameter)  # most tensors; checked thousands of times in a take
 
 
 @functools.cache
@@ -88,9 +90,15 @@ def is_transformed(tensor: Any) -> bool:
     )
 
 
+def is_flattening(tensor: torch.Tensor) -> bool:
+    """Whether its class says which tensors it holds. (A DTensor has rules of its own.)"""
+    kind = type(tensor)
+    return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and not is_dtensor(tensor)
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether it holds other tensors and has no memory of its own."""
-    if type(tensor) in _PLAIN or tensor.is_meta:
+    if type(tensor) in PLAIN or tensor.is_meta:
         return False
     kind = type(tensor)
     if hasattr(kind, "__tensor_flatten__") or kind.__name__ == "FakeTensor":
@@ -101,17 +109,24 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside with the same values in the same form, if there is one: the result of a
     collective, or a weight that is cast on use. Else the tensor itself."""
-    if type(tensor) in _PLAIN or not is_wrapper(tensor):
+    if type(tensor) in PLAIN or not is_wrapper(tensor):
         return tensor
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return tensor.wait()  # type: ignore[attr-defined, no-any-return]
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
-    names, _ = tensor.__tensor_flatten__()
-    inner = [getattr(tensor, name) for name in names]
+    try:
+        names, context = tensor.__tensor_flatten__()
+        inner = [held for name in names if (held := getattr(tensor, name)) is not None]
+    except Exception:  # the class's own code: `parts_of` names it
+        return tensor
     form = (tensor.shape, tensor.dtype)
-    same = [t for t in inner if (t.shape, t.dtype) == form]
-    if len(same) == 1 and all(t is same[0] or t.numel() == 1 for t in inner):
+    same = [held for held in inner if (held.shape, held.dtype) == form]
+    if len(same) != 1 or any(held.numel() != 1 for held in inner if held is not same[0]):
+        return tensor
+    # Anything beside the one tensor may be a factor of its values. torchao's classes of this form
+    # cast a weight on use: what is beside it is derived from it, or is an option.
+    if type(tensor).__module__.split(".")[0] == "torchao" or (len(inner) == 1 and not context):
         return same[0].detach()  # type: ignore[no-any-return]
     return tensor
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, open_catalogue
 from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.translate.arguments import check_counts
 from smckpt.translate.checkpoint_tensors import (
@@ -171,6 +172,7 @@ def find_contents(
         )
     said.refuse_chunks(catalogue.url)
     tensors = model_tensors(catalogue, prefix)
+    _refuse_parts(catalogue, tensors)
     packed = naming == HUB and looks_packed(tensors, family)
     apart = said.layout is None and has_parts_of_ranks(catalogue, tensors)
     if said.layout is not None or packed or apart or looks_transformed(tensors):
@@ -184,6 +186,26 @@ def find_contents(
         said.refuse_degrees(catalogue.url)
         made = _named(LogicalTensors(catalogue, tensors), settings, said, naming, comparison)
     return replace(made, identity=catalogue.identity)
+
+
+def _refuse_parts(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> None:
+    """Refuse weights of a class that holds several tensors: none of them alone has its values."""
+    saved = catalogue.objects(min(catalogue.object_ranks))
+    above = {
+        key.removesuffix(FACTS): value
+        for key, (path, value) in saved.items()
+        if path[-1:] == (FACTS,)
+    }
+    names = {tensor.name for tensor in tensors.values()}
+    for start, facts in above.items():
+        if any(name.startswith(start) for name in names):
+            raise UsageError(
+                f"{start[:-1]} is a {facts.get('class')}, which holds several tensors; an export "
+                "writes tensors with values of their own",
+                remedy="load it into the model, dequantise it there (its class has dequantize()), "
+                "save that and export it",
+                path=catalogue.url,
+            )
 
 
 def _of_stages(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardedStateDictConfig
 
 import smckpt
+from smckpt import errors
 from tests.support.launch import run_ranks
 
 KINDS = [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
@@ -154,3 +155,27 @@ def test_under_fsdp1_the_log_says_once_which_module_saves_more_than_is_taken() -
     for said in run_ranks(said_under_fsdp1, 2, timeout=60):
         [line] = [line for line in said if "_save_to_state_dict" in line]
         assert line.startswith("1 (Counting)")
+
+
+class Packing(nn.Module):
+    """Its state dict has a value that its `load_state_dict` does not know (as in bitsandbytes)."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(3))
+        self.factor = factor
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}packed"] = torch.tensor([self.factor])
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED])
+def test_a_value_that_the_model_does_not_take_back_is_named(tmp_path: Path, kind: Any) -> None:
+    def state(model: nn.Module) -> dict[str, Any]:
+        with smckpt.sm_state_dict_type(model, kind):
+            return {"model": model.state_dict()}
+
+    smckpt.save(state(nn.Sequential(Packing(2.0))), checkpoint_id=tmp_path)
+    with pytest.raises(errors.StateError, match=r"0\.packed.*does not take them back"):
+        smckpt.load(state(nn.Sequential(Packing(1.0))), checkpoint_id=tmp_path)

@@ -272,21 +272,27 @@ class Cast(torch.Tensor):
 
 
 def test_tensors_inside_others_are_saved_and_filled(tmp_path: Path) -> None:
-    inner = torch.arange(3.0)
-    state = {"cast": Cast(inner, torch.ones(())), "sent": AsyncCollectiveTensor(torch.ones(2))}
+    inner, scale = torch.arange(3.0), torch.full((), 4.0)
+    state = {"cast": Cast(inner, scale), "sent": AsyncCollectiveTensor(torch.ones(2))}
     smckpt.save(state, checkpoint_id=tmp_path)
     inner.zero_()
+    scale.zero_()
     smckpt.load(state, checkpoint_id=tmp_path)
-    assert inner.tolist() == [0, 1, 2]
+    assert inner.tolist() == [0, 1, 2] and scale.item() == 4
 
 
-def test_a_tensor_that_is_computed_from_several_is_refused_also_in_the_place_of_a_plain_one(
-    tmp_path: Path,
-) -> None:
-    smckpt.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
-    two = Cast(torch.ones(3), torch.ones(3))
-    with pytest.raises(errors.StateError, match="a is a Cast"):
-        smckpt.save({"a": two}, checkpoint_id=tmp_path)
+class Alone(Cast):
+    """Holds one tensor with its own values, and nothing beside it."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+
+def test_a_tensor_with_nothing_beside_it_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    smckpt.save({"w": Alone(torch.arange(3.0), torch.ones(()))}, checkpoint_id=tmp_path)
+    plain = torch.zeros(3)
+    smckpt.load({"w": plain}, checkpoint_id=tmp_path)
+    assert plain.tolist() == [0, 1, 2]
 
 
 def test_a_dict_that_holds_itself_and_a_tensor_without_a_shape_are_refused_by_name(

@@ -1,0 +1,359 @@
+"""Tensors that hold other tensors (quantised weights, low-bit optimizer state), as their parts.
+
+A class with `__tensor_flatten__` says which tensors it holds, and a context that is no tensor. A
+save stores each of these tensors below the tensor's own path, and beside them, under `FACTS`, the
+name of the class, the context and, for a DTensor, its mesh. A load fills the parts of a live tensor
+of the same class and context. Or it makes one, if the class is on the list of those that may be
+imported: a checkpoint never chooses what is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from smckpt.checkpoint.objects import encode_object
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError, TensorMismatchError
+from smckpt.layout.containers import FACTS
+from smckpt.layout.entries import ObjectLeaf, Path, dotted
+from smckpt.registry import Registry
+from smckpt.state_dict.bindings import Binding, optimizer_dicts
+from smckpt.state_dict.tags import Tag, clear_tag, set_tag, tag_of
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, unwrapped
+
+__all__ = [
+    "joined",
+    "make_state",
+    "match",
+    "parts_of",
+    "refuse_gathered",
+    "register_tensor_class",
+]
+
+log = logging.getLogger("smckpt")
+
+_LIBRARIES = ("torch", "torchao")
+_CLASSES: Registry[type] = Registry("tensor class", type, "smckpt.tensor_classes", {})
+
+
+def register_tensor_class(kind: type[torch.Tensor]) -> None:
+    """Let loads make tensors of this class, which has `__tensor_flatten__` and
+    `__tensor_unflatten__`. Classes of torch and torchao need no registration, nor does one of which
+    the target already has a tensor in the same place.
+
+    Raises:
+        StateError: the class has not both methods.
+    """
+    if not all(hasattr(kind, f"__tensor_{do}__") for do in ("flatten", "unflatten")):
+        raise StateError(
+            f"{_name_of(kind)} has not both __tensor_flatten__ and __tensor_unflatten__",
+            remedy="give the class both, as torch asks of classes that torch.compile sees",
+        )
+    _CLASSES.register(_name_of(kind), kind)
+
+
+def parts_of(tensor: torch.Tensor, path: Path) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """The tensors inside, by their names, and the facts beside them. None for a tensor whose values
+    are those of its own memory, or of one tensor inside.
+
+    Raises:
+        StateError: the class cannot say what is inside, or the context cannot be stored.
+    """
+    local, mesh = tensor, None
+    if is_dtensor(tensor):
+        local, mesh, placements, shape = dtensor_parts(tensor)
+    if not is_flattening(local) or unwrapped(local) is not local:
+        return None
+    try:
+        names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(local, name) for name in names}
+    except Exception as error:  # the class's own code
+        raise StateError(
+            f"{dotted(path)} is a {_name_of(type(local))}, which does not say what it holds: "
+            f"{type(error).__name__}: {error}",
+            remedy="leave it out, or save the tensors that it holds",
+        ) from error
+    facts = {
+        "class": _name_of(type(local)),
+        "context": _plain(context, path),
+        "shape": list(local.shape),
+        "stride": list(local.stride()),
+    }
+    if mesh is not None:  # its parts are this rank's own, so they fit the same mesh alone
+        facts["mesh"] = {
+            "ranks": mesh.mesh.tolist(),
+            "placements": [str(p) for p in placements],
+            "shape": list(shape),
+        }
+    _tag(tensor, inner)
+    return {name: part for name, part in inner.items() if part is not None}, facts
+
+
+def _tag(tensor: torch.Tensor, inner: Mapping[str, Any]) -> None:
+    """Name the parts after the parameter whose state the tensor is."""
+    tag = tag_of(tensor)
+    for name, part in inner.items():
+        if not isinstance(part, torch.Tensor):
+            continue
+        if tag is None:
+            clear_tag(part)
+        else:
+            made = Tag(tag.kind, tag.fqns, None, (*tag.after, name), tag.parameter)
+            if tag_of(part) != made:
+                set_tag(part, made)
+
+
+def _plain(value: Any, path: Path) -> Any:
+    """The context as plain data. An enum, a dataclass and the like become their text, which tells
+    whether two contexts are equal."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(child, path) for key, child in value.items()}
+    if type(value) in (list, tuple, torch.Size):
+        return type(value)(_plain(child, path) for child in value)
+    if value is None or type(value) in (bool, int, float, str, torch.dtype):
+        return value
+    if type(value) is torch.device:
+        return None  # where the tensor is does not belong to its value
+    text = repr(value)
+    if isinstance(value, torch.Tensor) or " at 0x" in text or " object at " in text:
+        raise StateError(
+            f"{dotted(path)} has a {_name_of(type(value))} in the context of its class, which "
+            "cannot be saved",
+            remedy="give it a __repr__ that tells its values, or keep it out of the context",
+        )
+    return {_TEXT: text}
+
+
+_TEXT = "__repr__"
+
+
+def refuse_gathered(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """
+    Raises:
+        StateError: one of these tensors holds others, which no gathering puts together.
+    """
+    for name, tensor in named:
+        local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
+        if is_flattening(local) and unwrapped(local) is local:
+            raise StateError(
+                f"{name} is a {_name_of(type(local))}, whose parts FULL state cannot gather",
+                remedy="take LOCAL or SHARDED state, or put the model and the optimizer themselves "
+                "into the state",
+            )
+
+
+def match(
+    leaves: Sequence[ObjectLeaf], objects: MutableMapping[str, tuple[Path, Any]], strict: bool
+) -> None:
+    """Compare the live tensors' facts with the saved ones, and take these from `objects`.
+
+    Raises:
+        TensorMismatchError: class, context or mesh differ.
+    """
+    live = {leaf.key: leaf.value for leaf in leaves if leaf.path[-1:] == (FACTS,)}
+    for key, facts in live.items():
+        if key not in objects:
+            continue
+        saved = objects.pop(key)[1]
+        saved = saved if isinstance(saved, Mapping) else {}
+        for fact in ("class", "context", "mesh", "shape"):
+            mine, theirs = facts.get(fact), saved.get(fact)
+            if encode_object(mine) == encode_object(theirs):
+                continue
+            remedy = "give the target a tensor of the same class and options"
+            if fact in ("mesh", "shape"):
+                remedy = (
+                    "load it on the mesh on which it was saved: what its class holds cannot be "
+                    "cut anew"
+                )
+            raise TensorMismatchError(
+                f"{key.removesuffix('.' + FACTS)} was saved with the {fact} {theirs!r}, and the "
+                f"target has {mine!r}",
+                remedy=remedy,
+            )
+    if not strict:
+        for key in [key for key, (path, _) in objects.items() if path[-1:] == (FACTS,)]:
+            del objects[key]
+
+
+# -- tensors that a load makes -------------------------------------------------------------------
+
+
+def make_state(
+    state_dict: MutableMapping[str, Any],
+    objects: Mapping[str, tuple[Path, Any]],
+    rows: Mapping[str, Sequence[Any]],
+    saved: int,
+) -> bool:
+    """Give live optimizers the tensors of such classes that they lack; returns whether
+    `state_dict` has more tensors now.
+
+    Args:
+        rows: key → the saved arrays of this key (the catalogue's).
+        saved: the saved rank that this rank follows.
+
+    Raises:
+        StateError: the class may not be imported.
+    """
+    made = False
+    for path, tree, binding in optimizer_dicts(state_dict):
+        if binding is None or binding.kind == "FULL":
+            continue
+        changed = False
+        for key, (at, facts) in objects.items():
+            if at[-1:] != (FACTS,) or len(at) != len(path) + 4 or at[: len(path)] != path:
+                continue
+            parameter, slot = _owner(binding, at[-3]), at[-2]
+            if parameter is None or slot in binding.optimizer.state[parameter]:
+                continue
+            above = key.removesuffix(FACTS)
+            parts = {
+                name: _room(row, saved, parameter)
+                for name, row in _part_rows(above, rows, saved).items()
+            }
+            binding.optimizer.state[parameter][slot] = _like(
+                parameter, _built(facts, parts, above[:-1])
+            )
+            changed = True
+        if changed:
+            tree["state"] = binding.take()["state"]
+            made = True
+    return made
+
+
+def _owner(binding: Binding, key: Any) -> torch.Tensor | None:
+    for index, parameter in enumerate(binding.parameters()):
+        if key == index or str(key) in binding.names(parameter, index):
+            return parameter
+    return None
+
+
+def _part_rows(above: str, rows: Mapping[str, Sequence[Any]], saved: int) -> dict[str, Any]:
+    return {
+        key.removeprefix(above): row
+        for key, found in rows.items()
+        if key.startswith(above)
+        for row in found
+        if row.geometry.per_rank and saved in row.ranks
+    }
+
+
+def _room(row: Any, saved: int, parameter: torch.Tensor) -> torch.Tensor:
+    local = dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter
+    return torch.empty(
+        tuple(row.geometry.local_shape(saved)),
+        dtype=getattr(torch, row.dtype),
+        device=local.device,
+    )
+
+
+def _like(parameter: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """The tensor, sharded as its parameter is."""
+    if not is_dtensor(parameter):
+        return made
+    from torch.distributed.tensor import DTensor
+
+    _, mesh, placements, shape = dtensor_parts(parameter)
+    return DTensor.from_local(
+        made, mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
+    )
+
+
+def _built(facts: Mapping[str, Any], parts: Mapping[str, Any], name: str) -> torch.Tensor:
+    """
+    Raises:
+        StateError: the class is not on the list, or takes no such context.
+    """
+    if not isinstance(facts, Mapping) or not {"class", "context", "shape", "stride"} <= {*facts}:
+        raise CorruptCheckpointError(
+            f"what was saved beside the parts of {name} is {facts!r}",
+            remedy="verify the checkpoint, and load another step",
+        )
+    kind = _class_of(str(facts["class"]))
+    if kind is None:
+        raise StateError(
+            f"{name} is a {facts['class']}, which may not be imported for a checkpoint",
+            remedy="call smckpt.register_tensor_class(…) on the class first, or give the target a "
+            "tensor of it",
+        )
+    if _has_text(facts["context"]):
+        raise StateError(
+            f"{name} is a {facts['class']} with options that only code can make: "
+            f"{facts['context']!r}",
+            remedy="give the target a tensor of it, made with the same options",
+        )
+    try:
+        names = dict.fromkeys((*parts, *_optional(kind, facts["context"])))
+        made: torch.Tensor = kind.__tensor_unflatten__(  # type: ignore[attr-defined]
+            {part: parts.get(part) for part in names},
+            facts["context"],
+            torch.Size(facts["shape"]),
+            tuple(facts["stride"]),
+        )
+    except Exception as error:  # the class's own code
+        raise StateError(
+            f"{name} cannot be made by {facts['class']}.__tensor_unflatten__: "
+            f"{type(error).__name__}: {error}",
+            remedy="use the version of its library that saved it, or give the target a tensor of "
+            "it",
+        ) from error
+    return made
+
+
+def _optional(kind: type, context: Any) -> Sequence[str]:
+    names = getattr(kind, "optional_tensor_data_names", ())
+    return tuple(names or ())
+
+
+def _has_text(context: Any) -> bool:
+    if isinstance(context, Mapping):
+        return _TEXT in context or any(map(_has_text, context.values()))
+    return isinstance(context, (list, tuple)) and any(map(_has_text, context))
+
+
+def _class_of(name: str) -> type | None:
+    """The class of that qualified name, if it may be imported."""
+    if (known := _CLASSES.find(name)) is not None:
+        return known
+    if name.split(".")[0] not in _LIBRARIES:
+        return None
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError):
+        return None
+    return found if isinstance(found, type) and issubclass(found, torch.Tensor) else None
+
+
+def joined(tree: Any, path: Path = ()) -> Any:
+    """A state that was loaded without a target, with its parts put together again. A tensor that
+    cannot be made stays a dict of its parts, and a warning names it."""
+    if isinstance(tree, dict):
+        for key, child in list(tree.items()):
+            tree[key] = joined(child, (*path, key))
+        facts = tree.get(FACTS)
+        if not isinstance(facts, Mapping) or "class" not in facts or not path:
+            return tree
+        try:
+            if "mesh" in facts:
+                raise StateError(
+                    f"{dotted(path)} is a {facts['class']} of which each rank holds its own part",
+                    remedy="load it into the sharded optimizer or model",
+                )
+            return _built(facts, {k: v for k, v in tree.items() if k != FACTS}, dotted(path))
+        except CheckpointError as error:
+            log.warning("%s. It stays a dict of its parts", error)
+            return tree
+    if isinstance(tree, list):
+        tree[:] = [joined(child, (*path, index)) for index, child in enumerate(tree)]
+    elif type(tree) is tuple:
+        return tuple(joined(child, (*path, index)) for index, child in enumerate(tree))
+    return tree
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -72,12 +72,9 @@ def restore(
         if binding is None:
             if isinstance(tree, StatefulStateDict):
                 continue  # its object loads it, when all is read
-            log.warning(
-                "%s: its optimizer is not known, so its plain values were loaded into the dict "
-                "only. Call its load_state_dict, or put the optimizer itself into the "
-                "state",
-                dotted(path),
-            )
+            # A dict of the caller's, who gives it to load_state_dict or set_state_dict, or whose
+            # own object does, such as the AppState of torch's recipe.
+            log.info("%s: the optimizer's plain values are in the dict alone", dotted(path))
             continue
         # If the groups hold a tensor (a learning rate), each of their values is stored by itself.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):

@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -189,6 +191,189 @@ def test_planners_and_storage_of_the_users_own_are_dcps_with_our_storage(tmp_pat
     assert isinstance(calls.FileSystemReader(theirs), dcp.FileSystemReader)
 
 
+class Flipped(StreamTransformExtension):
+    """Stores each byte flipped."""
+
+    class _Stream(io.RawIOBase):
+        def __init__(self, below: Any) -> None:
+            self._below = below
+
+        def writable(self) -> bool:
+            return True
+
+        def readable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self._below.write(bytes(255 - byte for byte in bytes(data)))
+            return len(data)
+
+        def readinto(self, buffer: Any) -> int:
+            data = self._below.read(len(buffer))
+            buffer[: len(data)] = bytes(255 - byte for byte in data)
+            return len(data)
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flipped"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Flipped:
+        return Flipped()
+
+    def get_descriptor(self) -> str:
+        return "stream.flipped/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return self._Stream(output)
+
+    def transform_from(self, input: Any) -> Any:
+        return self._Stream(input)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_extensions_of_the_writer_are_dcps_and_read_by_every_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    registry = ExtensionRegistry()
+    registry.register(Flipped)
+    writer = calls.FileSystemWriter(tmp_path, thread_count=2, _extensions=[Flipped()])
+    done = getattr(calls, call)({"w": torch.ones(2), "n": 3}, storage_writer=writer)
+    if call == "async_save":
+        done.result()
+    assert saved_by_dcp(tmp_path)
+    reader = calls.FileSystemReader(tmp_path, registry)
+    calls.load(target := {"w": torch.zeros(2), "n": 0}, storage_reader=reader)
+    assert target["w"].tolist() == [1.0, 1.0] and target["n"] == 3  # type: ignore[attr-defined]
+    # without a reader, by the extensions that DCP knows by itself
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.filesystem.ExtensionRegistry", lambda: registry
+    )
+    calls.load(target := {"w": torch.zeros(2), "n": 0}, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [1.0, 1.0] and target["n"] == 3  # type: ignore[attr-defined]
+    calls.save({"w": torch.full((2,), 4.0), "n": 4}, checkpoint_id=tmp_path)
+    calls.load(target, checkpoint_id=tmp_path)
+    assert target["w"].tolist() == [4.0, 4.0] and not saved_by_dcp(tmp_path)  # type: ignore[attr-defined]
+
+
+def test_another_serialization_is_written_by_dcp(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    format = dcp.filesystem.SerializationFormat.SAFETENSORS
+    writer = calls.FileSystemWriter(tmp_path, serialization_format=format)
+    assert type(writer) is dcp.FileSystemWriter and writer.serialization_format is format
+
+
+@pytest.mark.parametrize("planner", [None, DefaultSavePlanner(dedup_save_to_lowest_rank=True)])
+def test_writer_and_reader_name_one_save(tmp_path: Path, planner: Any) -> None:
+    writer = calls.FileSystemWriter(tmp_path)
+    seen = []
+    for _ in range(2):
+        calls.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner)
+        reader = calls.FileSystemReader(tmp_path)
+        meta = reader.read_metadata().storage_meta
+        assert meta.save_id == writer.save_id and meta.load_id == reader.load_id
+        seen.append(meta.save_id)
+    assert seen[0] != seen[1]
+
+
+def test_a_planner_of_the_callers_is_used(tmp_path: Path) -> None:
+    calls.save({"a": {"w": torch.ones(2)}, "n": 3}, checkpoint_id=tmp_path)
+    planner = DefaultLoadPlanner()
+    target = {"a": {"w": torch.zeros(2)}, "n": 0}
+    calls.load(target, checkpoint_id=tmp_path, planner=planner)
+    assert target["n"] == 3 and set(planner.state_dict) == {"a.w", "n"}
+    assert planner.mappings["a.w"] == ("a", "w") and planner.metadata is not None
+
+
+@pytest.mark.parametrize("by", ["calls", "smckpt", "writer"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_planner_that_cuts_no_nested_values_loads_what_it_saved(
+    tmp_path: Path, by: str, sharded: bool
+) -> None:
+    def state(value: int) -> dict[str, Any]:
+        w = torch.full((2,), float(value))
+        return {
+            "m": {"w": w.clone(), "l": [w, value]},
+            "cfg": {"lr": value},
+            "x": w + 1,
+            "n": value,
+        }
+
+    save, load = DefaultSavePlanner(flatten_state_dict=False), DefaultLoadPlanner(False, sharded)
+    target = state(0)
+    if by == "writer":
+        dcp.save(state(2), storage_writer=calls.FileSystemWriter(tmp_path), planner=save)
+        calls.load(target, checkpoint_id=tmp_path, planner=load)
+    elif by == "calls":
+        calls.save(state(2), checkpoint_id=tmp_path, planner=save)
+        calls.load(target, checkpoint_id=tmp_path, planner=load)
+    else:
+        smckpt.save(state(2), checkpoint_id=tmp_path, planner=save)
+        smckpt.load(target, checkpoint_id=tmp_path, planner=load)
+    for found in (target, smckpt.load(checkpoint_id=tmp_path)):
+        assert found is not None
+        assert found["m"]["w"].tolist() == [2.0, 2.0] and found["m"]["l"][1] == found["n"] == 2
+        assert found["m"]["l"][0].tolist() == [2.0, 2.0] and found["cfg"] == {"lr": 2}
+        assert found["x"].tolist() == [3.0, 3.0]
+    cut = state(0)
+    calls.load(cut, checkpoint_id=tmp_path)  # by names, as without a planner
+    assert cut["m"]["w"].tolist() == [2.0, 2.0] and cut["cfg"] == {"lr": 2}
+
+
+class App(Stateful):
+    """As in torch's recipe."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+
+@pytest.mark.parametrize("form", ["recipe", "set_state_dict", "load_state_dict"])
+def test_a_load_into_what_is_given_back_by_the_caller_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def taken(app: App) -> dict[str, Any]:
+        if form == "recipe":
+            return {"app": app}
+        if form == "set_state_dict":
+            return {"app": app.state_dict()}
+        return {"app": {"model": app.model.state_dict(), "optim": app.optimizer.state_dict()}}
+
+    saved, fresh = App(*made()), App(*made())
+    saved.optimizer.param_groups[0]["lr"] = 0.25
+    calls.save(taken(saved), checkpoint_id=tmp_path)
+    caplog.clear()
+    state = taken(fresh)
+    calls.load(state, checkpoint_id=tmp_path)
+    if form == "set_state_dict":
+        fresh.load_state_dict(state["app"])
+    elif form == "load_state_dict":
+        fresh.optimizer.load_state_dict(state["app"]["optim"])
+    assert fresh.optimizer.param_groups[0]["lr"] == 0.25
+    for one, other in zip(saved.model.parameters(), fresh.model.parameters(), strict=True):
+        kept, loaded = saved.optimizer.state[one], fresh.optimizer.state[other]
+        assert torch.equal(one, other) and torch.equal(kept["exp_avg"], loaded["exp_avg"])
+    assert [r.message for r in caplog.records if r.name == "smckpt" and r.levelno >= 30] == []
+
+
 def test_no_store_and_arguments_that_cannot_be_honoured_are_refused(tmp_path: Path) -> None:
     for call in (calls.save, calls.async_save, calls.load):
         for wrong in ("abc://abc.abc", None):
@@ -196,13 +381,12 @@ def test_no_store_and_arguments_that_cannot_be_honoured_are_refused(tmp_path: Pa
                 call({"w": torch.ones(2)}, checkpoint_id=wrong)  # type: ignore[operator]
     assert not calls.FileSystemWriter.validate_checkpoint_id("abc://abc.abc")
     assert calls.FileSystemWriter.validate_checkpoint_id(tmp_path)
-    for given in (
-        {"sync_files": False},
-        {"_extensions": [object()]},
-        {"serialization_format": dcp.filesystem.SerializationFormat.SAFETENSORS},
-    ):
-        with pytest.raises(UsageError, match=f"{next(iter(given))}.*not honoured"):
-            calls.FileSystemWriter(tmp_path, **given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="sync_files=False is not honoured"):
+        calls.FileSystemWriter(tmp_path, sync_files=False)
+    with pytest.raises(UsageError, match="step is not honoured by DCP's own writer"):
+        calls.FileSystemWriter(tmp_path, _extensions=[Flipped()], step=3)
+    with pytest.raises(UsageError, match="not honoured in a store"):
+        calls.FileSystemWriter("s3://bucket/place", _extensions=[Flipped()])
     calls.FileSystemWriter(tmp_path, False, True, 8, 1, True, True)
     with pytest.raises(UsageError, match="_extension_registry"):
         calls.FileSystemReader(tmp_path, object())

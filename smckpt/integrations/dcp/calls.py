@@ -7,6 +7,8 @@ with our reader and writer where none is passed.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import traceback
 from collections.abc import Callable, MutableMapping
@@ -23,13 +25,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from smckpt.engine import api
 from smckpt.engine.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.integrations.dcp.foreign import CopyStager
+from smckpt.integrations.dcp.foreign import CopyStager, set_whole_values
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
-from smckpt.meeting.group import group_of
+from smckpt.meeting.group import group_of, torch_group_of
 from smckpt.storage import open_storage
+from smckpt.storage.urls import is_local, local_path
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "async_save", "load", "save"]
+
+log = logging.getLogger("smckpt")
 
 Place = str | os.PathLike[str] | None
 T = TypeVar("T")
@@ -37,6 +42,9 @@ T = TypeVar("T")
 # DCP's own, which stay when `smckpt run --for dcp` has replaced the names
 _save, _async_save = state_dict_saver.save, state_dict_saver.async_save
 _load, _Reader = state_dict_loader.load, filesystem.FileSystemReader
+_Writer = filesystem.FileSystemWriter
+_TORCH_SAVE = filesystem.SerializationFormat.TORCH_SAVE
+_OF_DCP = inspect.signature(_Writer).parameters.keys()  # the arguments of its writer
 
 
 class FileSystemWriter(DistributedFileSystemWriter):
@@ -48,11 +56,36 @@ class FileSystemWriter(DistributedFileSystemWriter):
         single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict: any value. A rank
             writes as many files as its bytes need, from one copy in host memory that it keeps.
         sync_files: False is refused.
+        _extensions, serialization_format: what is not DCP's default makes this DCP's own writer,
+            which writes DCP's files. Its reader reads them.
         more: arguments of `DistributedFileSystemWriter`.
 
     Raises:
         UsageError: an argument that smckpt cannot honour.
     """
+
+    def __new__(cls, path: str | os.PathLike[str], *given: Any, **named: Any) -> Any:
+        stock = inspect.signature(_Writer).bind_partial(path, *given, **{
+            name: value for name, value in named.items() if name in _OF_DCP
+        })  # fmt: skip
+        asked = stock.arguments
+        kept = asked.get("serialization_format", _TORCH_SAVE) == _TORCH_SAVE
+        if cls is not FileSystemWriter or (kept and not asked.get("_extensions")):
+            return super().__new__(cls)
+        if unknown := named.keys() - _OF_DCP:
+            raise UsageError(
+                f"{', '.join(sorted(unknown))} is not honoured by DCP's own writer",
+                remedy="leave it out, or leave _extensions and serialization_format out",
+                path=os.fspath(path),
+            )
+        if not is_local(os.fspath(path)):
+            raise UsageError(
+                "_extensions and another serialization_format are not honoured in a store",
+                remedy="leave them out, or save to a disk",
+                path=os.fspath(path),
+            )
+        log.info("%s: DCP's own writer saves here, since smckpt has no extensions", path)
+        return _Writer(*stock.args, **stock.kwargs)
 
     def __init__(
         self,
@@ -64,21 +97,16 @@ class FileSystemWriter(DistributedFileSystemWriter):
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Any = None,
-        serialization_format: Any = filesystem.SerializationFormat.TORCH_SAVE,
+        serialization_format: Any = _TORCH_SAVE,
         **more: Any,
     ) -> None:
         del single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict
-        for name, wrong, remedy in (
-            ("sync_files=False", not sync_files, "leave it out: a commit is durable"),
-            ("_extensions", bool(_extensions), "leave it out, or use DCP's own writer"),
-            (
-                f"serialization_format={serialization_format}",
-                serialization_format != filesystem.SerializationFormat.TORCH_SAVE,
-                "leave it out; smckpt export writes Hugging Face's files",
-            ),
-        ):
-            if wrong:
-                raise UsageError(f"{name} is not honoured", remedy=remedy, path=os.fspath(path))
+        if not sync_files:
+            raise UsageError(
+                "sync_files=False is not honoured",
+                remedy="leave it out: a commit is durable",
+                path=os.fspath(path),
+            )
         super().__init__(path, threads=thread_count, overwrite=overwrite, **more)
 
 
@@ -145,7 +173,7 @@ def save(
             checkpoint_id=None if storage_writer is None else checkpoint_id,
             storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
             planner=planner,
-            process_group=process_group,
+            process_group=torch_group_of(process_group),
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
@@ -159,6 +187,7 @@ def save(
         ),
         process_group,
     )
+    _note_engine(storage_writer)
     return None if handle is None else handle.result()
 
 
@@ -198,7 +227,7 @@ def async_save(
             checkpoint_id=None if storage_writer is None else checkpoint_id,
             storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
             planner=planner,
-            process_group=process_group,
+            process_group=torch_group_of(process_group),
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager
             or (None if isinstance(storage_writer, AsyncStager) else CopyStager()),
@@ -215,6 +244,7 @@ def async_save(
         ),
         process_group,
     )
+    _note_engine(storage_writer)
     if handle is None:
         return None
     upload = _Upload(handle, _ranks(process_group))
@@ -257,11 +287,13 @@ def load(
             checkpoint_id=None if storage_reader is None else checkpoint_id,
             storage_reader=reader,
             planner=planner,
-            process_group=process_group,
+            process_group=torch_group_of(process_group),
             no_dist=no_dist,
         )
+        set_whole_values(state_dict, planner)
 
-    if not _ours(storage_reader, DistributedFileSystemReader) or not _plain_load(planner):
+    ours = _ours(storage_reader, DistributedFileSystemReader)
+    if not ours or not _loads_by_engine(planner, checkpoint_id):
         by_dcp()
         return
     before = dict(state_dict)
@@ -279,7 +311,9 @@ def load(
     except (KeysMismatchError, TensorMismatchError):  # on all ranks, and nothing is changed yet
         by_dcp()
     except CheckpointError as error:
-        raise _dcp_error(error, _ranks(process_group)) from error
+        if storage_reader is not None or not _has_extensions(place):
+            raise _dcp_error(error, _ranks(process_group)) from error
+        by_dcp()
     for key, value in before.items():  # DCP sets what has no load_state_dict
         if not isinstance(value, Stateful):
             state_dict[key] = state_dict[key]
@@ -324,12 +358,30 @@ def _plain_save(planner: Any) -> bool:
     )
 
 
-def _plain_load(planner: Any) -> bool:
+def _loads_by_engine(planner: Any, checkpoint_id: Place) -> bool:
+    """Whether our engine loads: a planner that was passed is used. In a store DCP's reader reads
+    nothing, so there our engine does what DCP's own planner would."""
     return planner is None or (
         type(planner) is DefaultLoadPlanner
         and planner.flatten_state_dict
         and planner.flatten_sharded_tensors
+        and checkpoint_id is not None
+        and not is_local(os.fspath(checkpoint_id))
     )
+
+
+def _note_engine(writer: Any) -> None:
+    if writer is not None:
+        writer.used_by_engine = True
+
+
+def _has_extensions(place: Any) -> bool:
+    """Whether DCP's writer has stored values here through extensions, which DCP alone reads."""
+    path = os.fspath(place)
+    if not (is_local(path) and os.path.isfile(os.path.join(local_path(path), ".metadata"))):
+        return False
+    stored = _Reader(local_path(path)).read_metadata().storage_data
+    return any(getattr(info, "transform_descriptors", None) for info in stored.values())
 
 
 def _detected(checkpoint_id: Place, storage: Any = None) -> Any:

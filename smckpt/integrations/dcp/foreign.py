@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import (
     AsyncStager,
@@ -37,7 +39,7 @@ from smckpt.meeting.group import Group, gloo_group
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.select import is_sharded_tensor
 
-__all__ = ["CopyStager", "ForeignQueue", "load_with_dcp"]
+__all__ = ["CopyStager", "ForeignQueue", "load_with_dcp", "set_whole_values"]
 
 log = logging.getLogger("smckpt")
 
@@ -238,6 +240,7 @@ def load_with_dcp(
             process_group=process_group,
             no_dist=no_dist,
         )
+        set_whole_values(state_dict, planner)
     except CheckpointException as error:
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
             raise failure from error
@@ -250,6 +253,18 @@ def load_with_dcp(
             ) from error
         raise told(error, group, where, CheckpointError) from error
     return state_dict
+
+
+def set_whole_values(state_dict: MutableMapping[str, Any], planner: Any) -> None:
+    """Set the values that a planner with `flatten_state_dict=False` has loaded. DCP 2.13 puts them
+    into a copy of the state alone, so that the caller's would keep what it had."""
+    if type(planner) is not DefaultLoadPlanner or planner.flatten_state_dict:
+        return
+    for key, value in planner.state_dict.items():
+        old = state_dict.get(key)
+        filled = isinstance(old, (Stateful, torch.Tensor)) or is_sharded_tensor(old)
+        if key in state_dict and not filled:
+            state_dict[key] = value
 
 
 def told(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ __all__ = ["DistributedFileSystemReader"]
 
 log = logging.getLogger("smckpt")
 
+WHOLE_VALUES = "nested values"  # in the versions of a manifest: each is one value, by its top key
 _STAGED_BYTES = 1 << 30  # at most this many bytes are in buffers of tensors read indirectly
 
 
@@ -101,6 +103,7 @@ class DistributedFileSystemReader(StorageReader):
         self._group()  # raise here, where the mistake is
         if timeout <= 0:
             raise UsageError(f"timeout={timeout} is not positive", remedy="give seconds > 0")
+        self.load_id = uuid4().hex  # of this load, as DCP's own reader has it
         self._catalogue: Catalogue | None = None
         self._objects: dict[str, Any] = {}
         # the error of read_metadata, of which DCP keeps only the text
@@ -141,6 +144,7 @@ class DistributedFileSystemReader(StorageReader):
         if checkpoint_id:
             self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
         self._catalogue = self.failure = None
+        self.load_id = uuid4().hex
 
     def read_metadata(self) -> Metadata:
         """The saved tensors and values, in DCP's terms.
@@ -265,7 +269,11 @@ class DistributedFileSystemReader(StorageReader):
             entries,
             planner_data=paths,
             storage_data=catalogue.identity,
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+            storage_meta=StorageMeta(
+                checkpoint_id=self.checkpoint_id,
+                save_id=catalogue.manifests[0].attempt,
+                load_id=self.load_id,
+            ),
         )
 
     def _flat_objects(self, catalogue: Catalogue) -> Iterator[tuple[Path, Any]]:
@@ -279,6 +287,8 @@ class DistributedFileSystemReader(StorageReader):
         for each in dict.fromkeys((mine, saved[0])):
             optimizers = catalogue.part(each)["optimizers"]
             for path, value in catalogue.objects(each).values():
+                if WHOLE_VALUES in catalogue.manifests[0].versions:
+                    yield path, value
                 yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from smckpt.checkpoint.choose import refuse_committed
+from smckpt.checkpoint.choose import choose_commit, refuse_committed
 from smckpt.checkpoint.commit import probe, publish_manifest, take_lease
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.prefixes import PrefixSharding, prefix_sharding_for
@@ -38,6 +38,7 @@ from smckpt.checkpoint.sweep import sweep
 from smckpt.engine.commands import ArenaFile
 from smckpt.engine.worker_write import write_part
 from smckpt.errors import CheckpointError, StateError, UsageError
+from smckpt.integrations.dcp.reader import WHOLE_VALUES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
@@ -127,6 +128,19 @@ class DistributedFileSystemWriter(StorageWriter):
         self._tokens: dict[str, int] = {}
         self._own: tuple[WriteItem, ...] = ()
         self._ticket: _Ticket | None = None
+        self._whole = False  # DCP's planner has not cut nested values (flatten_state_dict=False)
+        self.used_by_engine = False  # the engine saves, and the writer only names the directory
+
+    @property
+    def save_id(self) -> str:
+        """Of the save that DCP has under way or was the last, as DCP's own writer has it; or of the
+        newest commit here, where the engine saves. A reader's metadata has the same."""
+        if self._ticket is not None:
+            return self._ticket.attempt
+        if self.used_by_engine:
+            ((_, manifest), *_) = choose_commit(self.access.open(self.checkpoint_id)).manifests
+            return manifest.attempt
+        return f"{self._session}-{self._numbers:08d}"
 
     @property
     def path(self) -> str:
@@ -142,7 +156,7 @@ class DistributedFileSystemWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save."""
@@ -226,6 +240,7 @@ class DistributedFileSystemWriter(StorageWriter):
             )
         paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
         chosen = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._whole = not isinstance(plan.planner_data, Mapping)
         entries, tensors = _entries(chosen, planner, paths, ticket.rank)
         layout = compile_layout(entries, rank=ticket.rank, group_ranks=(ticket.rank,))
         objects = self._objects(plan, planner, paths, ticket)
@@ -331,7 +346,11 @@ class DistributedFileSystemWriter(StorageWriter):
             "optimizers": {},
             "topology": None,
             "metadata": self._metadata,
-            "versions": {"smckpt": __version__, "torch": str(torch.__version__)},
+            "versions": {
+                "smckpt": __version__,
+                "torch": str(torch.__version__),
+                **({WHOLE_VALUES: "DCP's planner did not cut them"} if self._whole else {}),
+            },
         }
 
     def _write(

@@ -39,6 +39,7 @@ from smckpt.checkpoint.sealed import (
     PREFIX_SHARDING_VERSION,
     open_json,
     seal_json,
+    sound,
 )
 from smckpt.checkpoint.sweep import discard_attempt, sweep
 from smckpt.errors import (
@@ -321,9 +322,13 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     if storage.put_exclusive(name, data):
         return data
     path = file_url(storage.url, name)
-    stands = storage.read(name, most=MAX_JSON_BYTES)
-    there = {**open_json(stands, path), "committed_at": body["committed_at"]}
-    if seal_json(there) != data:
+
+    def read() -> tuple[bytes, dict[str, Any]]:
+        stands = storage.read(name, most=MAX_JSON_BYTES)
+        return stands, open_json(stands, path)
+
+    stands, there = sound(storage, read)
+    if seal_json({**there, "committed_at": body["committed_at"]}) != data:
         raise StorageError(
             "another writer has created a file with this name and other content",
             remedy="two jobs write to one directory: give each its own",

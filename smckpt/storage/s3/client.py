@@ -158,7 +158,8 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
     if model.name in ("ListObjectsV2", "ListMultipartUploads"):
         _refuse_strange_list(strange, http_response.content, parsed)
     kind = str(http_response.headers.get("Content-Type", "")).lower()
-    if model.name == "DeleteObject" and "html" in kind:  # no field of the answer tells
+    # no field of the answers of these tells
+    if model.name in ("DeleteObject", "AbortMultipartUpload") and "html" in kind:
         raise BadBody(f"{strange}: it is a page")
     packed = str(parsed.get("ContentEncoding", "")).lower()
     if packed in _PACKED:

@@ -31,11 +31,25 @@ __all__ = [
     "WorkerError",
     "as_checkpoint_error",
     "error_from_json",
+    "visible",
 ]
 
 
 # Terminal codes such as colours, which torch puts into its messages (ECMA-48, 5.4).
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
+
+def visible(text: str, keep: str = "") -> str:
+    """The text with escapes in the place of characters that act on a terminal or that nobody sees:
+    controls, marks that turn the direction of text, spaces without width. Names and values of a
+    checkpoint may contain any.
+
+    Args:
+        keep: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 class CheckpointError(Exception):
@@ -58,20 +72,21 @@ class CheckpointError(Exception):
         rank: int | None = None,
         host: str | None = None,
     ) -> None:
-        self.message: str = _ESCAPES.sub("", message)
+        self.message: str = visible(_ESCAPES.sub("", message), keep="\n\t")
         self.remedy = remedy
         self.path = path
         self.rank: int = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.host: str = socket.gethostname() if host is None else host
-        super().__init__(message)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         where = f"[host {self.host}, rank {self.rank}"
-        where += f", path {self.path}]" if self.path else "]"
+        where += f", path {visible(self.path)}]" if self.path else "]"
         if not self.remedy:
             return f"{where} {self.message}"
         end = "" if self.message.endswith((".", "!", "?", ":", ";")) else "."
-        return f"{where} {self.message}{end} What to do: {self.remedy}"
+        remedy = visible(self.remedy, keep="\n\t")
+        return f"{where} {self.message}{end} What to do: {remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (error_from_json, (self.to_json(),))
@@ -97,7 +112,19 @@ class StateError(CheckpointError, TypeError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The store refused: it is full, read-only, not a directory, without `link`, or gone."""
+    """The store refused: it is full, read-only, not a directory, without `link`, or gone.
+
+    Args:
+        of_store: whether the fault is of the whole store, or of this process's means to reach it,
+            so that other files would fail likewise. False: it may be of this path alone.
+    """
+
+    def __init__(self, message: str, *, of_store: bool = False, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.of_store = of_store
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "of_store": self.of_store}
 
     def __str__(self) -> str:  # OSError would print (errno, message)
         return CheckpointError.__str__(self)
@@ -187,8 +214,10 @@ def error_from_json(data: Any) -> CheckpointError:
     kind = globals().get(str(data.get("type")), CheckpointError)
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = CheckpointError
+    more = {"of_store": data.get("of_store") is True} if issubclass(kind, StorageError) else {}
     return kind(
         data["message"],
+        **more,
         remedy=data.get("remedy", ""),
         path=data.get("path"),
         rank=data.get("rank"),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
+from smckpt.checkpoint.sealed import sound
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url
@@ -228,16 +229,21 @@ class BlockReader:
         name = self.file.record.crc_name
         path = file_url(self.file.directory, name)
         blocks = -(-self.size // BLOCK)
-        with not_missing(path):
+
+        def read() -> tuple[bytes, Sequence[int]]:
             data = self.storage.read(name, most=8 * blocks)
-        sums = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
-        if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != self.file.record.crc64:
-            raise CorruptCheckpointError(
-                f"the checksums in {name} do not belong to {self.file.record.name}",
-                remedy=DISK,
-                path=path,
-            )
-        return data, sums
+            sums = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
+            right = self.file.record.crc64
+            if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != right:
+                raise CorruptCheckpointError(
+                    f"the checksums in {name} do not belong to {self.file.record.name}",
+                    remedy=DISK,
+                    path=path,
+                )
+            return data, sums
+
+        with not_missing(path):
+            return sound(self.storage, read)
 
 
 class Readers:

@@ -20,7 +20,7 @@ from smckpt.checkpoint.format import (
     parse_name,
 )
 from smckpt.checkpoint.replaces import checksum_of_dcp
-from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -78,14 +78,19 @@ def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manife
         CorruptCheckpointError, FormatVersionError: it differs from what was written under this
             name.
     """
-    data, path = storage.read(name, most=MAX_JSON_BYTES), file_url(storage.url, name)
-    if crc is not None and hex64(crc64(data)) != crc:
-        raise CorruptCheckpointError(
-            "the manifest differs from the one that was written (checksum differs)",
-            remedy="use an older checkpoint, and check the file system",
-            path=path,
-        )
-    return _named(Manifest, open_json(data, path), name, path)
+    path = file_url(storage.url, name)
+
+    def read() -> dict[str, Any]:
+        data = storage.read(name, most=MAX_JSON_BYTES)
+        if crc is not None and hex64(crc64(data)) != crc:
+            raise CorruptCheckpointError(
+                "the manifest differs from the one that was written (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=path,
+            )
+        return open_json(data, path)
+
+    return _named(Manifest, sound(storage, read), name, path)
 
 
 def read_record(storage: Storage, name: str) -> Record:
@@ -95,7 +100,11 @@ def read_record(storage: Storage, name: str) -> Record:
         As `read_manifest`.
     """
     path = file_url(storage.url, name)
-    return _named(Record, open_json(storage.read(name, most=MAX_JSON_BYTES), path), name, path)
+
+    def read() -> dict[str, Any]:
+        return open_json(storage.read(name, most=MAX_JSON_BYTES), path)
+
+    return _named(Record, sound(storage, read), name, path)
 
 
 def read_part(storage: Storage, said: PartRecord, manifest: Manifest) -> dict[str, Any]:
@@ -106,20 +115,24 @@ def read_part(storage: Storage, said: PartRecord, manifest: Manifest) -> dict[st
         CorruptCheckpointError, FormatVersionError: it differs from the one that the manifest names.
     """
     path = file_url(storage.url, said.name)
-    data = storage.read(said.name, most=MAX_JSON_BYTES)
-    if hex64(crc64(data)) != said.crc64:
-        raise CorruptCheckpointError(
-            "the part record differs from the one that the manifest names (checksum differs)",
-            remedy="use an older checkpoint, and check the file system",
-            path=path,
-        )
-    body = open_json(data, path)
+
+    def read() -> dict[str, Any]:
+        data = storage.read(said.name, most=MAX_JSON_BYTES)
+        if hex64(crc64(data)) != said.crc64:
+            raise CorruptCheckpointError(
+                "the part record differs from the one that the manifest names (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=path,
+            )
+        return open_json(data, path)
+
+    body = sound(storage, read)
     part = _sensible(Part, body, path)
     for key in ("rank", "files"):
         if getattr(part, key) != getattr(said, key):
             raise _contradicts(path, key, getattr(part, key), getattr(said, key), "the manifest")
     _refuse_unlike(part, manifest, ("attempt", "group_ranks", "kind", "step"), path, "the manifest")
-    return body
+    return {**body, "optimizers": part.optimizers}  # older writers had none
 
 
 _Body = TypeVar("_Body", Manifest, Record, Part)

@@ -40,6 +40,7 @@ from smckpt.checkpoint.sealed import (
     PREFIX_SHARDING_VERSION,
     open_json,
     seal_json,
+    sound,
 )
 from smckpt.checkpoint.sweep import discard_attempt, sweep
 from smckpt.errors import (
@@ -330,8 +331,13 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     if storage.put_exclusive(name, data):
         return data
     path = file_url(storage.url, name)
-    stands = storage.read(name, most=MAX_JSON_BYTES)
-    there = {**open_json(stands, path), "committed_at": body["committed_at"]}
+
+    def read() -> tuple[bytes, dict[str, Any]]:
+        stands = storage.read(name, most=MAX_JSON_BYTES)
+        return stands, open_json(stands, path)
+
+    stands, there = sound(storage, read)
+    there = {**there, "committed_at": body["committed_at"]}
     for one in (there, body):
         one.pop("replaces", None)  # our earlier call may have deleted that
     if seal_json(there) != seal_json(body):

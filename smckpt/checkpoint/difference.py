@@ -74,11 +74,7 @@ def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for leaf in catalogue.part(rank)["objects"].values():
         path, value = tuple(leaf["path"]), leaf["value"]
-        try:
-            named = under_names(catalogue.optimizers, path, value)
-        except (KeyError, TypeError):  # param_groups in an unusual container
-            named = [(path, value)]
-        for at, inside in named:
+        for at, inside in under_names(catalogue.optimizers, path, value):
             found.update(_flat(dotted(at), inside))
     return found
 

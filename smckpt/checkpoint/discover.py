@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from smckpt.calls import alone
@@ -17,6 +18,7 @@ from smckpt.checkpoint.format import SENSELESS, parse_name
 from smckpt.checkpoint.prefixes import is_prefix
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
 from smckpt.storage import Storage, access_to
+from smckpt.storage.faults import twice
 from smckpt.storage.urls import normal_url, relative_url
 
 __all__ = ["FoundCheckpoint", "find_checkpoints", "latest"]
@@ -109,12 +111,14 @@ def find_checkpoints(
     itself if it is the root.
 
     Args:
-        sure: raise if the store fails to read a directory at this moment, instead of skipping it.
+        sure: for a job that resumes. A read that may succeed a moment later is tried again. If the
+            store as a whole fails, or can read none of the checkpoints, it raises, so that this
+            does not look like an empty root.
         s3_region: as for `smckpt.load`.
         s3client_config: as for `smckpt.load`.
 
     Raises:
-        StorageError: the root cannot be read; with `sure`, also a directory below it.
+        StorageError: the root cannot be read; with `sure`, see there.
     """
     access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
     return found_below(access.open(root), depth, sure=sure)
@@ -124,16 +128,20 @@ def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list
     """`find_checkpoints` for a directory that is already open."""
     top.list_dirs()  # raises if the root cannot be read: it must not look empty
     found = []
-    refused: set[str] = set()  # so that each is logged once
+    refused: dict[str, CheckpointError] = {}  # directory → error, so that each is logged once
     for storage in _directories(top, depth, sure, refused):
         try:
-            one = found_at(storage, group=storage is top)
+            look = partial(found_at, storage, group=storage is top)
+            one = twice(look) if sure else look()
         except CheckpointError as error:
             _pass_over(error, sure)
-            refused.add(storage.url)
+            refused[storage.url] = error
             continue
         if one is not None:
             found.append(one)
+    unread = [error for error in refused.values() if _may_be_ours(error)]
+    if sure and unread and not found:
+        raise unread[0]
     return _in_order(found)
 
 
@@ -160,21 +168,28 @@ def latest(root: Storage, depth: int = DEPTH) -> FoundCheckpoint | None:
     """The newest of `found_below`, or None.
 
     Raises:
-        StorageError: the store fails to read a directory at this moment. That directory may hold
-            the newest checkpoint. Without it a job would resume from an older step, or start anew.
+        StorageError: the store as a whole fails, or can read none of the checkpoints. A job would
+            start anew.
     """
     found = found_below(root, depth, sure=True)
     return found[-1] if found else None
 
 
 def _pass_over(error: CheckpointError, sure: bool) -> None:
-    """Log why a directory is skipped. With `sure`, raise if the directory may be ours and may be
-    readable later."""
-    its = error.__cause__
-    foreign = isinstance(its, OSError) and its.errno in _FOREIGN
-    if sure and isinstance(error, StorageError) and not foreign:
+    """Log why a directory is skipped. With `sure`, raise if others cannot be read either."""
+    if sure and isinstance(error, StorageError) and error.of_store:
         raise error
     log.warning("skipped: %s", error)
+
+
+def _may_be_ours(error: CheckpointError) -> bool:
+    """Whether the store could not read what may be a checkpoint. A file with the name of a commit
+    is one; a directory that is closed to this user is probably none."""
+    if not isinstance(error, StorageError):
+        return False
+    cause = error.__cause__
+    foreign = isinstance(cause, OSError) and cause.errno in _FOREIGN
+    return not foreign or parse_name((error.path or "").rpartition("/")[2]) is not None
 
 
 def _in_order(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
@@ -251,7 +266,7 @@ def _as_text(url: str) -> str:
 
 
 def _directories(
-    root: Storage, depth: int, sure: bool, refused: Collection[str]
+    root: Storage, depth: int, sure: bool, refused: dict[str, CheckpointError]
 ) -> Iterator[Storage]:
     yield root
     if depth == 0:
@@ -261,6 +276,7 @@ def _directories(
     except CheckpointError as error:
         if root.url not in refused:
             _pass_over(error, sure)
+            refused[root.url] = error
         return
     for name in names:
         if is_prefix(name):  # it holds ranks' files of the checkpoints beside it

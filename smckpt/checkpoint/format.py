@@ -13,7 +13,8 @@ from typing import Any
 
 from smckpt.checkpoint.prefixes import PrefixSharding
 from smckpt.checkpoint.sealed import FORMAT_VERSION
-from smckpt.errors import UsageError
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.topology import ParallelState
 
 __all__ = [
     "SENSELESS",
@@ -27,6 +28,7 @@ __all__ = [
     "crc_name",
     "data_name",
     "fence_name",
+    "is_path",
     "lease_name",
     "manifest_name",
     "parse_name",
@@ -63,6 +65,7 @@ SENSELESS = (
     RecursionError,
 )
 MAX_FILE_BYTES = 1 << 46  # 64 TiB, more than any store takes as one object
+_MOST_RANKS = 1 << 24  # of a job
 _LATEST = (1 << 63) - 1  # nanoseconds since 1970: the year 2262
 
 # Fields whose key in a file is another word, which the format keeps.
@@ -188,7 +191,11 @@ class Part:
         _text(self.host, "host")
         _count(self.rank, "rank")
         _ranks(self.group_ranks)
-        _objects(self, "classes", "layout", "objects", "optimizers", "metadata", "versions")
+        _objects(self, "classes", "layout", "objects", "metadata")
+        _tables(self)
+        for key, leaf in self.objects.items():
+            if not isinstance(leaf, dict) or "value" not in leaf or not is_path(leaf.get("path")):
+                raise ValueError(f"{key!r} beside the tensors lacks a value, or a path of names")
         _attempt(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -260,9 +267,8 @@ class Manifest:
         _count(self.fencing_token, "fencing token")
         _count(self.committed_at, "committed_at", _LATEST)
         _ranks(self.group_ranks)
-        _objects(self, "layout", "optimizers", "metadata", "versions")
-        if self.topology is not None:
-            _objects(self, "topology")
+        _objects(self, "layout", "metadata")
+        _tables(self)
         _attempt(self)
         for part in self.parts:
             if part.name != part_name(self.attempt, part.rank):
@@ -386,6 +392,33 @@ def _identity(kind: Any, step: Any, number: Any) -> None:
     if step is not None and type(step) is not int:
         raise ValueError(f"step is {step!r}")
     _count(number, "number")
+
+
+def is_path(keys: Any) -> bool:
+    """Whether this is a path in a state, of names and numbers."""
+    return isinstance(keys, list) and bool(keys) and all(type(k) in (str, int) for k in keys)
+
+
+def _tables(body: Part | Manifest) -> None:
+    """What parts and manifests have alike: versions, the degrees, the optimizers' parameters."""
+    _objects(body, "optimizers", "versions")
+    for name, version in body.versions.items():
+        _text(version, f"the version of {name}")
+    for at, facts in body.optimizers.items():
+        ids = facts.get("ids") if isinstance(facts, dict) else None
+        named = isinstance(ids, list) and all(isinstance(names, list) for names in ids)
+        if not named or not all(isinstance(name, str) for names in ids or () for name in names):
+            raise ValueError(f"the parameters of the optimizer {at!r} are not lists of names")
+        if not isinstance(facts.get("form", ""), str):
+            raise ValueError(f"the form of the optimizer {at!r} is {facts['form']!r}")
+    if body.topology is not None:
+        _objects(body, "topology")
+        try:
+            world = ParallelState.from_json(body.topology, rank=0).world_size
+        except CheckpointError as error:
+            raise ValueError(f"the topology {str(body.topology)[:200]}: {error.message}") from error
+        if body.group_ranks[-1] >= world or world > _MOST_RANKS:
+            raise ValueError(f"a world of {world} ranks, but rank {body.group_ranks[-1]} saved")
 
 
 def _text(value: Any, what: str) -> str:

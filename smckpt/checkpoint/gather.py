@@ -13,7 +13,7 @@ from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord
 from smckpt.checkpoint.prefixes import PrefixStores
 from smckpt.checkpoint.rows import RowMerger
-from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_sections
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_sections, sound
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -171,7 +171,8 @@ def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
     name = said["part"]
     path = file_url(storage.url, name)
     where: dict[str, Any] = {"path": path, "rank": rank, "host": said["host"]}
-    try:
+
+    def read() -> bytes:
         data = storage.read(name, most=MAX_JSON_BYTES)
         if hex64(crc64(data)) != said["crc64"]:
             raise CorruptCheckpointError(
@@ -179,6 +180,10 @@ def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
                 remedy="check the file system of that host; the save was not committed",
                 **where,
             )
+        return data
+
+    try:
+        data = sound(storage, read)
         sections = open_sections(data, path)
         sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
         files = tuple(map(FileRecord.from_json, json.loads(sections["files"])))

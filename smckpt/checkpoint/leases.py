@@ -19,7 +19,7 @@ from typing import Any
 
 from smckpt.checkpoint.format import fence_name, lease_name, parse_name, probe_name
 from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores
-from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json
+from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -305,7 +305,7 @@ def claimed(storage: Storage, attempt: str) -> bool:
     """Whether the fence of an attempt is a repair's claim."""
     name = fence_name(attempt)
     try:
-        body = open_json(storage.read(name, most=MAX_JSON_BYTES), file_url(storage.url, name))
+        body = _opened(storage, name)
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return False
     return body.get("by") == "repair"
@@ -383,9 +383,14 @@ def _create_lease(
     return storage.put_exclusive(lease_name(fencing_token), seal_json(body))
 
 
+def _opened(storage: Storage, name: str) -> dict[str, Any]:
+    path = file_url(storage.url, name)
+    return sound(storage, lambda: open_json(storage.read(name, most=MAX_JSON_BYTES), path))
+
+
 def _read_lease(storage: Storage, name: str) -> Lease:
     path = file_url(storage.url, name)
-    body = open_json(storage.read(name, most=MAX_JSON_BYTES), path)
+    body = _opened(storage, name)
     try:
         fencing_token, stamped = body["epoch"], body.get("claimed_at", 0)
         ways, before, ranks = (_listed(body, key) for key in ("groups", "before", "ranks"))
@@ -431,8 +436,7 @@ def _scope_of(storage: Storage, name: str) -> frozenset[str]:
     try:
         if kind == "epoch":  # a lease
             return _read_lease(storage, name).scope
-        data = storage.read(name, most=MAX_JSON_BYTES)
-        groups = open_json(data, file_url(storage.url, name))["groups"]
+        groups = _opened(storage, name)["groups"]
     except CheckpointNotFoundError:
         return frozenset()
     return frozenset(join_url(storage.url, group["directory"]) for group in groups)

@@ -20,8 +20,8 @@ from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.prefixes import PrefixStores
-from smckpt.checkpoint.sealed import MAX_JSON_BYTES
-from smckpt.errors import CheckpointError, StorageError
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, sound
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
@@ -213,11 +213,13 @@ def _of_part(
     def right(data: bytes) -> bool:
         return hex64(crc64(data)) == part.crc64
 
+    def read() -> None:
+        if not right(storage.read(part.name, most=MAX_JSON_BYTES)):
+            raise CorruptCheckpointError("differs from what was written")
+
     try:
-        data = storage.read(part.name, most=MAX_JSON_BYTES)
-        if right(data):
-            return
-        what = "differs from what was written"
+        sound(storage, read)
+        return
     except CheckpointError as error:
         what = error.message
     found = donors.small(group, part.rank, part.name, right)
@@ -306,11 +308,14 @@ class _FileLook:
         def right(data: bytes) -> bool:
             return len(data) == 8 * count and self._belong(_unpacked(data))
 
-        try:
+        def read() -> bytes:
             data = self._storage.read(name, most=max(8 * count, 1))
-            if right(data):
-                return _unpacked(data), None
-            what = "the checksums do not belong to the data file"
+            if not right(data):
+                raise CorruptCheckpointError("the checksums do not belong to the data file")
+            return data
+
+        try:
+            return _unpacked(sound(self._storage, read)), None
         except CheckpointError as error:
             what = error.message
         own = tuple(self._values.get(n, -1) for n in range(count))

@@ -19,12 +19,12 @@ import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import IO, Any
 
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
 from smckpt.layout.containers import FACTORIES, container_kind
 
-__all__ = ["decode_object", "encode_object"]
+__all__ = ["decode_object", "encode_object", "refuse_inflating"]
 
 _TAG = "~"
 _PLAIN_INT = 1 << 63  # JSON parsers of other languages fail above it, Python's at 4,300 digits
@@ -304,7 +304,7 @@ def _decode_torch(text: str) -> Any:
     import torch
 
     data = base64.b64decode(text, validate=True)
-    _refuse_inflating(data)
+    refuse_inflating(io.BytesIO(data), len(data))
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
@@ -314,13 +314,18 @@ def _decode_torch(text: str) -> Any:
         ) from error
 
 
-def _refuse_inflating(data: bytes) -> None:
-    """Refuse an archive that claims to hold more than its own bytes; it could fill the memory.
-    torch.save does not compress."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+def refuse_inflating(file: IO[bytes], size: int) -> None:
+    """Refuse an archive of `size` bytes that claims to hold more than that; it could fill the
+    memory. torch.save does not compress.
+
+    Raises:
+        ValueError: it does.
+        zipfile.BadZipFile: it is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
         inside = archive.infolist()
     packed = any(info.compress_type != zipfile.ZIP_STORED for info in inside)
-    if packed or sum(info.file_size for info in inside) > len(data):
+    if packed or sum(info.file_size for info in inside) > size:
         raise ValueError("the archive is compressed, or claims to hold more than its own bytes")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from smckpt.checkpoint.format import SENSELESS
 from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.containers import FACTORIES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
@@ -225,7 +226,7 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
     if "containers" not in table:
         return None
     try:
-        return {_path(where): _text(kind) for where, kind in table["containers"]}
+        return {_path(where): _kind(kind) for where, kind in table["containers"]}
     except SENSELESS as error:
         raise CorruptCheckpointError(
             f"the kinds of containers cannot be decoded: {type(error).__name__} {error}",
@@ -234,8 +235,16 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
         ) from error
 
 
+def _kind(value: Any) -> str:
+    """The kind of a container. One that is not known here is read as a dict."""
+    kind, _, factory = _text(value).partition(":")
+    if kind == "defaultdict" and factory not in FACTORIES:
+        raise ValueError(f"a defaultdict of {factory!r}")
+    return str(value)
+
+
 def _path(keys: Iterable[Any]) -> Path:
-    path = tuple(keys)
+    path = tuple(keys) if isinstance(keys, (list, tuple)) else (None,)
     if not all(type(key) in (str, int) for key in path):
         raise ValueError(f"{path} is not a path of names and numbers")
     return path

@@ -6,13 +6,16 @@ bytes in the file, so a changed byte is found before anything is parsed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, FormatVersionError
+from smckpt.storage import Storage
 
 __all__ = [
     "FORMAT_VERSION",
@@ -21,7 +24,10 @@ __all__ = [
     "open_json",
     "open_sections",
     "seal_json",
+    "sound",
 ]
+
+Result = TypeVar("Result")
 
 FORMAT_VERSION = (1, 1)  # (major, minor); a reader refuses a newer major version
 # of manifests with prefix sharding, which older readers cannot read
@@ -33,6 +39,15 @@ _OPENING, _MARKER, _CLOSING = b'{"crc64":"', b'","body":', b"}\n"
 _BODY = len(_OPENING) + 16 + len(_MARKER)  # where the body begins, in bytes
 _LINE = 100  # a longer value is split into lines, so that `cat` shows a row per line
 _NESTING = 3  # body → layout → rows: a row is never split
+
+
+def sound(storage: Storage, read: Callable[[], Result]) -> Result:
+    """The result of `read`, which reads a small file of this store and checks its bytes. Where they
+    are damaged, they are read again, because a network may have changed them."""
+    for _ in range(storage.rereads):
+        with contextlib.suppress(CorruptCheckpointError):
+            return read()
+    return read()
 
 
 def seal_json(body: dict[str, Any]) -> bytes:

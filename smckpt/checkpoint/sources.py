@@ -47,6 +47,7 @@ class SavedPieces:
         self._holders: dict[Any, dict[Shape, tuple[int, ...]]] = {}
         self._pieces: dict[Any, list[_Pieces]] = {}
         self._filled: dict[Any, frozenset[int]] = {}
+        self._places: dict[tuple[str, ...], dict[str, int]] = {}
         self._families: dict[int, frozenset[int]] = {}
         self._family_of: dict[frozenset[int], frozenset[int]] = {}
 
@@ -113,7 +114,7 @@ class SavedPieces:
         stepped."""
         found: set[int] = set()
         for beside in self._divided.get((row.before, fqn), ()):
-            key = _rule(beside), beside.fqns.index(fqn)
+            key = _rule(beside), self._place(beside, fqn)
             if key not in self._filled:
                 whole = Box.whole(beside.geometry.shape_of(fqn))
                 of = self.meeting(beside, fqn, whole) if whole.numel else ()
@@ -136,9 +137,18 @@ class SavedPieces:
             found: list[list[tuple[tuple[int, ...], Piece]]] = [[] for _ in row.fqns]
             for ranks in self.holders(row).values():
                 for piece in row.geometry.pieces(ranks[0]):
-                    found[row.fqns.index(piece.name)].append((ranks, piece))
+                    found[self._place(row, piece.name)].append((ranks, piece))
             self._pieces[key] = [_Pieces(items) for items in found]
-        return self._pieces[key][row.fqns.index(fqn)]
+        return self._pieces[key][self._place(row, fqn)]
+
+    def _place(self, row: Entry, fqn: str) -> int:
+        """The place of a name among those of a row, of which there may be a million."""
+        names = row.fqns
+        if len(names) == 1 and names[0] == fqn:
+            return 0
+        if names not in self._places:
+            self._places[names] = {name: at for at, name in reversed([*enumerate(names)])}
+        return self._places[names][fqn]
 
 
 class _Pieces:

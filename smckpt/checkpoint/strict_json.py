@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["read_json", "strict_json"]
+__all__ = ["at_once", "read_json", "strict_json"]
 
 _MAX_BYTES = 1 << 30  # the largest tokenizers take some tens of MB
 
@@ -40,14 +40,15 @@ def read_json(path: Path, *, given: bool = False) -> Any:
         OSError: it cannot be read.
         ValueError: it is not a file, is not JSON, is nested too deeply, or is too long.
     """
-    with open(path, "rb", opener=None if given else _at_once) as file:
+    with open(path, "rb", opener=None if given else at_once) as file:
         found = os.fstat(file.fileno())
         regular = stat.S_ISREG(found.st_mode)
         if not given and not regular:
             raise ValueError("a pipe or device has the name of a file")
         # a read allocates the memory that it may need, so ask for no more than a regular file has
-        text = file.read(min(found.st_size, _MAX_BYTES) + 1 if regular else _MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
+        whole = not regular or found.st_size <= _MAX_BYTES
+        text = file.read(found.st_size + 1 if regular else _MAX_BYTES + 1) if whole else b""
+    if not whole or len(text) > _MAX_BYTES:
         raise ValueError(f"the file has more than {_MAX_BYTES} bytes")
     try:
         return json.loads(text.decode("utf-8"))
@@ -55,7 +56,7 @@ def read_json(path: Path, *, given: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def _at_once(path: str, flags: int) -> int:
+def at_once(path: str, flags: int) -> int:
     """Open a path that may be a pipe, without waiting for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
@@ -63,8 +64,8 @@ def _at_once(path: str, flags: int) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        left = dict.fromkeys(table, 1)
+        twice = next(key for key, _ in pairs if not left.pop(key, 0))
         raise ValueError(f"the key {twice[:80]!r} occurs twice")
     return table
 

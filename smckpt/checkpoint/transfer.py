@@ -27,7 +27,7 @@ from smckpt.checkpoint.format import FileRecord, PartRecord
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.prefixes import PrefixStores, found_prefix_sharding
 from smckpt.checkpoint.replaced import noticing_replacement
-from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -184,8 +184,7 @@ class _Copy:
         """Copy the record, which commits several groups."""
         name = self.contents.record
         if name is not None:
-            data = _read(self.source, name)
-            open_json(data, file_url(self.source.url, name))
+            data = _opened(self.source, name, None)
             there = any(info.name == name for info in self.target.list(name))
             self._create(self.target, name, data, there)
 
@@ -231,8 +230,7 @@ class _Copy:
 
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
-        data = _read(group.source, name) if crc is None else _checked(group.source, name, crc)
-        open_json(data, file_url(group.source.url, name))
+        data = _opened(group.source, name, crc)
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
@@ -438,14 +436,28 @@ def _read(storage: Storage, name: str) -> bytes:
 
 
 def _checked(storage: Storage, name: str, crc: str) -> bytes:
-    data = _read(storage, name)
-    if hex64(crc64(data)) != crc:
-        raise CorruptCheckpointError(
-            "the file differs from the one that the checkpoint names (checksum differs)",
-            remedy="use an older checkpoint, and check the file system",
-            path=file_url(storage.url, name),
-        )
-    return data
+    def read() -> bytes:
+        data = _read(storage, name)
+        if hex64(crc64(data)) != crc:
+            raise CorruptCheckpointError(
+                "the file differs from the one that the checkpoint names (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=file_url(storage.url, name),
+            )
+        return data
+
+    return sound(storage, read)
+
+
+def _opened(storage: Storage, name: str, crc: str | None) -> bytes:
+    """The bytes of a file whose own checksum, and the given one, are right."""
+
+    def read() -> bytes:
+        data = _read(storage, name) if crc is None else _checked(storage, name, crc)
+        open_json(data, file_url(storage.url, name))
+        return data
+
+    return sound(storage, read)
 
 
 def _crc_of(storage: Storage, name: str, size: int, memory: _Pages) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from smckpt.checkpoint.blocks import not_missing
 from smckpt.checkpoint.choose import Commit, choose_commit
@@ -18,7 +19,7 @@ from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import SENSELESS, Part, parse_name, part_name
 from smckpt.checkpoint.leases import Lease, leases_at
 from smckpt.checkpoint.prefixes import PrefixSharding, PrefixStores, is_prefix
-from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json
+from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
@@ -190,8 +191,12 @@ def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
         CorruptCheckpointError: it is damaged, or does not say what its name says.
     """
     path, parsed = file_url(storage.url, name), parse_name(name)
-    data = storage.read(name, most=MAX_JSON_BYTES)
-    body = open_json(data, path)
+
+    def read() -> tuple[bytes, Any]:
+        data = storage.read(name, most=MAX_JSON_BYTES)
+        return data, open_json(data, path)
+
+    data, body = sound(storage, read)
     try:
         part = Part.from_json(body)
         said = (part.session, part.number, part.rank)

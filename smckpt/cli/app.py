@@ -23,6 +23,7 @@ from smckpt.cli.compare import diff
 from smckpt.cli.convert import convert
 from smckpt.cli.following import follow_run
 from smckpt.cli.output import (
+    VisibleFormatter,
     bytes_text,
     count_text,
     print_error,
@@ -142,7 +143,9 @@ class _Sections(click.Group):
 def app(context: click.Context) -> None:
     """Find, show, verify and export smckpt checkpoints."""
     if context.invoked_subcommand != "run":  # a script sets up its own log, and only once
-        logging.basicConfig(format="smckpt: %(message)s", level=logging.WARNING)
+        handler = logging.StreamHandler()
+        handler.setFormatter(VisibleFormatter("smckpt: %(message)s"))
+        logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 @app.command()

@@ -6,6 +6,7 @@ rich is imported when a table is drawn. `smckpt --json` and `smckpt --version` d
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, visible
 
 __all__ = [
+    "VisibleFormatter",
     "bytes_text",
     "count_text",
     "print_error",
@@ -54,12 +56,19 @@ def time_text(nanoseconds: int) -> str:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """JSON whose text shows as it is, but for characters that act on a terminal or that nobody
+    sees. Those are JSON's escapes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if not text.replace("\n", "").isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    print(text)
 
 
-def visible(text: str) -> str:
-    """The text without terminal codes. Names and values of a checkpoint may contain any."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+class VisibleFormatter(logging.Formatter):
+    """Of log records on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), keep="\n\t")
 
 
 def print_line(text: str) -> None:

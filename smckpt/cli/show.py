@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from smckpt.checkpoint.format import SENSELESS
 from smckpt.checkpoint.objects import decode_object
 from smckpt.cli.output import (
     bytes_text,
@@ -18,6 +19,7 @@ from smckpt.cli.output import (
     time_text,
 )
 from smckpt.cli.statistics import statistics
+from smckpt.errors import CheckpointError
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url
@@ -108,7 +110,10 @@ def _shown(value: Any) -> Any:
     """A short plain value unchanged; for any other, a text that describes it."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    text = value if isinstance(value, str) else _text(value)
+    try:
+        text = value if isinstance(value, str) else _text(value)
+    except (CheckpointError, *SENSELESS):
+        text = "a value that cannot be decoded"  # `smckpt verify` says why
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 

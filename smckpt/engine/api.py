@@ -20,8 +20,8 @@ from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, get_global_ranks, group_of
 from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, access_to
-from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
+from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import normal_url
 
 __all__ = [
@@ -375,8 +375,8 @@ def latest_checkpoint(
     the store. Unfinished, half-written and foreign directories are skipped.
 
     Raises:
-        StorageError: the store fails to read a directory, which may hold the newest. All ranks
-            raise it.
+        StorageError: the store as a whole fails, or can read none of the checkpoints. All ranks
+            raise it. One that cannot be read is skipped, with a warning in the log.
     """
     group = group_of(process_group)
     if group is None:

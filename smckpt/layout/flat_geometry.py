@@ -47,6 +47,14 @@ class FlatUnit:
     def starts(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate((s.numel for s in self.segments), initial=0))[:-1]
 
+    @remembered
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    @remembered
+    def shapes(self) -> dict[str | None, Shape]:
+        return {segment.fqn: segment.shape for segment in reversed(self.segments)}
+
 
 @dataclass(frozen=True)
 class FlatGeometry(GeometryDefaults):
@@ -84,14 +92,13 @@ class FlatGeometry(GeometryDefaults):
 
     @property
     def whole_shape(self) -> Shape:
-        return (sum(segment.numel for segment in self.unit.segments),)
+        return (self.unit.numel,)
 
     def shape_of(self, fqn: str) -> Shape:
-        return next(s.shape for s in self.unit.segments if s.fqn == fqn)
+        return self.unit.shapes[fqn]
 
     def over(self, mesh: Mesh) -> FlatGeometry:
-        total = sum(segment.numel for segment in self.unit.segments)
-        unit = FlatUnit(self.unit.segments, max(1, -(-total // mesh.shape[1])))
+        unit = FlatUnit(self.unit.segments, max(1, -(-self.unit.numel // mesh.shape[1])))
         return FlatGeometry(unit, mesh, self.member)
 
     def coordinate(self, rank: int) -> Shape:
@@ -119,7 +126,9 @@ class FlatGeometry(GeometryDefaults):
     def pieces(self, rank: int) -> list[Piece]:
         low, high = self._extent(rank)
         out = []
-        for begin, segment in zip(self.unit.starts, self.unit.segments, strict=True):
+        chosen = range(len(self.unit.segments)) if self.member is None else (self.member,)
+        for number in chosen:
+            begin, segment = self.unit.starts[number], self.unit.segments[number]
             if segment.fqn is None:
                 continue
             a, b = max(low, begin), min(high, begin + segment.numel)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from smckpt.checkpoint.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.prefixes import is_prefix
-from smckpt.errors import CheckpointError, StorageError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.manager.template import Template
 from smckpt.storage import Storage
-from smckpt.storage.urls import relative_url
+from smckpt.storage.faults import twice
+from smckpt.storage.urls import file_url, relative_url
 
 __all__ = ["Book", "Damaged"]
 
@@ -20,10 +23,20 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class Damaged:
-    """A step whose newest commit cannot be read."""
+    """A step whose newest commit cannot be read, or a directory above steps.
 
-    step: int
+    Args:
+        step: None: of a directory above steps.
+        way: the path from the root.
+    """
+
+    step: int | None
+    way: str
     error: CheckpointError
+
+    @property
+    def name(self) -> str:
+        return f"what is below {self.way}" if self.step is None else f"step {self.step}"
 
 
 class Book:
@@ -36,38 +49,75 @@ class Book:
         self.root = root
         self.template = template
         self._known: dict[str, FoundCheckpoint] = {}
+        self._logged: set[tuple[str, str]] = set()  # of damaged ones: path and message
 
     def places(self) -> list[tuple[int, str]]:
-        """(step, path from the root) of all directories that fit the template, newest first."""
-        ways = [""]
-        for _ in range(self.template.depth):
-            ways = [
-                f"{way}/{name}" if way else name
-                for way in ways
-                for name in (self.root.join(way) if way else self.root).list_dirs()
-                if not is_prefix(name)
-            ]
-        steps = ((self.template.step_of(way), way) for way in ways)
-        return sorted(((step, way) for step, way in steps if step is not None), reverse=True)
-
-    def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
-        """The committed steps, newest first. Each is read when the caller takes it.
+        """(step, path from the root) of all directories that fit the template, newest first.
 
         Raises:
-            StorageError: the store failed to read a directory, which may hold the newest step.
+            StorageError: the root cannot be read.
         """
-        places = self.places()
+        return self._walk()[0]
+
+    def _walk(self) -> tuple[list[tuple[int, str]], list[Damaged]]:
+        """The directories that fit the template, newest first; and what stands in their way: a
+        directory that cannot be listed, a file or a link with a step's name."""
+        ways, damaged = [""], list[Damaged]()
+        for level in range(self.template.depth):
+            above, ways = ways, []
+            for way in above:
+                try:
+                    here = self.root.join(way) if way else self.root
+                    names = here.list_dirs()
+                    ways += [f"{way}/{n}" if way else n for n in names if not is_prefix(n)]
+                    if level == self.template.depth - 1 and here.is_file_system:
+                        damaged += self._no_directories(here, way, names)
+                except StorageError as error:
+                    if not way or error.of_store:
+                        raise
+                    damaged.append(Damaged(None, way, error))
+        steps = ((self.template.step_of(way), way) for way in ways)
+        found = sorted(((step, way) for step, way in steps if step is not None), reverse=True)
+        damaged.sort(key=lambda one: math.inf if one.step is None else one.step, reverse=True)
+        return found, damaged
+
+    def _no_directories(self, here: Storage, way: str, names: Sequence[str]) -> Iterator[Damaged]:
+        for name in sorted({*here.names(all_kinds=True)} - {*names}):
+            path = f"{way}/{name}" if way else name
+            if (step := self.template.step_of(path)) is not None:
+                error = CorruptCheckpointError(
+                    "a file, or a link that leads to no directory, has the name of a step's "
+                    "directory",
+                    remedy="find out what made it, and move it away",
+                    path=file_url(here.url, name),
+                )
+                yield Damaged(step, path, error)
+
+    def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
+        """The committed steps, newest first. Each is read when the caller takes it. One that the
+        store cannot read costs only itself.
+
+        Raises:
+            StorageError: the store as a whole failed, so that it may hold a newer step.
+        """
+        places, damaged = self._walk()
         present = {way for _, way in places}
         self._known = {way: one for way, one in self._known.items() if way in present}
         for step, way in places:
+            while damaged and (damaged[0].step is None or damaged[0].step > step):
+                yield damaged.pop(0)
             known = self._known.get(way)
             if known is None:
                 try:
-                    known = found_at(self.root.join(way))
-                except StorageError:
-                    raise
+                    known = twice(partial(found_at, self.root.join(way)))
+                except StorageError as error:
+                    if error.of_store:
+                        raise
+                    self.root.list_dirs()  # raises if no step can be read
+                    yield Damaged(step, way, error)
+                    continue
                 except CheckpointError as error:
-                    yield Damaged(step, error)
+                    yield Damaged(step, way, error)
                     continue
             if known is None:
                 continue  # an unfinished save
@@ -76,10 +126,29 @@ class Book:
                 continue
             self._known[way] = known
             yield known
+        yield from damaged
 
-    def all(self) -> list[FoundCheckpoint]:
-        """The committed steps, oldest first, without damaged ones."""
-        found = [one for one in self.newest_first() if isinstance(one, FoundCheckpoint)]
+    def all(self, *, sure: bool = False) -> list[FoundCheckpoint]:
+        """The committed steps, oldest first, without damaged ones. The log names each of those
+        once.
+
+        Args:
+            sure: raise if the store can read none of the steps, so that it does not look as if
+                there were none.
+        """
+        found: list[FoundCheckpoint] = []
+        unread: list[StorageError] = []
+        for one in self.newest_first():
+            if isinstance(one, FoundCheckpoint):
+                found.append(one)
+                continue
+            if (key := (one.way, one.error.message)) not in self._logged:
+                self._logged.add(key)
+                log.warning("%s is passed over: %s", one.name, one.error)
+            if isinstance(one.error, StorageError):
+                unread.append(one.error)
+        if sure and unread and not found:
+            raise unread[0]
         return found[::-1]
 
     def way_of(self, found: FoundCheckpoint) -> str:

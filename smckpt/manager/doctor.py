@@ -60,8 +60,8 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
     root.list_dirs()
     found = [
         condition
-        for storage in _directories(root, depth)
-        if (condition := _condition(root, storage)) is not None
+        for storage, unread in _directories(root, depth)
+        if (condition := _condition(root, storage, unread)) is not None
     ]
     return sorted(
         found,
@@ -70,15 +70,31 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
     )
 
 
-def _directories(storage: Storage, depth: int) -> Iterator[Storage]:
-    yield storage
-    for name in storage.list_dirs() if depth else ():
+def _directories(storage: Storage, depth: int) -> Iterator[tuple[Storage, CheckpointError | None]]:
+    """All directories at and below this one; with the error of each that cannot be listed."""
+    try:
+        below = storage.list_dirs() if depth else ()
+    except CheckpointError as error:
+        yield storage, error
+        return
+    yield storage, None
+    for name in below:
         if not is_prefix(name):
             yield from _directories(storage.join(name), depth - 1)
 
 
-def _condition(root: Storage, storage: Storage) -> Condition | None:
+def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) -> Condition | None:
+    """The condition of one directory. What the store cannot read of it costs the others nothing."""
     place = relative_url(storage.url, root.url)
+    try:
+        if unread is not None:
+            raise unread
+        return _looked_at(root, place, storage)
+    except CheckpointError as error:
+        return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
+
+
+def _looked_at(root: Storage, place: str, storage: Storage) -> Condition | None:
     names = storage.names()
     if any(name.startswith("removing-") for name in names):
         return Condition(
@@ -89,10 +105,7 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
             "the next run that keeps checkpoints here finishes it, or "
             f"`smckpt prune {root.url} --keep-last N`, which keeps N steps",
         )
-    try:
-        found = found_at(storage)
-    except CheckpointError as error:
-        return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
+    found = found_at(storage)
     if found is not None:
         return _committed(place, storage, found)
     if commits_at(storage):
@@ -101,8 +114,6 @@ def _condition(root: Storage, storage: Storage) -> Condition | None:
             return None  # one group of a committed step; the step's own directory reports it
         except CheckpointNotFoundError as error:
             why = error.message
-        except CheckpointError as error:
-            return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
         return _unfinished(root, place, storage, names, why)
     return _unfinished(root, place, storage, names, "")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
-from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -166,7 +166,8 @@ def _follow_one(
 def _recorded(target: Storage) -> str | None:
     """The commit whose export in `target` is whole."""
     try:
-        data = target.read(RECORD, most=_MAX_RECORD)
-        return str(open_json(data, file_url(target.url, RECORD)).get("identity"))
+        path = file_url(target.url, RECORD)
+        body = sound(target, lambda: open_json(target.read(RECORD, most=_MAX_RECORD), path))
+        return str(body.get("identity"))
     except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
         return None  # the export that comes replaces it

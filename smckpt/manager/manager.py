@@ -301,11 +301,11 @@ class CheckpointManager:
         check_keys_matched: bool = True,
         renamed: Mapping[str, str] | None = None,
     ) -> int:
-        """Fill the objects in `into` from the newest step that all ranks can load. If the newest is
-        damaged, all take the next older one, and the log says which steps were lost. `into` holds
-        what the state for `save` holds. Tensors are filled in place. Other objects get their state
-        through `load_state_dict`, and `into` gets plain values. Random generators go on if the job
-        has as many ranks as before. Else they are seeded from step, rank and number of ranks.
+        """Fill the objects in `into` from the newest step that all ranks can load. If one is lost
+        (damaged, or it cannot be read), all take the next older one, and the log says so. `into`
+        holds what the state for `save` holds. Tensors are filled in place, other objects get their
+        state through `load_state_dict`, `into` gets plain values. Random generators go on if the
+        job has as many ranks as before. Else they are seeded from step, rank and number of ranks.
 
         Args:
             check_keys_matched: False loads the names that `into` and the checkpoint have both, and
@@ -316,7 +316,7 @@ class CheckpointManager:
             The step; 0 where there is no checkpoint.
 
         Raises:
-            CorruptCheckpointError: there are checkpoints, but none of them loads.
+            CorruptCheckpointError, StorageError: there are checkpoints, but none of them loads.
             KeysMismatchError, TensorMismatchError, StorageError and others of `load`: the program
                 does not fit the checkpoint, or the store does not answer. On all ranks.
             TopologyError: a loader or dataset of torchdata or datasets, and other numbers of ranks.
@@ -332,7 +332,7 @@ class CheckpointManager:
         meeting = self._membership.meeting(self._timeout)
         self._book.forget()
         point = self._point("restore")
-        resumed = resume(meeting, point, self._book.newest_first, fill, self._timeout)
+        resumed = resume(meeting, point, self._book, fill, self._timeout)
         found = resumed.found
         if found is None:
             if self._rank == 0:
@@ -407,14 +407,14 @@ class CheckpointManager:
         """The committed steps, oldest first. All ranks call it.
 
         Raises:
-            StorageError: the store fails to read a directory; on all ranks.
+            StorageError: the store fails to read the root, or any of the steps; on all ranks.
         """
         self._refuse_closed()
 
         def look(brought: Callable[[], dict[int, None]]) -> list[dict[str, Any]]:
             brought()
             self._book.forget()
-            return [one.to_json() for one in self._book.all()]
+            return [one.to_json() for one in self._book.all(sure=True)]
 
         meeting = self._membership.meeting(self._timeout)
         told = meeting.round(self._point("all"), lambda: None, look, timeout=self._timeout)

@@ -24,7 +24,7 @@ from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.format import SENSELESS, parse_name
 from smckpt.checkpoint.remove import Doomed, carry_out, doomed_of
-from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json
+from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -166,8 +166,7 @@ def finish_removals(root: Storage, way: str) -> bool:
     marks = _marks(top)
     names = top.names() if marks else ()
     for mark in marks:
-        path = file_url(top.url, mark)
-        body = open_json(top.read(mark, most=MAX_JSON_BYTES), path)
+        body = _opened(top, mark, MAX_JSON_BYTES)
         if _held(top, names) and _stands(top, body):
             top.delete(mark)  # it was cut short before it deleted anything, and a reader came
             continue
@@ -180,7 +179,7 @@ def finish_removals(root: Storage, way: str) -> bool:
             raise CorruptCheckpointError(
                 f"the mark of a deletion cannot be decoded: {error}",
                 remedy="find out what writes here, and remove the file",
-                path=path,
+                path=file_url(top.url, mark),
             ) from error
         _end(top, mark, names)
     return bool(marks)
@@ -198,6 +197,11 @@ def _marks(storage: Storage) -> list[str]:
     return [name for name in storage.names("removing-") if _MARK.fullmatch(name)]
 
 
+def _opened(storage: Storage, name: str, most: int) -> dict[str, Any]:
+    path = file_url(storage.url, name)
+    return sound(storage, lambda: open_json(storage.read(name, most=most), path))
+
+
 def _held(storage: Storage, names: Iterable[str]) -> bool:
     """Whether one of the files is a reader's pin. This deletes pins whose time is over."""
     held = False
@@ -205,8 +209,7 @@ def _held(storage: Storage, names: Iterable[str]) -> bool:
         if _PIN.fullmatch(name) is None:
             continue
         try:
-            data = storage.read(name, most=_MAX_PIN)
-            until = open_json(data, file_url(storage.url, name))["until"]
+            until = _opened(storage, name, _MAX_PIN)["until"]
         except CheckpointNotFoundError:
             continue  # its time is over
         except (CorruptCheckpointError, FormatVersionError, KeyError):

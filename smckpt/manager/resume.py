@@ -1,13 +1,15 @@
 """Resume a run from the newest step that loads on all ranks.
 
 Member 0 reads the book. All ranks load the step that it names, and bring the outcome to a round. If
-a rank found the step damaged, all ranks load the next older one, over what the first load left.
+a rank found the step damaged or could not read it, all ranks load the next older one, over what the
+first load left. A read that failed in a way that may pass is tried again first.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +20,13 @@ from smckpt.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
+    StorageError,
     as_checkpoint_error,
     error_from_json,
 )
-from smckpt.manager.book import Damaged
+from smckpt.manager.book import Book, Damaged
 from smckpt.meeting.round import Meeting
+from smckpt.storage.faults import PAUSE, may_pass
 
 __all__ = ["Resumed", "resume"]
 
@@ -32,20 +36,22 @@ log = logging.getLogger("smckpt")
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a load on a rank. bad: the checkpoint is at fault, so that an older step may
-    load. error: the failure."""
+    load. passing: this rank could not read it, and may a moment later. error: the failure."""
 
     failed: bool = False
     bad: bool = False
+    passing: bool = False
     error: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Turn:
     """What all ranks do next. found: the checkpoint to load; None ends the resume. lost: a text for
-    each step given up, newest first."""
+    each step given up, newest first. pause: seconds to wait before the load."""
 
     found: dict[str, Any] | None
     lost: tuple[str, ...] = ()
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Resumed:
 def resume(
     meeting: Meeting,
     point: str,
-    pages: Callable[[], Iterator[FoundCheckpoint | Damaged]],
+    book: Book,
     load: Callable[[FoundCheckpoint], None],
     timeout: float,
 ) -> Resumed:
@@ -67,18 +73,26 @@ def resume(
 
     Args:
         point: a name for this call, the same on all ranks.
-        pages: on member 0: the steps, newest first.
+        book: member 0 reads the steps in it, newest first.
         load: fills this rank's state.
 
     Raises:
         CorruptCheckpointError: there are steps, but none of them loads; on all ranks. The state is
             undefined then.
+        StorageError: likewise, where the store could read none of them.
         CheckpointError: the checkpoint is not at fault: the program does not fit it, or the store
             does not answer.
     """
     remaining: list[Iterator[FoundCheckpoint | Damaged]] = []
     lost: list[str] = []
+    kinds: set[type[CheckpointError]] = set()
     trying: list[FoundCheckpoint] = []
+
+    def give_up(step: str, error: CheckpointError) -> None:
+        if isinstance(error, StorageError):
+            book.root.list_dirs()  # raises if the whole store fails, which may hold a newer step
+        lost.append(f"{step} ({error})")
+        kinds.add(StorageError if isinstance(error, StorageError) else CorruptCheckpointError)
 
     def next_turn(brought: Callable[[], dict[int, Outcome]]) -> Turn:
         outcomes = brought()
@@ -86,20 +100,26 @@ def resume(
         if failed and not any(each.bad for each in failed.values()):
             raise _error_of(failed[min(failed)])
         if not remaining:
-            remaining.append(pages())
+            remaining.append(book.newest_first())
         elif not failed:
             return Turn(None, tuple(lost))
         else:
             first = min(member for member, each in failed.items() if each.bad)
-            lost.append(f"step {trying[-1].step} ({_error_of(failed[first])})")
+            passing = any(each.passing for each in failed.values())
+            if passing and trying.count(trying[-1]) == 1:
+                log.warning("%s is read again: %s", trying[-1], _error_of(failed[first]))
+                trying.append(trying[-1])
+                return Turn(trying[-1].to_json(), tuple(lost), PAUSE)
+            give_up(f"step {trying[-1].step}", _error_of(failed[first]))
         for page in remaining[0]:
             if isinstance(page, FoundCheckpoint):
                 trying.append(page)
                 return Turn(page.to_json(), tuple(lost))
-            lost.append(f"step {page.step} ({page.error})")
+            give_up(page.name, page.error)
         trying.clear()
         if lost:
-            raise CorruptCheckpointError(
+            kind = StorageError if kinds == {StorageError} else CorruptCheckpointError
+            raise kind(
                 f"no checkpoint can be loaded: {'; '.join(lost)}",
                 remedy="repair one of them (`smckpt verify` says what is wrong with it), or give "
                 "another root to start from step 0",
@@ -123,6 +143,7 @@ def resume(
         if turn.found is None:
             return Resumed(found, turn.lost)
         found, count = FoundCheckpoint.from_json(turn.found), count + 1
+        time.sleep(turn.pause)
         outcome = _tried(load, found)
 
 
@@ -132,24 +153,31 @@ def _tried(load: Callable[[FoundCheckpoint], None], found: FoundCheckpoint) -> O
         return Outcome()
     except Exception as error:
         ours = as_checkpoint_error(error)
-        return Outcome(True, _is_bad(ours), ours.to_json())
+        return Outcome(True, _is_bad(ours), any(map(may_pass, _causes(ours))), ours.to_json())
 
 
 def _is_bad(error: CheckpointError) -> bool:
-    """Whether the checkpoint is at fault. A program that does not fit it fits no older one either.
-    A store that does not answer may hold the newest step."""
-    looked_at: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in looked_at:
-        looked_at.append(cause)
-        if isinstance(
-            cause, (CorruptCheckpointError, CheckpointNotFoundError, CheckpointReplacedError)
-        ):
+    """Whether the checkpoint is at fault, or the files that make it. A program that does not fit it
+    fits no older one either. A store that does not answer at all may hold the newest step."""
+    bad = (CorruptCheckpointError, CheckpointNotFoundError, CheckpointReplacedError)
+    for cause in _causes(error):
+        if isinstance(cause, bad):
             return True
+        if isinstance(cause, StorageError):
+            return not cause.of_store
         if isinstance(cause, OSError) and cause.errno == errno.EIO:  # of a disk: a bad sector
             return True
-        cause = cause.__cause__
     return False
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, its cause, the cause of that one, and so on."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__
+    return found
 
 
 def _error_of(outcome: Outcome) -> CheckpointError:

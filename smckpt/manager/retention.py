@@ -148,11 +148,19 @@ class Keeper:
         self._thread = None
 
     def _serve(self) -> None:
-        while (way := self._inbox.get()) is not None:
-            self._book.changed(way)
+        ended = False
+        while not ended:
+            waiting = [self._inbox.get()]
+            while not self._inbox.empty():
+                waiting.append(self._inbox.get())
+            ended = None in waiting
+            ways = [way for way in waiting if way is not None]
             try:
-                if self._rivals is None or self._rivals.look(way):
-                    self.tidy(way)
+                for way in ways:
+                    self._book.changed(way)
+                looks = [self._rivals is None or self._rivals.look(way) for way in ways]
+                if looks and all(looks):  # an earlier one may be deleted already
+                    self.tidy(ways[-1])
             except CheckpointError as error:
                 log.warning("old checkpoints stay for now: %s", error)
             except Exception:  # if the thread died, the disk would fill silently

@@ -286,7 +286,8 @@ def named_as_target(
             if not _is_slot(its, path):
                 continue
             *_, owner, slot = its
-            saved = ids[owner] if isinstance(owner, int) and owner < len(ids) else [owner]
+            known = isinstance(owner, int) and 0 <= owner < len(ids)
+            saved = ids[owner] if known else [owner]
             targets = [t for name in saved for t in owners.get(str(name), ())]
             if not targets:
                 continue

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from smckpt.errors import StateError
+from smckpt.checkpoint.parameter_names import are_groups
+from smckpt.errors import CorruptCheckpointError, StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.computed import is_extra_state
@@ -52,6 +53,10 @@ def restore(
         prefix, _, last = key.rpartition(".")
         if last == "param_groups" and prefix in live:
             _, tree, binding = live[prefix]
+            if not are_groups(value):
+                raise CorruptCheckpointError(
+                    f"{key} is no list of groups of parameters", remedy="use an older checkpoint"
+                )
             groups = _renamed(value, tree, saved_optimizers.get(prefix))
             _refill(tree["param_groups"], groups)
             if binding is not None:
@@ -156,7 +161,8 @@ def _renamed(saved: list[Any], tree: dict[str, Any], record: Any) -> list[dict[s
     def members(group: Mapping[str, Any]) -> set[str]:
         out: set[str] = set()
         for p in group["params"]:
-            out.update(names[p] if isinstance(p, int) else (p,))
+            known = isinstance(p, int) and 0 <= p < len(names)
+            out.update(names[p] if known else (str(p),))
         return out
 
     mine_names = [list(binding.names(p, i)) for i, p in enumerate(binding.parameters())]

@@ -5,7 +5,7 @@ its access, so siblings, parents and sub-directories have the same options. The 
 
 A `Storage` is one directory. Names are plain file names; a sub-directory is a `Storage` of its own.
 Nothing here knows what a checkpoint is. Every verb raises errors of `smckpt.errors` only
-(`smckpt.storage.faults` makes them of those of file systems).
+(`smckpt.storage.faults` makes them of those of file systems, `outside` of those of others' stores).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.registry import Registry
 from smckpt.storage.budget import Share
+from smckpt.storage.outside import guard, guarded, owner_of
 from smckpt.storage.urls import file_url, join_url, normal_url, scheme_of
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "name_taken",
     "refuse_incomplete",
     "refuse_outside",
-    "refuse_save",
     "refuse_size",
     "register_store",
     "too_long",
@@ -57,6 +57,10 @@ class FileWriter(ABC):
 
     #: The size of a write, in bytes, that the store takes best; 0: the caller decides.
     piece: int = 0
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        guard(cls)
 
     @abstractmethod
     def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
@@ -108,7 +112,17 @@ class Access:
         scheme = scheme_of(text)
         found = _STORES.find(scheme) or _OTHERS
         make = _imported(scheme, found) if isinstance(found, str) else found
-        store: Storage = make(text, self)
+        owner = owner_of(make)
+        if not owner.startswith("smckpt."):
+            make = guarded(make, owner, "its making", text)
+        store = make(text, self)
+        if not isinstance(store, Storage):
+            raise UsageError(
+                f"{owner}, which makes the stores of {scheme}://, returned {store!r}, which is no "
+                "Storage",
+                remedy="return a subclass of smckpt.storage.Storage",
+                path=text,
+            )
         return store
 
     def holding(self, share: Share) -> Access:
@@ -164,6 +178,10 @@ class Storage(ABC):
     def retries(self) -> int | None:
         """How many requests it has sent again; None: it does not count them."""
         return None
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        guard(cls)
 
     def __init__(self, url: str, access: Access | None = None) -> None:
         self.url = normal_url(url)
@@ -364,36 +382,6 @@ class Storage(ABC):
             )
 
 
-def refuse_save(storage: Storage, writers: int, *, by_worker: bool = True) -> None:
-    """Refuse a save that cannot become a checkpoint in this store.
-
-    Args:
-        writers: ranks of the job.
-        by_worker: whether a worker process writes for each of them.
-
-    Raises:
-        UsageError: several processes would write, and the store cannot create exclusively, or
-            does not show a process what another one wrote.
-    """
-    scheme = scheme_of(storage.url)
-    if storage.one_process and (by_worker or writers > 1):
-        raise UsageError(
-            f"{scheme}:// keeps files in the process that wrote them, but a worker process "
-            "writes the save",
-            remedy="save to a file system (/dev/shm is one in memory) or an object store; "
-            "exports, imports and copies in one process may go here",
-            path=storage.url,
-        )
-    if writers > 1 and not storage.exclusive:
-        raise UsageError(
-            f"{scheme}:// has no exclusive create, so {writers} ranks, or an older attempt, "
-            "could overwrite each other's commits",
-            remedy="save to a file system or to s3://, and copy from there with `smckpt cp`; "
-            "one rank alone may save here",
-            path=storage.url,
-        )
-
-
 def refuse_outside(offset: int, nbytes: int, size: int, path: str) -> None:
     """Refuse a write outside a file of `size` bytes."""
     if offset < 0 or offset + nbytes > size:
@@ -492,9 +480,10 @@ def _imported(scheme: str, factory: str) -> Callable[[str, Access], Storage]:
     module, _, name = factory.partition(":")
     try:
         make: Callable[[str, Access], Storage] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the module is somebody else's
+        what = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"cannot import {factory}, which makes the stores of {scheme}://: {error}",
+            f"cannot import {factory}, which makes the stores of {scheme}://: {what}",
             remedy="install what it needs, or put its module on PYTHONPATH",
         ) from error
     return make

@@ -4,10 +4,17 @@ them."""
 from __future__ import annotations
 
 import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["storage_error"]
+__all__ = ["PAUSE", "is_of_store", "may_pass", "storage_error", "twice"]
+
+Result = TypeVar("Result")
+
+PAUSE = 1.0  # seconds until a read whose error may pass is tried again
 
 _SAFE = "; committed checkpoints there are untouched"
 
@@ -53,6 +60,42 @@ _MEANING: dict[int, tuple[str, str]] = {
     errno.ENFILE: ("too many open files on this host", "raise fs.file-max"),
 }
 
+# Errors of this process, or of the way to the whole store. Any other path would fail likewise.
+_OF_STORE = frozenset(
+    {
+        errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOTCONN, errno.ENODEV,
+        errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT,
+        errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ESHUTDOWN,
+    }
+)  # fmt: skip
+# Errors of one path that may be over a moment later: a client that its file server put out, a bus
+# that was reset. The others (no rights, links in a circle) stay until somebody acts.
+_MAY_PASS = (errno.EIO, errno.ESTALE, errno.EBUSY, errno.EINTR)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same read may succeed a moment later. (A store of objects has tried again
+    itself.)"""
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    return isinstance(cause, OSError) and cause.errno in _MAY_PASS
+
+
+def twice(read: Callable[[], Result]) -> Result:
+    """The result of `read`, which is called a second time where its error may pass."""
+    try:
+        return read()
+    except StorageError as error:
+        if not may_pass(error):
+            raise
+    time.sleep(PAUSE)
+    return read()
+
+
+def is_of_store(error: BaseException) -> bool:
+    """See `StorageError.of_store`."""
+    lost = isinstance(error, (ConnectionError, TimeoutError))
+    return lost or (isinstance(error, OSError) and error.errno in _OF_STORE)
+
 
 def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
     """The error to raise when the attempt to `action` ("write", "list") at `path` failed with
@@ -69,4 +112,5 @@ def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
         error.errno or 0,
         (error.strerror or str(error), "check this path with the tools of the file system"),
     )
-    return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path)
+    of_store = is_of_store(error)
+    return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path, of_store=of_store)

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from smckpt.storage.base import FileWriter, refuse_incomplete, refuse_outside, refuse_size
 from smckpt.storage.faults import storage_error
+from smckpt.storage.outside import guarded, owner_of
 
 __all__ = ["SpooledWriter"]
 
@@ -36,7 +37,9 @@ class SpooledWriter(FileWriter):
         remove: Callable[[], None],
     ) -> None:
         refuse_size(size, path)
-        self._path, self._size, self._send, self._remove = path, size, send, remove
+        self._path, self._size = path, size
+        self._send = guarded(send, owner_of(send), "write", path)
+        self._remove = guarded(remove, owner_of(remove), "abort", path)
         self._lock = threading.Lock()
         self._written = 0
         self._sent = False

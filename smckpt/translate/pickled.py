@@ -90,8 +90,8 @@ class _Machine:
         self.count()
         self.stack.append(value)
 
-    def count(self) -> None:
-        self.made += 1
+    def count(self, objects: int = 1) -> None:
+        self.made += objects
         if self.made > _OBJECTS:
             raise ValueError(f"more than {_OBJECTS} objects")
 
@@ -143,6 +143,8 @@ class _Machine:
         if not isinstance(args, tuple):
             raise ValueError("arguments are no tuple")
         plain = _PLAIN.get(str(named)) if isinstance(named, Global) else None
+        if plain is not None and args and hasattr(args[0], "__len__"):
+            self.count(len(args[0]))  # copied each time that the memo names them
         self.make(Inert(named, args) if plain is None else plain(args))
 
     def build(self, state: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import SENSELESS
-from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json, sound
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
@@ -162,13 +162,17 @@ def read_publish(root: Storage, number: int) -> Publish | None:
     """
     storage = root.join(f"{number:08d}")
     path = file_url(storage.url, MANIFEST)
-    try:
+
+    def read() -> tuple[bytes, dict[str, Any]]:
         data = storage.read(MANIFEST, most=_MAX_MANIFEST)
+        return data, open_json(data, path)
+
+    try:
+        data, body = sound(storage, read)
     except CheckpointNotFoundError:
         return None
     finally:
         storage.close()
-    body = open_json(data, path)
     try:
         return _parsed(body, number, hex64(crc64(data)))
     except SENSELESS as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from smckpt.checkpoint.strict_json import at_once
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import Storage
@@ -35,7 +37,7 @@ from smckpt.translate.targets import OutputFile, Target, is_quantized
 __all__ = ["config_beside", "index_of", "notes_on_absent", "tokenizer_of", "write_sidecars"]
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
-# Bytes of a file beside a checkpoint in a store; a large tokenizer has some tens of MB.
+# Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
 _MOST = 1 << 28
 
 
@@ -55,11 +57,11 @@ def write_sidecars(
             values.pop("quantization_config", None)
         output.put(CONFIG, _json(values))
         for path in code_files(settings.directory) if settings.directory else settings.code:
-            output.put(path.name, path.read_bytes())
+            output.put(path.name, _read(path))
         generation = settings.generation()
         beside = settings.directory / GENERATION_CONFIG if settings.directory else None
         if settings.own_generation is None and beside is not None and beside.is_file():
-            output.put(GENERATION_CONFIG, beside.read_bytes())
+            output.put(GENERATION_CONFIG, _read(beside))
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
         else:  # that of an overwritten model would be read with this one
@@ -81,7 +83,24 @@ def _copy(output: Output, origin: Path, paths: Sequence[Path]) -> None:
         output.storage.delete_many([*filter(is_of_tokenizer, output.storage.names())])
     for path in paths:
         inside = path.parent.relative_to(origin).as_posix()
-        output.put(path.name, path.read_bytes(), "" if inside == "." else inside)
+        output.put(path.name, _read(path), "" if inside == "." else inside)
+
+
+def _read(path: Path) -> bytes:
+    """A whole file beside a config, if it has a size that such a file may have.
+
+    Raises:
+        UsageError: it is larger, or no file.
+    """
+    with open(path, "rb", opener=at_once) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST:
+            return file.read(_MOST)
+    raise UsageError(
+        f"the file has {found.st_size} bytes; a file beside a config has at most {_MOST}",
+        remedy="move it out of the directory, or give config= and tokenizer= another one",
+        path=str(path),
+    )
 
 
 def index_of(files: Sequence[OutputFile]) -> bytes:

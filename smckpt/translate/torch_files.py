@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.headers import read_header
+from smckpt.checkpoint.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
@@ -57,6 +59,8 @@ def load_inert(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             archive = is_archive(file.read(4))
+            if archive:
+                refuse_inflating(file, os.fstat(file.fileno()).st_size)
         if not archive:  # of a torch before 1.6; such a file cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
         foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 from typing import Any
 
+from smckpt.checkpoint.objects import refuse_inflating
 from smckpt.errors import StateError
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.torch_archive import is_archive
 
 __all__ = ["plain_load", "read_value"]
 
@@ -33,6 +36,11 @@ def plain_load(source: Any, **options: Any) -> Any:
     """`torch.load` of plain data and of NumPy's arrays. Anything else raises."""
     import torch
 
+    with contextlib.ExitStack() as stack:
+        file = source if isinstance(source, io.BytesIO) else stack.enter_context(open(source, "rb"))
+        if is_archive(file.read(4)):
+            refuse_inflating(file, file.seek(0, io.SEEK_END))
+        file.seek(0)
     with torch.serialization.safe_globals(_of_numpy()):
         return torch.load(source, map_location="cpu", weights_only=True, **options)
 

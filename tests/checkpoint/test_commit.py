@@ -60,10 +60,10 @@ def names(directory: Path) -> set[str]:
 
 def test_a_manifest_names_every_part_and_file_with_its_size_and_checksum(tmp_path):
     group = Group(tmp_path, range(4), state=state_of(hybrid(range(4), 2)))
-    published = group.save(metadata={"loss": 0.5}, topology={"tp": 1})
+    published = group.save(metadata={"loss": 0.5}, topology={"world_size": 4})
     manifest = manifest_at(tmp_path, published)
     assert manifest.kind == "LOCAL" and manifest.step == 0 and manifest.record is None
-    assert manifest.metadata == {"loss": 0.5} and manifest.topology == {"tp": 1}
+    assert manifest.metadata == {"loss": 0.5} and manifest.topology == {"world_size": 4}
     assert manifest.group_ranks == (0, 1, 2, 3) == tuple(p.rank for p in manifest.parts)
     total = 0
     for part in manifest.parts:

@@ -200,8 +200,12 @@ def test_a_damaged_commit_is_passed_over_with_a_warning(
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("what", ["the directory", "its manifest"])
-def test_an_older_step_is_not_taken_for_the_latest_while_the_newest_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int
+def test_an_older_step_is_the_latest_where_only_the_newest_cannot_be_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    code: int,
 ) -> None:
     single(tmp_path / "step_1", 1)
     newest = single(tmp_path / "step_2", 2)
@@ -215,8 +219,12 @@ def test_an_older_step_is_not_taken_for_the_latest_while_the_newest_cannot_be_re
 
     with monkeypatch.context() as faulty:
         faulty.setattr(os, call, failing)
-        with pytest.raises(StorageError, match="step_2"):
-            latest(open_storage(str(tmp_path)))
+        if code == errno.EMFILE:  # of this process: any step would fail
+            with pytest.raises(StorageError, match="step_2"):
+                latest(open_storage(str(tmp_path)))
+        else:
+            assert latest(open_storage(str(tmp_path))).step == 1
+            assert "step_2" in caplog.text
         assert [found.step for found in find_checkpoints(str(tmp_path))] == [1]
     assert latest(open_storage(str(tmp_path))).step == 2
 

@@ -13,7 +13,7 @@ import torch
 import smckpt
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.storage import Access, open_storage
-from tests.doors import shelf
+from tests.doors import broken_shelf, shelf
 from tests.doors.test_family_door import installed
 from tests.support import child
 
@@ -67,3 +67,74 @@ def test_a_store_that_the_worker_could_not_import_is_refused() -> None:
     smckpt.register_store("lost", "no_such_module:Store")
     with pytest.raises(smckpt.UsageError, match="cannot import no_such_module:Store"):
         Access().open("lost://x")
+
+
+SAVES = ("making", "create_file", "write_at", "finish", "put_exclusive", "list")
+LOADS = ("making", "read_into", "size", "list")
+
+
+@pytest.mark.parametrize("kind", ["OddError", "KeyError", "ValueError", "FileNotFoundError"])
+@pytest.mark.parametrize("verb", SAVES)
+def test_what_a_store_of_others_raises_in_a_save_is_told_as_its_own(
+    tmp_path: Path, verb: str, kind: str
+) -> None:
+    smckpt.register_store("broken", broken_shelf.BrokenStorage)
+    base = f"{tmp_path}/shelf.sqlite"
+    state = {"model": {"w": torch.arange(100.0)}}
+    smckpt.save(state, checkpoint_id=f"broken://{base}/one")
+    broken_shelf.break_in(base, verb, kind)
+    with pytest.raises(smckpt.CheckpointError) as caught:
+        smckpt.save(state, checkpoint_id=f"broken://{base}/two")
+    told_as_theirs(str(caught.value), verb, kind)
+
+
+@pytest.mark.parametrize("kind", ["OddError", "TypeError", "AttributeError", "OSError"])
+@pytest.mark.parametrize("verb", LOADS)
+def test_what_a_store_of_others_raises_in_a_read_is_told_as_its_own(
+    tmp_path: Path, verb: str, kind: str
+) -> None:
+    smckpt.register_store("broken", broken_shelf.BrokenStorage)
+    base = f"{tmp_path}/shelf.sqlite"
+    state = {"model": {"w": torch.arange(100.0)}}
+    place = f"broken://{base}/one"
+    smckpt.save(state, checkpoint_id=place)
+    broken_shelf.break_in(base, verb, kind)
+    for read in (
+        lambda: smckpt.load({"model": {"w": torch.zeros(100)}}, checkpoint_id=place),
+        lambda: smckpt.latest_checkpoint(place),
+        lambda: smckpt.verify_checkpoint(place),
+    ):
+        with pytest.raises(smckpt.StorageError) as caught:
+            read()
+        told_as_theirs(str(caught.value), verb, kind)
+
+
+@pytest.mark.parametrize("verb", ["put_exclusive", "size", "list"])
+def test_what_a_store_of_others_returns_of_a_wrong_type_is_told_as_its_own(
+    tmp_path: Path, verb: str
+) -> None:
+    smckpt.register_store("broken", broken_shelf.BrokenStorage)
+    base = f"{tmp_path}/shelf.sqlite"
+    state = {"model": {"w": torch.arange(100.0)}}
+    place = f"broken://{base}/one"
+    smckpt.save(state, checkpoint_id=place)
+    broken_shelf.break_in(base, verb, "None")
+    with pytest.raises(smckpt.CheckpointError, match=f"returned 'None' from {verb}") as caught:
+        if verb == "put_exclusive":
+            smckpt.save(state, checkpoint_id=f"broken://{base}/two")
+        else:
+            smckpt.load({"model": {"w": torch.zeros(100)}}, checkpoint_id=place)
+    assert "report it" not in str(caught.value)
+
+
+def test_a_function_that_makes_no_store_is_refused(tmp_path: Path) -> None:
+    smckpt.register_store("nostore", broken_shelf.makes_none)
+    with pytest.raises(smckpt.UsageError, match="makes_none.*which is no Storage"):
+        open_storage(f"nostore://{tmp_path}/x")
+
+
+def told_as_theirs(text: str, verb: str, kind: str) -> None:
+    assert "report it" not in text and "fault of smckpt" not in text, text
+    assert f"{kind} in " in text and "is broken" in text, text
+    assert "tests.doors.broken_shelf." in text and "error of that store" in text, text
+    assert "/one" in text or "/two" in text or "shelf.sqlite" in text, text

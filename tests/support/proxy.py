@@ -60,7 +60,11 @@ class FaultyProxy:
         that header; without a length its body comes in chunks. page: nothing is carried out, and
         200 answered with a page of HTML. packed: the answer's body is compressed. moved: the answer
         is 307, and no body. says A => B: in its body B stands
-        in the place of A.
+        in the place of A. cut WHERE: the connection ends in the middle of a line of the answer:
+        "status", the name of a header, or "blank", which is the line that ends them. header NAME =>
+        VALUE: that header has another value. flip N: one bit differs in the byte at N percent of
+        the answer's body. empty, bare STATUS: nothing is carried out, and 200, or that status,
+        answered with nothing.
         """
         with self._lock:
             self._plan += [(method, path, fault)] * times
@@ -162,6 +166,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     plan: FaultyProxy
+    cut_in = ""
 
     def setup(self) -> None:
         if isinstance(self.request, ssl.SSLSocket):
@@ -206,6 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(int(fault[:3]), headers, answer)
         if fault == "page":
             return self._answer(200, [("Content-Type", "text/html")], b"<html>Log in</html>")
+        if fault == "empty" or fault.startswith("bare "):
+            return self._answer(int(fault[5:]) if fault[5:].isdigit() else 200, [], b"")
         if fault == "moved":
             return self._answer(307, [("Location", "https://elsewhere.example/")], b"")
         if fault.startswith("late "):
@@ -215,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "wrong" and self.command == "PUT":
             body = _changed(body)
         if fault == "whole":
-            return self._answer(200, [], _object(self.plan.upstream, self.path))
+            return self._answer(200, [("ETag", '"1"')], _object(self.plan.upstream, self.path))
         status, headers, answer = self._forward(body)
         if fault == "after":
             return self._cut()
@@ -225,6 +232,14 @@ class _Handler(BaseHTTPRequestHandler):
             headers.append(("Content-Encoding", "gzip"))
         if fault == "wrong answer" and self.command == "GET" and status in (200, 206):
             answer = _changed(answer)
+        if fault.startswith("flip ") and answer:
+            at = min(len(answer) * int(fault[5:]) // 100, len(answer) - 1)
+            answer = answer[:at] + bytes([answer[at] ^ 1]) + answer[at + 1 :]
+        if fault.startswith("header "):
+            named, _, value = fault[7:].partition(" => ")
+            headers = [(n, value if n.lower() == named.lower() else v) for n, v in headers]
+        if fault.startswith("cut "):
+            self.cut_in = fault[4:].lower()
         if fault.startswith("without "):
             headers = [each for each in headers if each[0].lower() != fault[8:].lower()]
         if fault == "without Content-Length":
@@ -276,6 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if not {"content-length", "transfer-encoding"} & known and status != 204:
             self.send_header("Content-Length", str(len(body)))
+        if self.cut_in:
+            return self._half_headers()
         self.end_headers()
         if slowly:
             for at in range(len(body)):
@@ -285,6 +302,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2] if half else body)
         if half:
             self._cut()
+
+    def _half_headers(self) -> None:
+        """The answer up to the middle of a line of its headers, and no more."""
+        lines = b"".join(self._headers_buffer).splitlines(keepends=True)  # type: ignore[attr-defined]
+        names = [line.partition(b":")[0].decode().lower() for line in lines]
+        names[0] = "status"
+        at = names.index(self.cut_in) if self.cut_in in names else len(lines)
+        line = lines[at] if at < len(lines) else b"\r\n"
+        self.wfile.write(b"".join(lines[:at]) + line[: max(len(line) * 3 // 4, 1)])
+        self.cut_in = ""
+        self._cut()
 
     def _take_slowly(self) -> None:
         """As fast as it takes to keep the client from thinking that nobody takes anything."""

@@ -6,6 +6,8 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from smckpt.storage.s3.faults import BadBody
+
 __all__ = ["Checksum", "kept_crc64"]
 
 _KINDS = {"crc64nvme": ("CRC64NVME", 8), "crc32": ("CRC32", 4)}  # S3's name, bytes
@@ -44,4 +46,9 @@ def kept_crc64(answer: Mapping[str, Any]) -> int | None:
     """The CRC-64/NVME that the store keeps for a whole object; None if it keeps none."""
     whole = answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
     found = answer.get("ChecksumCRC64NVME") if whole else None
-    return None if found is None else int.from_bytes(base64.b64decode(found), "big")
+    if found is None:
+        return None
+    try:
+        return int.from_bytes(base64.b64decode(found, validate=True), "big")
+    except ValueError as error:
+        raise BadBody(f"the answer has the checksum {found!r}") from error

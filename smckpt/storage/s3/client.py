@@ -7,6 +7,7 @@ it. Its retries are off, because `requests.Requests` retries.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,17 +18,20 @@ from smckpt.errors import UsageError
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.deadlines import refresh_in_time
 from smckpt.storage.s3.faults import BadBody
+from smckpt.storage.s3.headers import refuse_half_headers
 
 __all__ = ["make_client"]
 
 _CONNECT_SECONDS = 10
 
-# Fields that the answer of every store has. For GET and HEAD the bytes themselves are checked.
+# Fields that the answer of every store has.
 _ANSWERS = {
     "PutObject": "ETag",
     "UploadPart": "ETag",
     "CreateMultipartUpload": "UploadId",
     "CompleteMultipartUpload": "ETag",
+    "GetObject": "ETag",
+    "HeadObject": "ETag",
     "ListObjectsV2": "IsTruncated",
 }
 _PACKED = ("gzip", "x-gzip", "deflate", "br", "zstd")
@@ -48,6 +52,7 @@ def make_client(config: S3Config) -> Any:
     client.meta.events.register("provide-client-params.s3", options, unique_id="smckpt-options")
     client.meta.events.register("after-call.s3", _refuse_strange, unique_id="smckpt-strange")
     client.meta.events.register("needs-retry.s3.HeadBucket", _ask_once, unique_id="smckpt-region")
+    refuse_half_headers(client)
     refresh_in_time(client, config.timeout_s)
     return client
 
@@ -142,19 +147,52 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
     Raises:
         BadBody: the answer is of that kind.
     """
+    strange = f"the answer to {model.name} does not come from S3"
+    if http_response.status_code == 404:
+        _refuse_strange_404(strange, http_response, parsed, model.name)
     if http_response.status_code >= 300:
         return
     field = _ANSWERS.get(model.name)
-    if field is not None and field not in parsed:
-        raise BadBody(f"the answer to {model.name} does not come from S3: it lacks {field}")
+    if field is not None and not parsed.get(field) and parsed.get(field) is not False:
+        raise BadBody(f"{strange}: it lacks {field}")
+    if model.name in ("ListObjectsV2", "ListMultipartUploads"):
+        _refuse_strange_list(strange, http_response.content, parsed)
     kind = str(http_response.headers.get("Content-Type", "")).lower()
-    if model.name == "DeleteObject" and "html" in kind:  # no field of the answer tells
-        raise BadBody(f"the answer to {model.name} does not come from S3: it is a page")
+    # no field of the answers of these tells
+    if model.name in ("DeleteObject", "AbortMultipartUpload") and "html" in kind:
+        raise BadBody(f"{strange}: it is a page")
     packed = str(parsed.get("ContentEncoding", "")).lower()
     if packed in _PACKED:
         if hasattr(parsed.get("Body"), "close"):
             parsed["Body"].close()
         raise BadBody(f"something compressed the answer on its way (Content-Encoding: {packed})")
+
+
+def _refuse_strange_404(what: str, http_response: Any, parsed: Mapping[str, Any], of: str) -> None:
+    """Refuse a 404 that S3 does not send: one would take it for a file that is missing."""
+    if of == "HeadObject" and "etag" in http_response.headers:
+        raise BadBody(f"{what}: 404 for an object that it describes")
+    if of == "GetObject" and parsed.get("Error", {}).get("Code") == "404":
+        raise BadBody(f"{what}: 404 without S3's reason")
+
+
+def _refuse_strange_list(what: str, text: bytes, parsed: Mapping[str, Any]) -> None:
+    """Refuse a listing that contradicts itself: it was changed on its way."""
+    prefix = parsed.get("Prefix") or ""
+    entries = [*parsed.get("Contents", ()), *parsed.get("Uploads", ())]
+    below = parsed.get("CommonPrefixes", ())  # a store may name others too
+    if any(not str(one.get("Key", "-")).startswith(prefix) for one in entries):
+        raise BadBody(f"{what}: a key in it does not begin with {prefix!r}")
+    if any("Key" not in one for one in entries) or any("Prefix" not in one for one in below):
+        raise BadBody(f"{what}: a key is missing in it")
+    if any(type(one.get("Size")) is not int for one in parsed.get("Contents", ())):
+        raise BadBody(f"{what}: a size is missing in it")
+    if any(not isinstance(one.get("UploadId"), str) for one in parsed.get("Uploads", ())):
+        raise BadBody(f"{what}: an upload without an id is in it")
+    if parsed.get("KeyCount", 0) > len(entries) + len(below):
+        raise BadBody(f"{what}: keys are missing in it")
+    if not re.search(rb"<IsTruncated>(true|false)</IsTruncated>", text):
+        raise BadBody(f"{what}: it does not say whether it is the last page")
 
 
 def _ask_once(request_dict: dict[str, Any], response: Any = None, **_: Any) -> None:

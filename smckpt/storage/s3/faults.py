@@ -13,6 +13,7 @@ __all__ = [
     "BadBody",
     "Unanswered",
     "code_of",
+    "failed_there",
     "is_transient",
     "lacks_credentials",
     "length_of",
@@ -121,9 +122,17 @@ def length_of(answer: Mapping[str, Any]) -> int:
     Raises:
         BadBody: it states none, for instance because a proxy compressed it.
     """
-    if "ContentLength" not in answer:
+    if type(answer.get("ContentLength")) is not int or answer["ContentLength"] < 0:
         raise BadBody("the answer lacks Content-Length")
     return int(answer["ContentLength"])
+
+
+def failed_there(error: BaseException) -> bool:
+    """Whether the store or the network failed, and not our own code."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    kinds = (BotoCoreError, ClientError, BadBody, Unanswered, OSError)
+    return isinstance(error, kinds) and not isinstance(error, CheckpointError)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -214,7 +223,21 @@ def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> Ch
         )
     what, remedy = _meaning(error, code, status)
     after = f"; tried {tried}" if tried else ""
-    return StorageError(f"cannot {action}: {what}{after}", remedy=remedy, path=url)
+    return StorageError(
+        f"cannot {action}: {what}{after}", remedy=remedy, path=url, of_store=_of_store(error)
+    )
+
+
+def _of_store(error: BaseException) -> bool:
+    """Whether requests about other objects would fail likewise. False: the store has decided about
+    this object (denied, archived), or it fails at this object whenever it is asked."""
+    from botocore import exceptions as bc
+
+    if not isinstance(error, bc.ClientError) or lacks_credentials(error):
+        return True
+    if is_transient(error):
+        return status_of(error) != 500 and code_of(error) != "InternalError"
+    return code_of(error) in (*_REGION, "NoSuchBucket", "RequestTimeTooSkewed")
 
 
 def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from smckpt.errors import StorageError
 from smckpt.storage.base import too_long
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.bodies import Body, Filling
-from smckpt.storage.s3.checksums import Checksum
+from smckpt.storage.s3.checksums import Checksum, kept_crc64
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
 from smckpt.storage.s3.requests import Requests
 
 __all__ = ["Objects", "new_mark"]
 
+Result = TypeVar("Result")
+
+_LOOKS = 2  # at an object that seems to be another writer's
 _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
@@ -75,8 +78,12 @@ class Objects(Requests):
         """Whether the object was made by the request that carried `mark`: an earlier try succeeded,
         but its answer was lost."""
         with _passing_over(*_MISSING):
-            kept: Mapping[str, str] = self.head(client, key).get("Metadata", {})
-            return mark.items() <= kept.items()
+            for _ in range(_LOOKS):
+                kept: Mapping[str, str] = self.head(client, key).get("Metadata", {})
+                if mark.items() <= kept.items():
+                    return True
+                if all(_unlike(kept.get(name, ""), value) for name, value in mark.items()):
+                    return False
         return False
 
     def delete(self, key: str) -> Mapping[str, Any]:
@@ -131,6 +138,18 @@ class Objects(Requests):
         return self.run(action, self.url(key), request)
 
     # -- read --------------------------------------------------------------------------------------
+
+    def size(self, key: str) -> int:
+        """The size of an object in bytes."""
+        return self._described(key, length_of)
+
+    def kept_crc64(self, key: str) -> int | None:
+        """See `Storage.stored_crc64`."""
+        return self._described(key, kept_crc64)
+
+    def _described(self, key: str, fact: Callable[[Mapping[str, Any]], Result]) -> Result:
+        url = self.url(key)
+        return self.run("look up the size", url, lambda client: fact(self.head(client, key)))
 
     def read_into(
         self,
@@ -268,6 +287,12 @@ def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
     first = span.partition("-")[0]
     begins = int(first) if first.isdigit() else -1
     return begins, int(size) if size.isdigit() else begins + length
+
+
+def _unlike(one: str, other: str) -> bool:
+    """Whether these are two marks. Otherwise one of them may be the other, changed on its way."""
+    same = sum(a == b for a, b in zip(one, other, strict=False))
+    return len(one) == len(other) and same < len(other) // 2
 
 
 def new_mark() -> dict[str, str]:

@@ -11,10 +11,11 @@ import threading
 from functools import lru_cache
 from typing import Any
 
+from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Share, TokenBucket
 from smckpt.storage.host_signal import HostSignal
 from smckpt.storage.s3.config import S3Config
-from smckpt.storage.s3.faults import code_of, status_of
+from smckpt.storage.s3.faults import BadBody, code_of, failed_there, status_of
 
 __all__ = [
     "Pace",
@@ -92,6 +93,10 @@ class PacedClient:
             except Exception as error:
                 if status_of(error) in (429, 503) or code_of(error) in _BUSY:
                     lane.slow_down()
-                raise
+                if failed_there(error) or isinstance(error, (CheckpointError, MemoryError)):
+                    raise
+                # botocore parses answers without a guard: a changed digit is a ValueError there
+                what = f"{type(error).__name__}: {error}"
+                raise BadBody(f"the answer to {name} cannot be read ({what})") from error
 
         return call

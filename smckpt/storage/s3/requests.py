@@ -17,12 +17,17 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.client import make_client
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.deadlines import in_time
-from smckpt.storage.s3.faults import BadBody, Unanswered, is_transient, lacks_credentials, s3_error
+from smckpt.storage.s3.faults import (
+    Unanswered,
+    failed_there,
+    is_transient,
+    lacks_credentials,
+    s3_error,
+)
 from smckpt.storage.s3.pace import PacedClient, pace_of
 
 __all__ = ["Requests"]
@@ -69,7 +74,7 @@ class Requests:
                 made.proven = True
                 return result
             except Exception as error:
-                if not _failed_there(error):
+                if not failed_there(error):
                     raise
                 waited += client.waited if client is not None else 0.0
                 spent = time.monotonic() - began - waited
@@ -83,14 +88,6 @@ class Requests:
                 with self._lock:
                     self.sent_again += 1
                 time.sleep(pause)
-
-
-def _failed_there(error: BaseException) -> bool:
-    """Whether the store or the network failed, and not our own code."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    kinds = (BotoCoreError, ClientError, BadBody, Unanswered, OSError)
-    return isinstance(error, kinds) and not isinstance(error, CheckpointError)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
@@ -10,9 +10,7 @@ from smckpt.storage.base import Access, FileInfo, Storage, refuse_size, too_shor
 from smckpt.storage.budget import Share, part_size
 from smckpt.storage.preflight import try_out
 from smckpt.storage.s3.bodies import split
-from smckpt.storage.s3.checksums import kept_crc64
 from smckpt.storage.s3.config import S3Config
-from smckpt.storage.s3.faults import length_of
 from smckpt.storage.s3.objects import Objects
 from smckpt.storage.s3.write import S3Writer
 from smckpt.storage.urls import parse_s3_url
@@ -162,15 +160,10 @@ class S3Storage(Storage):
             )
 
     def size(self, name: str) -> int:
-        return length_of(self._look_up(name))
+        return self._objects.size(self._key(name))
 
     def stored_crc64(self, name: str) -> int | None:
-        return kept_crc64(self._look_up(name))
-
-    def _look_up(self, name: str) -> Mapping[str, Any]:
-        key = self._key(name)
-        url = self._objects.url(key)
-        return self.run("look up the size", url, lambda client: self._objects.head(client, key))
+        return self._objects.kept_crc64(self._key(name))
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -1,0 +1,120 @@
+"""What a reader does is bounded by what it reads. The work is counted, not timed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt.checkpoint.sources import SavedPieces
+from smckpt.checkpoint.strict_json import read_json, strict_json
+from smckpt.errors import CheckpointError
+from smckpt.layout.entries import Entry
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.mesh import Mesh
+from smckpt.translate.pickled import read_pickle
+from smckpt.translate.sidecars import tokenizer_of, write_sidecars
+from smckpt.translate.torch_files import load_inert
+from smckpt.translate.torch_values import plain_load
+
+SPARSE = 6 << 30
+MIB = 1 << 20
+
+
+class Name(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def peak_of(act: Callable[[], Any], refused: type[BaseException] | tuple[Any, ...]) -> int:
+    """The bytes that Python took at most until it refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(refused):
+            act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_names_of_a_flat_unit_are_looked_up_and_not_searched_for() -> None:
+    count = 2000
+    segments = tuple(Segment(Name(f"n{at}"), (2,), 2) for at in range(count))
+    mesh = Mesh(("replicate", "shard"), (1, 1), (0,))
+    rule = FlatGeometry(FlatUnit(segments, 2 * count), mesh, None)
+    row = Entry(("flat",), "float32", rule, (), (), (0,))
+    Name.compared = 0
+    pieces = SavedPieces([row], [(0,)])
+    for name in pieces.by_name:
+        assert len(pieces.all(name)) == 1
+    assert Name.compared < 30 * count
+
+
+def test_a_key_that_stands_twice_is_named() -> None:
+    with pytest.raises(ValueError, match="'b' occurs twice"):
+        strict_json('{"a": 1, "b": 2, "c": 3, "b": 4, "a": 5}')
+
+
+def sparse(path: Path) -> Path:
+    with path.open("wb") as file:
+        file.truncate(SPARSE)
+    return path
+
+
+def test_a_config_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    path = sparse(tmp_path / "config.json")
+    assert peak_of(lambda: read_json(path), ValueError) < MIB
+
+
+def test_a_tokenizers_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    from smckpt.storage import open_storage
+    from smckpt.translate.files import Output
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    sparse(folder / "tokenizer.json")
+    output = Output(open_storage(str(tmp_path / "out")), ())
+    chosen = tokenizer_of(folder, None)
+    peak = peak_of(lambda: write_sidecars(output, None, chosen, None, ()), CheckpointError)
+    assert peak < MIB
+
+
+@pytest.mark.parametrize("member", ["archive/data/0", "archive/data.pkl", "archive/more"])
+def test_an_archive_that_inflates_is_refused_unread(tmp_path: Path, member: str) -> None:
+    plain = io.BytesIO()
+    torch.save({"w": torch.ones(4)}, plain)
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w") as new:
+        for info in old.infolist():
+            name = f"archive/{info.filename.partition('/')[2]}"
+            if name != member:
+                new.writestr(name, old.read(info))
+        new.writestr(member, bytes(64 * MIB), zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < MIB
+    assert peak_of(lambda: load_inert(path), CheckpointError) < 8 * MIB
+    assert peak_of(lambda: plain_load(path), ValueError) < 8 * MIB
+    data = io.BytesIO(path.read_bytes())
+    assert peak_of(lambda: plain_load(data), ValueError) < 8 * MIB
+
+
+def test_a_pickle_that_copies_one_list_again_and_again_is_refused() -> None:
+    items = list(range(10_000))
+    make = b"cbuiltins\nset\nh\x00\x85R0"  # set(the list that the memo has), and drop it
+    head = pickle.dumps(items, protocol=2)
+    body = b"\x80\x02" + head[2:-1] + make * 10_000 + b"."
+    assert len(body) < MIB
+    assert peak_of(lambda: read_pickle(body), ValueError) < 64 * MIB

@@ -1,0 +1,76 @@
+"""No character of a checkpoint that acts on a terminal reaches one as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import smckpt
+from smckpt.cli.app import app
+from smckpt.cli.output import VisibleFormatter
+from smckpt.errors import CheckpointError, error_from_json
+
+# C0, C1 (CSI, OSC), bidi overrides and isolates, spaces without width, line separators, a tag
+ACTING = (
+    "\x1b[31m", "\x07", "\x9b31m", "\x9d0;t\x9c", "\x85", "\u202e", "\u2066", "\u200f", "\u200b",
+    "\ufeff", "\u2028", "\u2060", "\U000e0041",
+)  # fmt: skip
+NAME = "n" + "".join(ACTING) + "ame"
+
+
+def shows_nothing_that_acts(text: str) -> None:
+    left = {c for c in text if not c.isprintable() and c not in "\n\t"}
+    assert not left, left
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step, directory in enumerate(("1", "\u202e2\x9b")):
+        state = {"model": {NAME: torch.arange(9.0)}, NAME: NAME, "n": step}
+        smckpt.save(
+            state,
+            checkpoint_id=tmp_path / directory,
+            step=step,
+            metadata={NAME: [NAME], "metrics": {NAME: 1.0}},
+        )
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_names_and_values_are_printed_with_escapes(root: Path, options: list[str]) -> None:
+    one, two = str(root / "1"), str(root / "\u202e2\x9b")
+    for arguments in (
+        ["ls", str(root)], ["doctor", str(root)], ["status", str(root)], ["show", two],
+        ["show", two, "--stats"], ["diff", one, two], ["verify", two],
+        ["prune", str(root), "--keep-last", "1", "--dry-run"], ["cp", two, str(root / "3\u202e")],
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, [*arguments, *options])
+        assert done.exit_code in (0, 1), (arguments, done)
+        shows_nothing_that_acts(done.output)
+        if options:
+            json.loads(done.stdout)
+    told = json.loads(CliRunner().invoke(app, ["show", two, "--json"]).stdout)
+    assert NAME in told["metadata"] and any(NAME in each["name"] for each in told["tensors"])
+
+
+def test_errors_show_names_with_escapes_in_a_job_too(root: Path) -> None:
+    for path in (root / "\u202e2\x9b").glob("part-*"):
+        path.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        smckpt.load(None, checkpoint_id=root / "\u202e2\x9b")
+    with pytest.raises(CheckpointError) as other:
+        smckpt.load({"model": {"w": torch.zeros(2)}}, checkpoint_id=root / "1")
+    for error in (caught.value, other.value, error_from_json(caught.value.to_json())):
+        shows_nothing_that_acts(str(error))
+        shows_nothing_that_acts(error.message)
+    assert caught.value.path is not None and "\u202e" in caught.value.path  # as the system has it
+
+
+def test_a_log_on_a_terminal_shows_names_with_escapes() -> None:
+    record = logging.LogRecord("smckpt", logging.WARNING, "f", 1, "skipped: %s", (NAME,), None)
+    shows_nothing_that_acts(VisibleFormatter("smckpt: %(message)s").format(record))

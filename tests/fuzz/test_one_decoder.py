@@ -1,0 +1,184 @@
+"""`verify` decodes what `load` decodes: a checkpoint in which any value is another one, with right
+checksums, is refused by both, or verified and loaded. No reader and no command raises what is no
+`CheckpointError`, and one bad checkpoint costs the others nothing.
+
+SMCKPT_FUZZ_EXAMPLES says how many.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import smckpt
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.restorable import restorable_at
+from smckpt.cli.app import app
+from smckpt.cli.browse_facts import Facts, Wanted
+from smckpt.cli.show import describe
+from smckpt.errors import CheckpointError, CorruptCheckpointError
+from smckpt.manager.doctor import examine
+from smckpt.storage import open_storage
+from smckpt.topology import ParallelState
+from tests.fuzz.memory import Tree
+from tests.fuzz.test_fuzz import BODIES, EXAMPLES, ROOTS, TREES, VALUES, changed, reseal, spots
+
+# Values of other types than those that stand there, on purpose.
+ODD = st.sampled_from(
+    [[], {}, [[]], [{}], [None], {"a": {}}, "", " ", 0, -1, 1.5, True, None, 1 << 62, "\x9b31m",
+     "\u202etxt", ["a", {}], [[1], "x"], {"~": "tuple", "v": [1]}, {"~": "ndarray", "v": []}]
+)  # fmt: skip
+
+
+def written(tree: Tree, root: str, folder: Path) -> Path:
+    """The tree below a folder, and the directory of its checkpoint."""
+    for at, files in tree.items():
+        directory = folder / at.strip("/")
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (directory / name).write_bytes(data)
+    return folder / root.strip("/")
+
+
+def refused_or_done(read: Callable[[], Any]) -> CheckpointError | None:
+    try:
+        read()
+    except CheckpointError as error:
+        assert error.message
+        return error
+    return None
+
+
+def read_all(place: Path, good: Path) -> None:
+    """Each reader of one checkpoint; `good` is another one beside it."""
+    error = refused_or_done(lambda: smckpt.verify_checkpoint(place).to_json())
+    sound = error is None and smckpt.verify_checkpoint(place).ok
+    failed = refused_or_done(lambda: smckpt.load(None, checkpoint_id=str(place)))
+    assert not (sound and isinstance(failed, CorruptCheckpointError)), failed
+    for read in (
+        lambda: describe(open_catalogue(open_storage(str(place))), None),
+        lambda: restorable_at(place, ParallelState(2)),
+        lambda: smckpt.load({"model": {}}, checkpoint_id=str(place), check_keys_matched=False),
+    ):
+        refused_or_done(read)
+    page = Facts(open_storage(str(place.parent)), Wanted(verify="quick", histograms="*"))
+    for condition in examine(open_storage(str(place.parent)), 1):
+        page.add_step(condition)
+    for arguments in (
+        ["ls", str(place.parent)], ["doctor", str(place.parent)], ["status", str(place.parent)],
+        ["show", str(place)], ["show", str(place), "--stats"], ["diff", str(place), str(good)],
+        ["diff", str(good), str(place)], ["verify", str(place)],
+    ):  # fmt: skip
+        for options in ([], ["--json"]):
+            done = CliRunner().invoke(app, [*arguments, *options])
+            raised = done.exception
+            assert raised is None or isinstance(raised, (SystemExit, CheckpointError)), (
+                arguments, raised,
+            )  # fmt: skip
+            text = done.output.replace("\n", "")
+            assert text.isprintable() or all(map(_harmless, text)), (arguments, text)
+            if options and done.exit_code == 0:
+                json.loads(done.stdout)
+
+
+def _harmless(character: str) -> bool:
+    return character.isprintable() or character in "\t"
+
+
+@functools.cache
+def goods() -> dict[str, Path]:
+    """A whole checkpoint of each format."""
+    folder = Path(tempfile.mkdtemp(prefix="smckpt-good"))
+    return {name: written(tree, ROOTS[name], folder / name) for name, tree in TREES.items()}
+
+
+def read_changed(fixture: str, at: str, name: str, body: Any) -> None:
+    with tempfile.TemporaryDirectory(prefix="smckpt-fuzz") as folder:
+        place = written(reseal(TREES[fixture], at, name, body), ROOTS[fixture], Path(folder))
+        read_all(place, goods()[fixture])
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_verify_passes_loads_whatever_value_is_changed(data: st.DataObject) -> None:
+    fixture, at, name, body = data.draw(st.sampled_from(BODIES))
+    for _ in range(data.draw(st.integers(1, 2))):
+        way = data.draw(st.sampled_from(spots(body)))
+        how = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        body = changed(body, way, data.draw(ODD | VALUES), how)
+    read_changed(fixture, at, name, body)
+
+
+def _parts() -> list[tuple[str, str, str, Any]]:
+    return [e for e in BODIES if e[2].startswith("part-") and e[2].endswith("r00000.json")]
+
+
+def _manifests() -> list[tuple[str, str, str, Any]]:
+    return [each for each in BODIES if each[2].startswith("manifest-")]
+
+
+OBJECTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an empty path": lambda leaf: leaf.update(path=[]),
+    "a dict in the path": lambda leaf: leaf.update(path=["a", {}]),
+    "a list in the path": lambda leaf: leaf.update(path=[["a"]]),
+    "a number for the path": lambda leaf: leaf.update(path=3),
+    "no path": lambda leaf: leaf.pop("path"),
+    "no value": lambda leaf: leaf.pop("value"),
+    "an unknown tag": lambda leaf: leaf.update(value={"~": [], "v": 1}),
+    "a set in a set": lambda leaf: leaf.update(value={"~": "set", "v": [[]]}),
+    "a float in the path": lambda leaf: leaf.update(path=["a", 1.5]),
+    "true in the path": lambda leaf: leaf.update(path=[True]),
+}
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_a_malformed_value_is_refused_by_verify_and_by_load(what: str) -> None:
+    fixture, at, name, body = _parts()[-1]
+    body = copy.deepcopy(body)
+    OBJECTS[what](body["objects"][sorted(body["objects"])[0]])
+    with tempfile.TemporaryDirectory() as folder:
+        place = written(reseal(TREES[fixture], at, name, body), ROOTS[fixture], Path(folder))
+        report = smckpt.verify_checkpoint(place)
+        assert not report.ok and name in report.problems[0].path
+        error = refused_or_done(lambda: smckpt.load(None, checkpoint_id=str(place)))
+        assert isinstance(error, CorruptCheckpointError) and error.remedy
+        assert name in (error.path or "")
+        read_all(place, goods()[fixture])
+
+
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "degrees of text": {"topology": {"world_size": "4"}},
+    "a list of topology": {"topology": {"world_size": 4, "order": 3}},
+    "a world of nothing": {"topology": {"world_size": 0}},
+    "degrees that do not fit": {"topology": {"world_size": 4, "tensor_parallel_degree": 3}},
+    "no world": {"topology": {}},
+    "an optimizer of text": {"optimizers": {"optimizer": "x"}},
+    "ids that are a number": {"optimizers": {"optimizer": {"ids": 3}}},
+    "ids of numbers": {"optimizers": {"optimizer": {"ids": [[1]]}}},
+    "ids of lists": {"optimizers": {"optimizer": {"ids": [[["a"]]]}}},
+    "versions of lists": {"versions": {"torch": [1]}},
+}
+
+
+@pytest.mark.parametrize("what", MANIFESTS)
+def test_a_malformed_manifest_is_refused_by_verify_and_by_load(what: str) -> None:
+    fixture, at, name, body = _manifests()[-1]
+    body = {**body, **MANIFESTS[what]}
+    with tempfile.TemporaryDirectory() as folder:
+        place = written(reseal(TREES[fixture], at, name, body), ROOTS[fixture], Path(folder))
+        report = smckpt.verify_checkpoint(place)
+        assert not report.ok and name in report.problems[0].path
+        error = refused_or_done(lambda: smckpt.load(None, checkpoint_id=str(place)))
+        assert isinstance(error, CorruptCheckpointError) and error.remedy
+        assert name in (error.path or "")
+        read_all(place, goods()[fixture])

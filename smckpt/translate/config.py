@@ -15,6 +15,7 @@ from typing import Any
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
 from smckpt.translate.families import find_family
+from smckpt.translate.rope import agree, complete_rope
 
 __all__ = [
     "CONFIG",
@@ -58,8 +59,6 @@ TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
-# Models of which transformers 5 takes one set of rotary parameters for each type of layer only.
-_BY_LAYER = ("gemma3", "olmo3")
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -96,7 +95,7 @@ class ModelConfig:
         """
         out = copy.deepcopy(self.values)
         for values in (out, *_nested(out)):
-            _complete_rope(values)
+            complete_rope(values)
             _complete_experts(values)
             if dtype is not None and (
                 values is out or "dtype" in values or "torch_dtype" in values
@@ -294,76 +293,10 @@ def _nested(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [v for v in values.values() if isinstance(v, dict) and "model_type" in v]
 
 
-def _complete_rope(values: dict[str, Any]) -> None:
-    new = values.get("rope_parameters")
-    if isinstance(new, dict) and new:
-        if any(isinstance(v, dict) for v in new.values()):
-            _older_keys_by_layer(values, new)
-        else:
-            _older_keys(values, new)
-    elif "rope_theta" in values or "rotary_emb_base" in values:
-        _newer_keys(values)
-
-
-def _older_keys(values: dict[str, Any], new: dict[str, Any]) -> None:
-    scaling = {k: v for k, v in new.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    default = scaling in ({}, {"rope_type": "default"})
-    if "rope_theta" in new:
-        _agree(values, "rope_theta", new["rope_theta"])
-        _agree_if_neox(values, "rotary_emb_base", new["rope_theta"])
-    if "partial_rotary_factor" in new:
-        _agree(values, "partial_rotary_factor", new["partial_rotary_factor"])
-        _agree_if_neox(values, "rotary_pct", new["partial_rotary_factor"])
-    values.setdefault("rope_scaling", None if default else scaling)
-
-
-def _older_keys_by_layer(values: dict[str, Any], new: dict[str, Any]) -> None:
-    """As in Gemma 3: one set of parameters for each type of attention layer."""
-    full, sliding = new.get("full_attention"), new.get("sliding_attention")
-    if isinstance(full, dict):
-        _older_keys(values, full)
-    if isinstance(sliding, dict) and "rope_theta" in sliding:
-        _agree(values, "rope_local_base_freq", sliding["rope_theta"])
-
-
-def _newer_keys(values: dict[str, Any]) -> None:
-    scaling = values.get("rope_scaling") or {}
-    new: dict[str, Any] = {"rope_type": scaling.get("type", "default"), **scaling}
-    new.pop("type", None)
-    new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
-    partial = values.get("partial_rotary_factor", values.get("rotary_pct"))
-    if partial is not None:
-        new["partial_rotary_factor"] = partial
-    local = "rope_local_base_freq" in values
-    if local or str(values.get("model_type")).startswith(_BY_LAYER):
-        new = {"full_attention": new}  # layers of the other type are never scaled
-        if local or values["model_type"] == "olmo3":  # transformers has a default for Gemma
-            theta = values["rope_local_base_freq" if local else "rope_theta"]
-            new["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
-    values["rope_parameters"] = new
-
-
 def _complete_experts(values: dict[str, Any]) -> None:
     """Set both keys of Qwen's mixtures. Transformers 4 reads one of them (or takes its default),
     transformers 5 writes the other."""
     keys = ("num_experts", "num_local_experts")
     found = [values[key] for key in keys if values.get(key) is not None]
     for key in keys if found else ():
-        _agree(values, key, found[0])
-
-
-def _agree_if_neox(values: dict[str, Any], key: str, value: Any) -> None:
-    if str(values.get("model_type", "")).startswith("gpt_neox"):
-        _agree(values, key, value)
-
-
-def _agree(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `key`, or refuse if it has another value: the model would compute something else under
-    the other version of transformers."""
-    if values.get(key, value) not in (value, None):
-        raise UsageError(
-            f"the config says {key}={values[key]}, but {value} under the name of the other "
-            "transformers version",
-            remedy="give both the same value, or leave one of them out",
-        )
-    values[key] = value
+        agree(values, key, found[0])

@@ -28,13 +28,13 @@ def test_rope_of_transformers_5_is_written_in_the_older_keys_too():
     out = _complete({"model_type": "llama", "rope_parameters": rope})
     assert out["rope_parameters"] == rope
     assert out["rope_theta"] == 5e5
-    assert out["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    assert out["rope_scaling"] == {"rope_type": "llama3", "type": "llama3", "factor": 8.0}
 
 
 def test_rope_of_transformers_4_is_written_in_the_newer_key_too():
     scaling = {"type": "linear", "factor": 2.0}
     out = _complete({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling})
-    assert out["rope_scaling"] == scaling
+    assert out["rope_scaling"] == {**scaling, "rope_type": "linear"}
     assert out["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 
 

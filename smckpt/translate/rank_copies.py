@@ -68,7 +68,7 @@ def _ranks(stages: Sequence[TensorReader], degrees: Degrees) -> Iterable[_Rank]:
             tensors = {
                 name: whole(TensorKey(name, *place), held.shards[place], held.dtype)
                 for name, held in stage.held.items()
-                if place in held.shards and math.prod(held.shards[place])
+                if place in held.shards and 0 not in held.shards[place]
             }
             at = number * degrees.ranks + place[1] * degrees.tp + place[0]
             yield _Rank(at, number, (place[0], *degrees.of_expert(*place)), tensors)

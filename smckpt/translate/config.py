@@ -58,6 +58,7 @@ _TOKENIZER_ENDINGS = (".model", ".spm", ".tiktoken")
 TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_MOST_CODE = 1 << 24  # bytes of a module that is searched for imports
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -244,6 +245,8 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
         if name in found or not path.is_file():
             continue
         found[name] = path
+        if path.stat().st_size > _MOST_CODE:
+            continue
         text = path.read_text(errors="replace")
         wanted += [a or b for a, b in _IMPORTED.findall(text)]
     return [found[name] for name in sorted(found)]

@@ -19,6 +19,7 @@ from smckpt.errors import CheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
+from smckpt.translate.config import code_files
 from smckpt.translate.pickled import read_pickle
 from smckpt.translate.sidecars import tokenizer_of, write_sidecars
 from smckpt.translate.torch_files import load_inert
@@ -78,6 +79,17 @@ def sparse(path: Path) -> Path:
 def test_a_config_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
     path = sparse(tmp_path / "config.json")
     assert peak_of(lambda: read_json(path), ValueError) < MIB
+
+
+def test_code_of_gigabytes_is_not_searched_for_imports(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "large.Config"}}')
+    large = sparse(tmp_path / "large.py")
+    tracemalloc.start()
+    try:
+        assert code_files(tmp_path) == [large]  # a copy refuses it by its size
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tokenizers_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.meta_model import Fit
 from smckpt.translate.model import model_dims, to_hub
-from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
+from smckpt.translate.names import HubTensor, model_tensors, refuse_peft, stage_tensors
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_copies import refuse_equal_ranks
@@ -158,7 +158,7 @@ def find_contents(
     family = settings.values["model_type"] if settings is not None else None
     source = open_source(checkpoint, access)
     if isinstance(source, RankFilesFound):
-        _refuse_prefix(prefix)
+        source = replace(source, prefix=prefix)
         made = _of_files(source, settings, said, naming, comparison)
         notes = made.notes if source.order_is_known else (*made.notes, _UNKNOWN_ORDER)
         return replace(made, source_format=source.format, notes=notes)
@@ -279,6 +279,7 @@ def _of_files(
     reader = open_ranks(
         files, told.degrees, pp, _layers(settings), said.vpp, equal_ranks=said.equal_ranks
     )
+    refuse_peft(reader.held, files.url)
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
@@ -427,14 +428,6 @@ def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Tra
         blocks = tuple(Block(keys[name], copy) for name, copy in tensor.parts)
         out.append(Translated(tensor.name, dtype, tensor.shape, dtype, blocks))
     return out + [target for target in targets if target.name not in used]
-
-
-def _refuse_prefix(prefix: str | None) -> None:
-    if prefix is not None:
-        raise UsageError(
-            "prefix= is for checkpoints, not for files of ranks",
-            remedy="save the model's state dict alone, or under the key model",
-        )
 
 
 def head_notes(tensors: Sequence[str], settings: ModelConfig | None) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.headers import read_header
 from smckpt.checkpoint.objects import refuse_inflating
-from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.errors import CorruptCheckpointError, KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
+from smckpt.translate.names import places_of_models, prefix_remedy
 from smckpt.translate.pickled import Global, Inert
 from smckpt.translate.source_facts import SourceFacts, facts_of_state
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
@@ -24,10 +25,12 @@ __all__ = [
     "is_safetensors",
     "keys_of",
     "load_inert",
+    "places_in",
     "stored_state",
     "torch_root",
 ]
 
+T = TypeVar("T")
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
 _MODELS = ("model", "state_dict", "module", "model_state_dict")
@@ -100,18 +103,24 @@ class StoredState:
     facts: SourceFacts | None = None
 
 
-def stored_state(source: SourceFiles, file: ArchiveRecord) -> StoredState:
+def stored_state(
+    source: SourceFiles, file: ArchiveRecord, prefix: str | None = None
+) -> StoredState:
     """The model in a file.
+
+    Args:
+        prefix: its dotted place, from the top of what was saved, or in the model that is found
+            without it. "" for the top. None: a key that trainers use for a model, or the top.
 
     Raises:
         UsageError: it does not hold a state dict of dense tensors.
         CorruptCheckpointError: it is damaged.
     """
     if is_safetensors(source, file):
-        return StoredState(file.path, _of_safetensors(source, file))
+        return StoredState(file.path, _below(_of_safetensors(source, file), prefix, file.path))
     root = torch_root(source, file)
     out: dict[str, StoredTensor] = {}
-    for name, value in _model_of(root, file.path).items():
+    for name, value in _picked(root, prefix, file.path).items():
         if isinstance(value, StoredTensor):
             out[str(name)] = value
         elif odd := _odd_tensor(value):
@@ -125,12 +134,57 @@ def stored_state(source: SourceFiles, file: ArchiveRecord) -> StoredState:
     return StoredState(file.path, out, step, facts_of_state(root, file.path))
 
 
+def _picked(root: Any, prefix: str | None, path: str) -> Mapping[str, Any]:
+    if prefix is None:
+        found = _model_of(root, path)
+        if any(isinstance(value, StoredTensor) for value in found.values()):
+            return found
+    flat = _flat(root)
+    if prefix is None:
+        places = [place for place in places_of_models(flat) if place]
+        return _below(flat, places[0], path) if len(places) == 1 else found
+    if not prefix or any(name.startswith(f"{prefix}.") for name in flat):
+        return _below(flat, prefix, path)
+    return _below(_flat(_model_of(root, path)), prefix, path)
+
+
+def _flat(root: Any, lead: str = "") -> dict[str, Any]:
+    """Tensors and other values of nested dicts, by dotted names."""
+    if not isinstance(root, Mapping):
+        return {}
+    out: dict[str, Any] = {}
+    for key, value in root.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{lead}{key}.")
+        else:
+            out[f"{lead}{key}"] = value
+    return out
+
+
+def _below(found: Mapping[str, T], prefix: str | None, path: str) -> dict[str, T]:
+    if not prefix:
+        return dict(found)
+    picked = {n[len(prefix) + 1 :]: v for n, v in found.items() if n.startswith(f"{prefix}.")}
+    if not picked:
+        raise KeysMismatchError(
+            f"no tensor's name starts with {prefix + '.'!r}", remedy=prefix_remedy(found), path=path
+        )
+    return picked
+
+
 def keys_of(source: SourceFiles, file: ArchiveRecord) -> list[str]:
     """The keys at the top of a file, for a message; [] for safetensors."""
     if is_safetensors(source, file):
         return []
     root = torch_root(source, file)
     return [str(key) for key in root] if isinstance(root, Mapping) else []
+
+
+def places_in(source: SourceFiles, file: ArchiveRecord) -> list[str]:
+    """The names of embeddings in a file, from its top."""
+    if is_safetensors(source, file):
+        return []
+    return [n for n in _flat(torch_root(source, file)) if any(places_of_models([n]))]
 
 
 def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:

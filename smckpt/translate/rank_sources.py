@@ -16,6 +16,7 @@ from smckpt.checkpoint.replaces import holds_dcp
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
 from smckpt.translate.deepspeed import open_smp_sharded, open_universal, open_zero3
@@ -26,7 +27,7 @@ from smckpt.translate.names import prefix_remedy
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
 from smckpt.translate.rank_copies import refuse_equal_ranks
-from smckpt.translate.rank_files import TensorReader, open_stages
+from smckpt.translate.rank_files import TensorReader, open_folder, open_stages, weight_files
 from smckpt.translate.source_facts import (
     EP,
     PP,
@@ -155,6 +156,20 @@ def _is_ours(place: Folder, source: SourceFiles) -> bool:
     except CheckpointNotFoundError:
         return False
     return True
+
+
+def open_hub_directory(checkpoint: Any, access: Access) -> BoxTensors | None:
+    """The weights in a directory of Hugging Face's, on a disk or in a store. None: another source.
+
+    Raises:
+        UsageError, CorruptCheckpointError: a file of its index is missing or damaged.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        return None
+    place = find_source(os.fspath(checkpoint), SourceFiles(access))
+    if not isinstance(place, Folder) or any(parse_name(name) for name in place.files):
+        return None
+    return open_folder(place) if weight_files(place) else None
 
 
 def open_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,18 @@ T = TypeVar("T")
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
 _MODELS = ("model", "state_dict", "module", "model_state_dict")
+# How files of other formats begin: their names, and what to do.
+_OTHERS = (
+    (b"GGUF", ("llama.cpp (GGUF)", "pass the model that it was converted from; or load it with "
+     "from_pretrained(gguf_file=) of transformers, and save that")),
+    (b"\x93NUMPY", ("NumPy, with one array", "save a state dict of all tensors")),
+    (b"\x89HDF", ("HDF5 (Keras, TensorFlow)", "load it with from_pretrained(from_tf=True) of "
+     "transformers 4, and save that")),
+)  # fmt: skip
+# Megatron-LM's names before Megatron-core, and GPT-2's from NVIDIA's releases.
+_BEFORE_CORE = re.compile(
+    r".*(?:^|\.)(?:encoder|transformer)\.layers\.\d+\.(?:self_)?attention\.query_key_value\.weight"
+)
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -137,15 +150,28 @@ def stored_state(
 def _picked(root: Any, prefix: str | None, path: str) -> Mapping[str, Any]:
     if prefix is None:
         found = _model_of(root, path)
+        _refuse_before_core(found, path)
         if any(isinstance(value, StoredTensor) for value in found.values()):
             return found
     flat = _flat(root)
+    _refuse_before_core(flat, path)
     if prefix is None:
         places = [place for place in places_of_models(flat) if place]
         return _below(flat, places[0], path) if len(places) == 1 else found
     if not prefix or any(name.startswith(f"{prefix}.") for name in flat):
         return _below(flat, prefix, path)
     return _below(_flat(_model_of(root, path)), prefix, path)
+
+
+def _refuse_before_core(names: Mapping[str, Any], path: str) -> None:
+    found = next((name for name in names if _BEFORE_CORE.fullmatch(name)), None)
+    if found is not None:
+        raise UsageError(
+            f"these are Megatron-LM's names before Megatron-core (its legacy models): {found}",
+            remedy="convert it with Megatron-LM's tools/checkpoint/convert.py --model-type GPT "
+            "--loader legacy --saver core, and pass what that writes",
+            path=path,
+        )
 
 
 def _flat(root: Any, lead: str = "") -> dict[str, Any]:
@@ -194,7 +220,9 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
         UsageError: it is not such a file.
         CorruptCheckpointError: it is damaged.
     """
-    if is_archive(source.read(file, 0, min(4, file.nbytes))):
+    first = source.read(file, 0, min(128, file.nbytes))
+    _refuse_other_format(first, file.path)
+    if is_archive(first[:4]):
         return open_archive(source, file).root
     found = open_legacy(source, file)
     if found is None:
@@ -204,6 +232,20 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
             path=file.path,
         )
     return found.root
+
+
+def _refuse_other_format(first: bytes, path: str) -> None:
+    """
+    Raises:
+        UsageError: the file begins as one of a format that holds weights, and is not read.
+    """
+    kinds = [what for begins, what in _OTHERS if first.startswith(begins)]
+    if is_archive(first[:4]) and b".npy" in first[30:]:
+        kinds.append(("NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"))
+    for name, remedy in kinds:
+        raise UsageError(
+            f"this is a file of {name}, which smckpt does not read", remedy=remedy, path=path
+        )
 
 
 def _of_safetensors(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:

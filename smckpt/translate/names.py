@@ -48,7 +48,8 @@ _ROOT = re.compile(
     r"(.*?)(?:model\.(?:decoder\.|language_model\.)?embed_tokens|transformer\.(?:wte|word_embeddings)"
     r"|gpt_neox\.embed_in|embedding\.word_embeddings|tok_embeddings)\.weight"
 )
-_NO_ATTRIBUTES = ("", "base_model", "language_model")  # PEFT's, and Megatron's beside a tower
+# Not a trainer's own module: PEFT's, Megatron's beside a tower, ChatGLM's and Qwen-Omni's models.
+_NO_ATTRIBUTES = ("", "base_model", "language_model", "transformer", "thinker")
 T = TypeVar("T")
 
 _HEADS = ("lm_head.weight", "embed_out.weight")

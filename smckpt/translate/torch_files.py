@@ -43,9 +43,10 @@ _OTHERS = (
     (b"\x89HDF", ("HDF5 (Keras, TensorFlow)", "load it with from_pretrained(from_tf=True) of "
      "transformers 4, and save that")),
 )  # fmt: skip
-# Megatron-LM's names before Megatron-core, and GPT-2's from NVIDIA's releases.
+# Megatron-LM's names before Megatron-core. ChatGLM has them without the first part.
 _BEFORE_CORE = re.compile(
-    r".*(?:^|\.)(?:encoder|transformer)\.layers\.\d+\.(?:self_)?attention\.query_key_value\.weight"
+    r"(?:.*\.)?language_model\.(?:encoder|transformer)\.layers\.\d+"
+    r"\.(?:self_)?attention\.query_key_value\.weight"
 )
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"

@@ -118,3 +118,16 @@ def test_a_distributed_checkpoint_finds_an_attribute(tmp_path, llama):
         export_hf(tmp_path / "both", tmp_path / "no", config=model.config)
     export_hf(tmp_path / "both", tmp_path / "one", config=model.config, prefix="app.teacher")
     assert_same(tmp_path / "one", other(state))
+
+
+@pytest.mark.parametrize("outer", ["transformer", "language_model", "thinker"])
+def test_outer_names_that_are_a_models_own_stay(tmp_path, outer):
+    """ChatGLM's names are Megatron's below `transformer`."""
+    inner = "model.embed_tokens" if outer == "thinker" else "embedding.word_embeddings"
+    layer = "encoder.layers.0.self_attention.query_key_value.weight"
+    if outer == "language_model":  # Megatron's own, before core, are refused
+        layer = "decoder.layers.0.input_layernorm.weight"
+    state = {f"{outer}.{inner}.weight": torch.ones(8, 4), f"{outer}.{layer}": torch.ones(12, 4)}
+    torch.save(state, tmp_path / "model.pt")
+    export_hf(tmp_path / "model.pt", tmp_path / "hf")
+    assert_same(tmp_path / "hf", state)

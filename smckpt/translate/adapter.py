@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from smckpt.checkpoint.catalogue import open_catalogue
-from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.layout.mesh import Shape
-from smckpt.layout.strided import Box, Copy, row_major_strides
+import numpy as np
+
+from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.strided import Copy
 from smckpt.storage import Access
+from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.adapter_changes import (
+    Adapters,
+    change_of_pair,
+    changed_tensor,
+    changes_of,
+)
 from smckpt.translate.arguments import refuse_given
-from smckpt.translate.cast import CASTABLE
+from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.compile import Block
 from smckpt.translate.config import ModelConfig
@@ -28,22 +38,33 @@ from smckpt.translate.contents import (
     whole_tensors,
 )
 from smckpt.translate.detect import looks_transformed
+from smckpt.translate.files import aligned
+from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
 from smckpt.translate.logical_tensors import LogicalTensors
-from smckpt.translate.lora import LoraConfig, PeftTensors, read_lora_configs, sort
+from smckpt.translate.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LoraConfig,
+    PeftTensors,
+    read_lora_configs,
+    sort,
+)
 from smckpt.translate.merged import Change, Merged, MergedSource
 from smckpt.translate.names import HubTensor, find_ties, model_tensors
 from smckpt.translate.pieces import RankTensors
 from smckpt.translate.quantized import dequantized
 from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.stream import tied_names
+from smckpt.translate.targets import Chunk, Range, Target
 from smckpt.translate.translated import Translated, TranslatedSource
 
 __all__ = ["find_peft_contents"]
 
+_WEIGHTS = (ADAPTER_WEIGHTS, "adapter_model.bin")
+_LOOKED_AT = 4096  # elements of a weight
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 
-# The adapters to merge, in order.
-Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 def find_peft_contents(
@@ -58,8 +79,7 @@ def find_peft_contents(
     """
     if lora not in ("adapter", "merge"):
         raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        raise UsageError("lora= is for checkpoints, not for files of ranks", remedy="leave it out")
+    checkpoint, lora_config = _place_of(checkpoint, lora_config, access)
     names = _names(name)
     if lora == "adapter" and len(names) > 1:
         raise UsageError(
@@ -68,8 +88,14 @@ def find_peft_contents(
         )
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
-    catalogue = open_catalogue(access.open(checkpoint))
-    reader = LogicalTensors(catalogue, model_tensors(catalogue, prefix, peft=True))
+    catalogue = open_any(access.open(checkpoint))
+    reader: TensorReader
+    if isinstance(catalogue, ForeignCatalogue):
+        made_by = catalogue.source.format
+        reader = catalogue.source.reader(model_tensors(catalogue.source, prefix, peft=True))
+    else:
+        made_by = "smckpt"
+        reader = LogicalTensors(catalogue, model_tensors(catalogue, prefix, peft=True))
     tensors = {target.name: target for target in whole_tensors(reader)}
     adapters = [
         (sort(tensors, catalogue.url, each), config)
@@ -85,8 +111,9 @@ def find_peft_contents(
         own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
         source = TranslatedSource(reader)
         return ExportContents(
-            source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity
-        )
+            source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity,
+            source_format=made_by,
+        )  # fmt: skip
     for config in configs:
         config.refuse_unmerged(catalogue.url)
     whole = _saved_whole(names, [parts for parts, _ in adapters], catalogue.url)
@@ -95,11 +122,39 @@ def find_peft_contents(
     else:
         directory = _open_base(base, configs, settings)
         found = _merged_there(reader, whole, adapters, settings, directory, comparison)
-    return replace(found, identity=catalogue.identity, kept=kept_of_family(settings, found.targets))
+    kept = kept_of_family(settings, found.targets)
+    return replace(found, identity=catalogue.identity, kept=kept, source_format=made_by)
+
+
+def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
+    """The checkpoint, and the adapter's config: by default that beside the adapter's weights. Of a
+    directory that PEFT saved, the weights are the checkpoint.
+
+    Raises:
+        UsageError: it is a list of several files.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        if len(checkpoint) != 1:
+            raise UsageError(
+                "lora= is for one state of a whole model, not for files of tensor-parallel ranks",
+                remedy="leave it out, or pass one file",
+            )
+        (checkpoint,) = checkpoint
+    url = os.fspath(checkpoint)
+    if not is_local(url):
+        return checkpoint, lora_config
+    path = Path(local_path(url))
+    if path.is_dir():
+        weights = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+        checkpoint = checkpoint if weights is None else weights
+    folder = path if path.is_dir() else path.parent
+    if lora_config is None and (folder / ADAPTER_CONFIG).is_file():
+        lora_config = folder
+    return checkpoint, lora_config
 
 
 def _merged_here(
-    reader: LogicalTensors, whole: Mapping[str, Translated], adapters: Adapters,
+    reader: TensorReader, whole: Mapping[str, Translated], adapters: Adapters,
     settings: ModelConfig | None, naming: str, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """Adapters merged into the base that is in the checkpoint."""
@@ -113,18 +168,80 @@ def _merged_here(
         )
     made = _into_checkpoint(stored, adapters, naming, comparison, url)
     _refuse_both(whole, made, url)
+    maybe_merged = _refuse_merged(reader, adapters, url)
     tied: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain, url)
     adapters[0][1].refuse_tied(tied, made.changed, url)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
+    notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]
     return ExportContents(MergedSource(reader), targets, tied, notes, made.naming)
 
 
+def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tuple[str, ...]:
+    """A state that was saved while `merge_adapter` was active has the adapter in the base's weights
+    already. Compare these with the base that the adapter's config names.
+
+    Returns:
+        a note, if that base is not here.
+
+    Raises:
+        TensorMismatchError: the weights are those of the base with the adapter added.
+    """
+    parts, config = adapters[0]
+    place = config.values.get("base_model_name_or_path")
+    directory: TensorReader | None = None
+    if isinstance(place, str) and os.path.isdir(place):
+        with suppress(CheckpointError):
+            directory = open_directory(Path(place))
+    if directory is None:
+        return (
+            "whether the state was saved while merge_adapter() was active cannot be told without "
+            "the base that the adapter's config names; if it was, the adapter is in it twice: pass "
+            "base= the directory of the base's weights",
+        )
+    try:
+        there = {target.name: target for target in whole_tensors(directory)}
+        shared = {n: t.shape for n, t in there.items() if n in parts.base}
+        found = config.weights(parts.pairs, shared, where)
+        source = MergedSource(_Both(reader, directory))
+        for name, module in found.items():
+            own, base = parts.base[name], there[name]
+            if own.shape != base.shape or {own.dtype, base.dtype} - CASTABLE.keys():
+                continue
+            change = change_of_pair(parts, config, module, name, base.shape, where)
+            if len(base.shape) != 2 or change.magnitude is not None:
+                continue
+            merged = changed_tensor(base, (change,), None, where)
+            have, plain, added = (_first(source, t) for t in (own, base, merged))
+            if 4 * abs(have - added).max() < abs(have - plain).max():
+                raise TensorMismatchError(
+                    f"{name} is the base's weight with the adapter added: the state was saved "
+                    "while merge_adapter() was active, and a merge would add it twice",
+                    remedy="pass base= the directory of the base's weights, or save after "
+                    "unmerge_adapter()",
+                    path=where,
+                )
+    finally:
+        directory.close()
+    return ()
+
+
+def _first(source: MergedSource, target: Target) -> Array:
+    """The first elements of a tensor, in float64."""
+    count = min(math.prod(target.shape), _LOOKED_AT)
+    item = Range(target, 0, count, 0)
+    memory = aligned(count * DTYPES[target.source_dtype].itemsize)
+    (plan,) = source.plans_of([Chunk(0, 0, (item,))])
+    source.read(plan, [memory])
+    dtype = target.source_dtype
+    return cast(np.frombuffer(memory, stored_type(dtype)), dtype, "float64")
+
+
 def _merged_there(
-    reader: LogicalTensors, whole: Mapping[str, Translated], adapters: Adapters,
+    reader: TensorReader, whole: Mapping[str, Translated], adapters: Adapters,
     settings: ModelConfig | None, directory: TensorReader, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """Adapters merged into the base in a Hugging Face directory."""
@@ -205,7 +322,7 @@ def _into_checkpoint(
 ) -> _ToWrite:  # fmt: skip
     """The base is in the checkpoint, by the names in memory."""
     stored = {name: replace(tensor, name=name) for name, tensor in base.items()}
-    changes = _changes(adapters, {n: t.shape for n, t in stored.items()}, where)
+    changes = changes_of(adapters, {n: t.shape for n, t in stored.items()}, where)
     hub: Sequence[HubTensor] | None = None
     notes: tuple[str, ...] = ()
     if naming == HUB:
@@ -215,11 +332,11 @@ def _into_checkpoint(
         else:
             hub = found.hub if found is not None else None
     if hub is None:
-        made = [_changed(t, changes.get(t.name, ()), None, where) for t in stored.values()]
+        made = [changed_tensor(t, changes.get(t.name, ()), None, where) for t in stored.values()]
         return _ToWrite(made, [*changes], naming, notes)
     moved = {tensor.name: tensor for tensor in hub}
     made = [
-        _changed(t, *_change_of(moved.get(t.name), t.name, changes), where)
+        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes), where)
         for t in renamed(hub, [*stored.values()])
     ]
     return _ToWrite(made, [*changes], naming, notes)
@@ -245,12 +362,13 @@ def _into_directory(
             hub = {tensor.name: tensor for tensor in found.hub or ()}
     else:
         comparison.names([*stored.values()], where)
-    changes = _changes(adapters, shapes, where)
+    changes = changes_of(adapters, shapes, where)
     saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
     moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
     stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
     made = [
-        _changed(t, *_change_of(hub.get(name), name, changes), where) for name, t in stored.items()
+        changed_tensor(t, *_change_of(hub.get(name), name, changes), where)
+        for name, t in stored.items()
     ]
     return _ToWrite(made, [*changes], HUB)
 
@@ -299,7 +417,7 @@ def _change_of(
 class _Both:
     """One reader for a checkpoint's tensors, which are whole, and for a directory's."""
 
-    def __init__(self, checkpoint: LogicalTensors, directory: TensorReader) -> None:
+    def __init__(self, checkpoint: TensorReader, directory: TensorReader) -> None:
         self.url = checkpoint.url
         self.held: Mapping[str, RankTensors] = {**directory.held, **checkpoint.held}
         self._checkpoint = checkpoint
@@ -317,164 +435,6 @@ class _Both:
     def close(self) -> None:
         self._checkpoint.close()
         self._directory.close()
-
-
-def _changes(
-    adapters: Adapters, shapes: Mapping[str, Shape], where: str
-) -> dict[str, tuple[Change, ...]]:
-    """What the adapters change, by the model's names in memory, whose `shapes` these are; the
-    changes of a weight in the adapters' order.
-
-    Raises:
-        KeysMismatchError, TensorMismatchError: weights are missing or do not fit the adapter.
-        UsageError: DoRA would come after another adapter.
-    """
-    made: dict[str, tuple[Change, ...]] = {}
-    for parts, config in adapters:
-        for name, change in _changes_of(parts, config, shapes, where).items():
-            if name in made and change.magnitude is not None:
-                raise UsageError(
-                    f"an adapter with DoRA would be merged into {name} after another adapter. PEFT "
-                    "takes the other one out again first, and rounds",
-                    remedy="name the adapter with DoRA first, or merge them with PEFT",
-                    path=where,
-                )
-            made[name] = (*made.get(name, ()), change)
-    return made
-
-
-def _changes_of(
-    parts: PeftTensors[Translated], config: LoraConfig, shapes: Mapping[str, Shape], where: str
-) -> dict[str, Change]:
-    weights = config.weights(parts.pairs, shapes, where)
-    if lost := sorted(parts.pairs.keys() - set(weights.values())):
-        raise KeysMismatchError(
-            f"the base weights that the adapter changes are missing: {lost[:8]}",
-            remedy="pass base= the Hugging Face directory of the base model, and config= if that "
-            "has none",
-            path=where,
-        )
-    made: dict[str, Change] = {}
-    for name, module in weights.items():
-        made[name] = _change(parts, config, module, name, shapes[name], where)
-    return {name: _oriented(change, made, where) for name, change in made.items()}
-
-
-def _change(
-    parts: PeftTensors[Translated], config: LoraConfig, module: str, name: str, shape: Shape,
-    where: str,
-) -> Change:  # fmt: skip
-    a, b = (parts.pairs[module][side] for side in "AB")
-    magnitude = parts.magnitudes.get(module)
-    parameter = config.has_parameter(name)
-    embeds = module in parts.embeddings
-    key = name if parameter else module
-    flip = embeds or (config.transposes(module) and not parameter)
-    experts, rows, columns = shape if len(shape) == 3 else (1, *shape)[:3]
-    product = (b.shape[0], a.shape[1])
-    if len(shape) == 3:
-        flip = product != (rows, columns)
-    if len(shape) not in (2, 3) or product != ((columns, rows) if flip else (rows, columns)):
-        raise TensorMismatchError(
-            f"{name} has the shape {shape}, but the adapter's product has "
-            f"{product[::-1] if flip else product}",
-            remedy="pass the base that the adapter was trained on, and its own lora_config=",
-            path=where,
-        )
-    if a.shape[0] != config.rank(key) * experts:
-        raise TensorMismatchError(
-            f"{name} of {experts} experts has LoRA matrices of rank {a.shape[0]}; the config says "
-            f"{config.rank(key)} for each",
-            remedy="pass lora_config= of this adapter", path=where,
-        )  # fmt: skip
-    if magnitude is not None and magnitude.shape != ((columns,) if flip else (rows,)):
-        raise TensorMismatchError(
-            f"{name} has the shape {shape}, and DoRA's vector {magnitude.shape}",
-            remedy="pass the base that the adapter was trained on, and its own lora_config=",
-            path=where,
-        )
-    made = Change(
-        name, (experts, rows, columns), a, b, config.scaling(key), flip, embeds or parameter,
-        magnitude,
-    )  # fmt: skip
-    if strange := {part.dtype for part in made.adapted} - CASTABLE.keys():
-        raise _of_strange_dtype(name, strange, where)
-    return made
-
-
-def _oriented(change: Change, others: Mapping[str, Change], where: str) -> Change:
-    """Square matrices of experts do not show whether they are transposed. All parameters of one
-    module are alike.
-
-    Raises:
-        TensorMismatchError: no other shows it either.
-    """
-    experts, rows, columns = change.shape
-    if rows != columns or experts == 1:
-        return change
-    place = change.name.rpartition(".")[0]
-    for other in others.values():
-        if other.name.rpartition(".")[0] == place and other.shape[1] != other.shape[2]:
-            return replace(change, flip=other.flip)
-    raise TensorMismatchError(
-        f"{change.name} has square matrices, and no other parameter of its module has a LoRA pair "
-        "that shows their order",
-        remedy="merge it with PEFT",
-        path=where,
-    )
-
-
-def _changed(
-    base: Translated, changes: tuple[Change, ...], copy: Copy | None, where: str
-) -> Merged | Translated:
-    """A tensor with the changes of the weight of which it is `copy`, or all.
-
-    Raises:
-        TensorMismatchError: its dtype cannot be computed with.
-        UsageError: it is not a block of the weight.
-    """
-    if not changes:
-        return base
-    change = changes[0]  # all are of one shape, and only the first may be DoRA's
-    if base.dtype not in CASTABLE:
-        raise _of_strange_dtype(base.name, {base.dtype}, where)
-    box, turned = Box.whole(change.shape), False
-    if copy is not None:
-        found = _block(copy, change.shape)
-        cut = found is not None and (found[1] or found[0].sizes[2] != change.shape[2])
-        if found is None or (change.magnitude is not None and (cut or change.flip)):
-            raise UsageError(
-                f"released models of this family hold {change.name} in other tensors "
-                f"({base.name}), which are not merged with an adapter",
-                remedy="pass naming='module', which transformers 5 loads, or merge it with PEFT",
-                path=where,
-            )
-        box, turned = found
-    return Merged(base.name, base.dtype, base, changes, box, turned)
-
-
-def _block(copy: Copy, shape: Shape) -> tuple[Box, bool] | None:
-    """The block of a weight that a copy is, and whether it is transposed; None if it is none."""
-    sizes, target = copy.sizes, copy.target
-    ordered = zip(sizes, target.strides, row_major_strides(sizes), strict=True)
-    if target.start or any(size > 1 and stride != unit for size, stride, unit in ordered):
-        return None
-    steps = copy.source.steps(shape)
-    dims = [step.dim for step in steps if step.dim >= 0]
-    if any(step.number > 1 and step.step != 1 for step in steps):
-        return None
-    turned = dims != sorted(dims)
-    if turned and sorted((*dims[:-2], *dims[:-3:-1])) != [*dims[:-2], *dims[:-3:-1]]:
-        return None
-    return Box(tuple(s.at for s in steps), tuple(s.number for s in steps)), turned
-
-
-def _of_strange_dtype(name: str, dtypes: set[str], where: str) -> TensorMismatchError:
-    return TensorMismatchError(
-        f"{name}, or its LoRA pair, has dtype {', '.join(sorted(dtypes))}",
-        remedy='export it with lora="adapter"; a quantized base is not merged',
-        path=where,
-    )
 
 
 def _open_base(

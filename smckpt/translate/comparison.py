@@ -27,7 +27,7 @@ from smckpt.translate.dims import read_dims
 from smckpt.translate.families import is_built_in
 from smckpt.translate.meta_model import Fit, compare, main
 from smckpt.translate.model import hub_side
-from smckpt.translate.names import find_ties
+from smckpt.translate.names import find_ties, places_of_models, prefix_remedy
 from smckpt.translate.pieces import TensorKey, tensors_of
 from smckpt.translate.prediction import DROP
 from smckpt.translate.targets import Target, is_quantized
@@ -74,6 +74,7 @@ class Comparison:
         self._found: Fit | str | None = None
         self._child: _Child | None = None
         self._where = ""
+        self._names: list[str] = []
         self._told = False
         self._table: Mapping[str, Shape] | None = None
         if config is None:
@@ -173,7 +174,7 @@ class Comparison:
         raise KeysMismatchError(
             f"this is not the {self._found.kind} that the config describes: "
             f"{'; '.join(lines[:8])}{more}",
-            remedy="pass the model's own config; against_model=False skips this check",
+            remedy=self._remedy,
             path=self._where,
         )
 
@@ -188,9 +189,24 @@ class Comparison:
         if not self._told:
             return None
         self._wait()
+        if isinstance(self._found, Fit) and self._found.lines:
+            lines = self._found.lines
+            more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+            return (
+                f"this is not the {self._found.kind} that the config describes: "
+                f"{'; '.join(lines[:8])}{more}. from_pretrained would fill what is missing with "
+                f"random numbers. What to do: {self._remedy}"
+            )
         if not self._strict or not isinstance(self._found, str) or self._found == _ABSENT:
             return None
         return f"names and shapes were not compared: {self._found}"
+
+    @property
+    def _remedy(self) -> str:
+        """What to do if the names are not the model's."""
+        if any(places_of_models(self._names)):
+            return prefix_remedy(self._names)
+        return "pass the model's own config; against_model=False skips this check"
 
     def close(self) -> None:
         if self._child is not None:
@@ -198,6 +214,7 @@ class Comparison:
 
     def _tell(self, targets: Sequence[Target], where: str, memory: bool = False) -> None:
         self._where, self._told = where, True
+        self._names = [target.name for target in targets]
         if self._found is None and any(map(is_quantized, targets)):
             self._found = "the weights are quantized"
         if self._found is not None or self._config is None:

@@ -33,12 +33,18 @@ from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import LoraConfig
 from smckpt.translate.meta_model import Fit
 from smckpt.translate.model import model_dims, to_hub
-from smckpt.translate.names import HubTensor, model_tensors, stage_tensors
+from smckpt.translate.names import HubTensor, model_tensors, refuse_peft, stage_tensors
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
+from smckpt.translate.quantized import dequantized
 from smckpt.translate.rank_copies import refuse_equal_ranks
 from smckpt.translate.rank_files import TensorReader
-from smckpt.translate.rank_sources import RankFilesFound, open_ranks, open_source
+from smckpt.translate.rank_sources import (
+    RankFilesFound,
+    open_hub_directory,
+    open_ranks,
+    open_source,
+)
 from smckpt.translate.source_facts import EP, PP, TP, SourceFacts
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.table import TensorLayout
@@ -60,6 +66,7 @@ __all__ = [
 Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
 LOW = ("bfloat16", "float16")
 HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
+_VALUE_HEAD = re.compile(r"v_head\.(?:summary\.)?(?:weight|bias)")
 _UNKNOWN_ORDER = (
     "neither the files nor their names say which rank each is of: they were read in the order in "
     "which they were passed"
@@ -158,12 +165,17 @@ def find_contents(
     family = settings.values["model_type"] if settings is not None else None
     source = open_source(checkpoint, access)
     if isinstance(source, RankFilesFound):
-        _refuse_prefix(prefix)
+        source = replace(source, prefix=prefix)
         made = _of_files(source, settings, said, naming, comparison)
         notes = made.notes if source.order_is_known else (*made.notes, _UNKNOWN_ORDER)
         return replace(made, source_format=source.format, notes=notes)
     if source is not None:
         return _of_foreign(source, prefix, settings, said, naming, comparison)
+    if (released := open_hub_directory(checkpoint, access)) is not None:
+        said.refuse_degrees(released.url)
+        reader = dequantized(released, settings)
+        made = _named(reader, settings, said, naming, comparison)
+        return replace(made, source_format="a Hugging Face directory")
     catalogue = open_catalogue(access.open(checkpoint))
     if (pp := stages_of(catalogue, said.pp)) > 1:
         return replace(
@@ -279,6 +291,7 @@ def _of_files(
     reader = open_ranks(
         files, told.degrees, pp, _layers(settings), said.vpp, equal_ranks=said.equal_ranks
     )
+    refuse_peft(reader.held, files.url)
     if told.degrees.ranks == 1 and told.layout is None and not looks_transformed(reader.held):
         family = settings.values["model_type"] if settings is not None else None
         if settings is None or find_family(family or "") is None or not _fits(reader, settings):
@@ -345,6 +358,7 @@ def _translated(
             remedy="leave naming= out",
             path=reader.url,
         )
+    _refuse_without_scales(reader)
     made = to_hub(reader, settings, said.layout, degrees, said.padded_vocab_size, said.mtp, facts)
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
@@ -376,15 +390,22 @@ def _named(
 ) -> ExportContents:  # fmt: skip
     """Whole tensors, by the names of released checkpoints if they are asked for and known. Layers
     that predict further tokens have these names, or are refused."""
+    _refuse_without_scales(reader)
     source, family = TranslatedSource(reader), _family(settings)
+    value_head = [name for name in reader.held if _VALUE_HEAD.match(name)]
     found = further_layers(reader.held, family, settings)
     predicting = kept_layers(found, family, settings, said.mtp, reader.url)
-    everything = whole_tensors(reader)
+    everything = [t for t in whole_tensors(reader) if t.name not in value_head]
     targets = [target for target in everything if target.name not in found]
     further = [target for target in everything if target.name in found and predicting]
     comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
     notes = list(head_notes([t.name for t in targets], settings))
     notes += () if predicting else left_out_note(found)
+    if value_head:
+        notes.append(
+            f"{', '.join(value_head)} are a value head (TRL's), for which Hugging Face's models "
+            "have no place: they are left out"
+        )
     kept = kept_of_family(settings, [*targets, *further])
     if naming == HUB:
         fit = comparison.names(targets, reader.url)
@@ -400,10 +421,25 @@ def _named(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     return ExportContents(
-        source, [*targets, *further], left_out, tuple(notes), naming, kept=kept,
+        source, [*targets, *further], (*left_out, *value_head), tuple(notes), naming, kept=kept,
         predicting=predicting if family is not None and family.predicts else None,
         further=frozenset(target.name for target in further),
     )  # fmt: skip
+
+
+def _refuse_without_scales(reader: TensorReader) -> None:
+    """Raise UsageError if weights are quantized and their scales are elsewhere."""
+    if any("scale" in name or name.endswith((".SCB", ".absmax")) for name in reader.held):
+        return
+    for name, held in reader.held.items():
+        if name.endswith(".weight") and held.dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+            raise UsageError(
+                f"{name} is quantized to {held.dtype}, and no scales are beside it: its numbers "
+                "mean nothing without them",
+                remedy="export the state from before the weights were quantized, or with its "
+                "scales in it",
+                path=reader.url,
+            )
 
 
 def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
@@ -427,14 +463,6 @@ def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Tra
         blocks = tuple(Block(keys[name], copy) for name, copy in tensor.parts)
         out.append(Translated(tensor.name, dtype, tensor.shape, dtype, blocks))
     return out + [target for target in targets if target.name not in used]
-
-
-def _refuse_prefix(prefix: str | None) -> None:
-    if prefix is not None:
-        raise UsageError(
-            "prefix= is for checkpoints, not for files of ranks",
-            remedy="save the model's state dict alone, or under the key model",
-        )
 
 
 def head_notes(tensors: Sequence[str], settings: ModelConfig | None) -> tuple[str, ...]:

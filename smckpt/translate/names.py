@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,7 +16,18 @@ from smckpt.layout.strided import Copy, Strided
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import LogicalTensor
 
-__all__ = ["HubTensor", "Named", "Tie", "find_ties", "model_tensors", "stage_tensors", "unwrapped"]
+__all__ = [
+    "HubTensor",
+    "Named",
+    "Tie",
+    "find_ties",
+    "model_tensors",
+    "places_of_models",
+    "prefix_remedy",
+    "refuse_peft",
+    "stage_tensors",
+    "unwrapped",
+]
 
 log = logging.getLogger("smckpt")
 
@@ -32,6 +43,13 @@ _INNER = re.compile(
     r"model\.(model|gpt_neox|transformer\.h|lm_head|embed_out|embedding\.word_embeddings"
     r"|decoder\.layers\.\d+\.(self_attention|mlp)\.linear_\w+)\."
 )
+# The embedding of a language model under its own names: Hugging Face's, Megatron's, torchtitan's.
+_ROOT = re.compile(
+    r"(.*?)(?:model\.(?:decoder\.|language_model\.)?embed_tokens|transformer\.(?:wte|word_embeddings)"
+    r"|gpt_neox\.embed_in|embedding\.word_embeddings|tok_embeddings)\.weight"
+)
+# Not a trainer's own module: PEFT's, Megatron's beside a tower, ChatGLM's and Qwen-Omni's models.
+_NO_ATTRIBUTES = ("", "base_model", "language_model", "transformer", "thinker")
 T = TypeVar("T")
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -113,17 +131,22 @@ def model_tensors(
     if not found:
         raise KeysMismatchError(
             f"no tensor's name starts with {lead!r}; the state dict has {_tops(tensors)}",
-            remedy="pass prefix= the place of the model in the saved state dict",
+            remedy=prefix_remedy(tensors),
             path=catalogue.url,
         )
     found = unwrapped(found)
-    if not peft and any(name.startswith("base_model.model.") for name in found):
+    if not peft:
+        refuse_peft(found, catalogue.url)
+    return found
+
+
+def refuse_peft(names: Iterable[str], where: str) -> None:
+    """Raise UsageError if the names are those of a PEFT model."""
+    if any(name.startswith("base_model.model.") for name in names):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
-            remedy='pass lora="adapter" or lora="merge", with lora_config=',
-            path=catalogue.url,
-        )
-    return found
+            remedy='pass lora="adapter" or lora="merge", with lora_config=', path=where,
+        )  # fmt: skip
 
 
 def stage_tensors(catalogue: Named, prefix: str | None) -> dict[str, LogicalTensor]:
@@ -166,6 +189,22 @@ def _ends(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
+def prefix_remedy(names: Iterable[str]) -> str:
+    """What to do where it is not known which of the names are the model's."""
+    places = [place for place in places_of_models(names) if place]
+    named = " or ".join(map(repr, places[:8]))
+    return "pass prefix= the place of the model in the saved state dict" + (
+        f": {named}" if places else ""
+    )
+
+
+def places_of_models(names: Iterable[str]) -> list[str]:
+    """The dotted places in which something looks like a language model: what is before the name of
+    its embedding. "" for the top."""
+    found = (_ROOT.fullmatch(name) for name in names)
+    return sorted({match[1].removesuffix(".") for match in found if match})
+
+
 def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
     places = [f"{place}." for place in catalogue.optimizers]
     return {
@@ -193,7 +232,7 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
         f"the model could be any of the keys {sorted(candidates)} of the saved state dict"
         if candidates
         else f"no key of the saved state dict looks like a model: it has {_tops(tensors)}",
-        remedy="pass prefix= the key of the model",
+        remedy=prefix_remedy(tensors),
         path=url,
     )
 
@@ -237,10 +276,19 @@ def _outer_parts(found: Iterable[str]) -> int:
     while names and (
         all(name.startswith(f"{_DDP}.") for name in names)
         or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
+        or _is_attribute(names)
     ):
         names = {name.partition(".")[2] for name in names}
         count += 1
     return count
+
+
+def _is_attribute(names: Collection[str]) -> bool:
+    """Whether all names are those of one model that is an attribute of a trainer's own module."""
+    places = places_of_models(names)
+    if len(places) != 1 or places[0].partition(".")[0] in _NO_ATTRIBUTES:
+        return False
+    return all(name.startswith(f"{places[0]}.") for name in names)
 
 
 def _bare(name: str) -> list[str]:

@@ -26,7 +26,15 @@ from smckpt.translate.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
 from smckpt.translate.torch_archive import StoredTensor
 from smckpt.translate.torch_files import StoredState, stored_state
 
-__all__ = ["TensorReader", "bits", "open_directory", "open_files", "open_stages", "weight_files"]
+__all__ = [
+    "TensorReader",
+    "bits",
+    "open_directory",
+    "open_files",
+    "open_folder",
+    "open_stages",
+    "weight_files",
+]
 
 _INDEX_LIMIT = 256 << 20  # bytes
 
@@ -141,7 +149,12 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
         UsageError: there are no weights.
         CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
     """
-    folder = Folder(SourceFiles(), str(directory.absolute()))
+    return open_folder(Folder(SourceFiles(), str(directory.absolute())), exact=exact)
+
+
+def open_folder(folder: Folder, *, exact: bool = False) -> BoxTensors:
+    """As `open_directory`, in a store too."""
+    directory = folder.url.rstrip("/")
     single, index = _weights_of(folder)
     where = {} if single in folder.files else _weight_map(folder, index)
     tensors: dict[TensorKey, SavedTensor] = {}
@@ -149,27 +162,27 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
         if name not in folder.files:
             raise UsageError(
                 f"{name} is missing", remedy=f"pass a directory with all files of its {index}",
-                path=str(directory),
+                path=directory,
             )  # fmt: skip
         for tensor, stored in stored_state(folder.source, folder.files[name]).tensors.items():
             key = TensorKey(tensor, 0, 0)
             if key in tensors:
                 raise CorruptCheckpointError(
                     f"{tensor} is in {name} and in another file of the index",
-                    remedy="remove the files of another model", path=str(directory),
+                    remedy="remove the files of another model", path=directory,
                 )  # fmt: skip
             if exact and where and where.get(tensor) != name:
                 raise CorruptCheckpointError(
                     f"{tensor} is in {name}, but the index says {where.get(tensor)}",
-                    remedy="export it again", path=str(directory / index),
+                    remedy="export it again", path=f"{directory}/{index}",
                 )  # fmt: skip
             tensors[key] = whole_tensor((tensor,), stored)
     if exact and (lost := sorted(where.keys() - {key.name for key in tensors})):
         raise CorruptCheckpointError(
             f"the index names {lost[:8]}, but no file has them", remedy="export it again",
-            path=str(directory / index),
+            path=f"{directory}/{index}",
         )  # fmt: skip
-    return BoxTensors(str(directory), tensors, folder.source)
+    return BoxTensors(directory, tensors, folder.source)
 
 
 def weight_files(folder: Folder) -> list[ArchiveRecord]:

@@ -16,16 +16,18 @@ from smckpt.checkpoint.replaces import holds_dcp
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
 from smckpt.translate.deepspeed import open_smp_sharded, open_universal, open_zero3
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
+from smckpt.translate.names import prefix_remedy
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
 from smckpt.translate.rank_copies import refuse_equal_ranks
-from smckpt.translate.rank_files import TensorReader, open_stages
+from smckpt.translate.rank_files import TensorReader, open_folder, open_stages, weight_files
 from smckpt.translate.source_facts import (
     EP,
     PP,
@@ -35,7 +37,7 @@ from smckpt.translate.source_facts import (
     yaml_beside,
 )
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.torch_files import StoredState, keys_of, stored_state, torch_root
+from smckpt.translate.torch_files import StoredState, keys_of, places_in, stored_state, torch_root
 
 __all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
 
@@ -62,7 +64,8 @@ class RankFilesFound:
     """Files of ranks by name, tensor-parallel ranks innermost and pipeline stages outermost, the
     degrees in their names, and the name of the format. source: reads them. alone: what of a stage
     its first rank alone may hold; then the stages hold any parts of one model, by its names.
-    beside: what a file beside them says of the model."""
+    beside: what a file beside them says of the model. prefix: the model's place in each, as in
+    `stored_state`."""
 
     files: Mapping[str, ArchiveRecord]
     source: SourceFiles = field(compare=False)
@@ -72,11 +75,15 @@ class RankFilesFound:
     pp: int | None = None
     alone: re.Pattern[str] | None = None
     beside: SourceFacts | None = None
+    prefix: str | None = None
 
     @cached_property
     def states(self) -> Mapping[str, StoredState]:
         """The state in each file."""
-        return {file: stored_state(self.source, record) for file, record in self.files.items()}
+        return {
+            file: stored_state(self.source, record, self.prefix)
+            for file, record in self.files.items()
+        }
 
     @property
     def order_is_known(self) -> bool:
@@ -151,6 +158,20 @@ def _is_ours(place: Folder, source: SourceFiles) -> bool:
     return True
 
 
+def open_hub_directory(checkpoint: Any, access: Access) -> BoxTensors | None:
+    """The weights in a directory of Hugging Face's, on a disk or in a store. None: another source.
+
+    Raises:
+        UsageError, CorruptCheckpointError: a file of its index is missing or damaged.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        return None
+    place = find_source(os.fspath(checkpoint), SourceFiles(access))
+    if not isinstance(place, Folder) or any(parse_name(name) for name in place.files):
+        return None
+    return open_folder(place) if weight_files(place) else None
+
+
 def open_ranks(
     found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
     *, equal_ranks: bool = False,
@@ -164,14 +185,19 @@ def open_ranks(
     """
     reader = _reader_of(found, degrees, pp, layers, vpp, equal_ranks)
     if not reader.held:
-        keys = keys_of(found.source, next(iter(found.files.values())))
-        raise UsageError(
-            f"there is no model in the file, whose keys are {keys[:8]}",
-            remedy="save the model's state dict (model.state_dict(), not the model) alone, or "
-            "under the key model",
-            path=found.url,
-        )
+        raise _no_model(found)
     return reader
+
+
+def _no_model(found: RankFilesFound) -> UsageError:
+    record = next(iter(found.files.values()))
+    keys, places = keys_of(found.source, record), places_in(found.source, record)
+    return UsageError(
+        f"there is no model in the file, whose keys are {keys[:8]}",
+        remedy=prefix_remedy(places) if places else "save the model's state dict "
+        "(model.state_dict(), not the model) alone, or under the key model",
+        path=found.url,
+    )  # fmt: skip
 
 
 def _reader_of(

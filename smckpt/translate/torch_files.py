@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from smckpt.checkpoint.headers import read_header
 from smckpt.checkpoint.objects import refuse_inflating
-from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.errors import CorruptCheckpointError, KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
+from smckpt.translate.names import places_of_models, prefix_remedy
 from smckpt.translate.pickled import Global, Inert
 from smckpt.translate.source_facts import SourceFacts, facts_of_state
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
@@ -24,13 +26,28 @@ __all__ = [
     "is_safetensors",
     "keys_of",
     "load_inert",
+    "places_in",
     "stored_state",
     "torch_root",
 ]
 
+T = TypeVar("T")
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
 _MODELS = ("model", "state_dict", "module", "model_state_dict")
+# How files of other formats begin: their names, and what to do.
+_OTHERS = (
+    (b"GGUF", ("llama.cpp (GGUF)", "pass the model that it was converted from; or load it with "
+     "from_pretrained(gguf_file=) of transformers, and save that")),
+    (b"\x93NUMPY", ("NumPy, with one array", "save a state dict of all tensors")),
+    (b"\x89HDF", ("HDF5 (Keras, TensorFlow)", "load it with from_pretrained(from_tf=True) of "
+     "transformers 4, and save that")),
+)  # fmt: skip
+# Megatron-LM's names before Megatron-core. ChatGLM has them without the first part.
+_BEFORE_CORE = re.compile(
+    r"(?:.*\.)?language_model\.(?:encoder|transformer)\.layers\.\d+"
+    r"\.(?:self_)?attention\.query_key_value\.weight"
+)
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -100,18 +117,24 @@ class StoredState:
     facts: SourceFacts | None = None
 
 
-def stored_state(source: SourceFiles, file: ArchiveRecord) -> StoredState:
+def stored_state(
+    source: SourceFiles, file: ArchiveRecord, prefix: str | None = None
+) -> StoredState:
     """The model in a file.
+
+    Args:
+        prefix: its dotted place, from the top of what was saved, or in the model that is found
+            without it. "" for the top. None: a key that trainers use for a model, or the top.
 
     Raises:
         UsageError: it does not hold a state dict of dense tensors.
         CorruptCheckpointError: it is damaged.
     """
     if is_safetensors(source, file):
-        return StoredState(file.path, _of_safetensors(source, file))
+        return StoredState(file.path, _below(_of_safetensors(source, file), prefix, file.path))
     root = torch_root(source, file)
     out: dict[str, StoredTensor] = {}
-    for name, value in _model_of(root, file.path).items():
+    for name, value in _picked(root, prefix, file.path).items():
         if isinstance(value, StoredTensor):
             out[str(name)] = value
         elif odd := _odd_tensor(value):
@@ -125,12 +148,70 @@ def stored_state(source: SourceFiles, file: ArchiveRecord) -> StoredState:
     return StoredState(file.path, out, step, facts_of_state(root, file.path))
 
 
+def _picked(root: Any, prefix: str | None, path: str) -> Mapping[str, Any]:
+    if prefix is None:
+        found = _model_of(root, path)
+        _refuse_before_core(found, path)
+        if any(isinstance(value, StoredTensor) for value in found.values()):
+            return found
+    flat = _flat(root)
+    _refuse_before_core(flat, path)
+    if prefix is None:
+        places = [place for place in places_of_models(flat) if place]
+        return _below(flat, places[0], path) if len(places) == 1 else found
+    if not prefix or any(name.startswith(f"{prefix}.") for name in flat):
+        return _below(flat, prefix, path)
+    return _below(_flat(_model_of(root, path)), prefix, path)
+
+
+def _refuse_before_core(names: Mapping[str, Any], path: str) -> None:
+    found = next((name for name in names if _BEFORE_CORE.fullmatch(name)), None)
+    if found is not None:
+        raise UsageError(
+            f"these are Megatron-LM's names before Megatron-core (its legacy models): {found}",
+            remedy="convert it with Megatron-LM's tools/checkpoint/convert.py --model-type GPT "
+            "--loader legacy --saver core, and pass what that writes",
+            path=path,
+        )
+
+
+def _flat(root: Any, lead: str = "") -> dict[str, Any]:
+    """Tensors and other values of nested dicts, by dotted names."""
+    if not isinstance(root, Mapping):
+        return {}
+    out: dict[str, Any] = {}
+    for key, value in root.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{lead}{key}.")
+        else:
+            out[f"{lead}{key}"] = value
+    return out
+
+
+def _below(found: Mapping[str, T], prefix: str | None, path: str) -> dict[str, T]:
+    if not prefix:
+        return dict(found)
+    picked = {n[len(prefix) + 1 :]: v for n, v in found.items() if n.startswith(f"{prefix}.")}
+    if not picked:
+        raise KeysMismatchError(
+            f"no tensor's name starts with {prefix + '.'!r}", remedy=prefix_remedy(found), path=path
+        )
+    return picked
+
+
 def keys_of(source: SourceFiles, file: ArchiveRecord) -> list[str]:
     """The keys at the top of a file, for a message; [] for safetensors."""
     if is_safetensors(source, file):
         return []
     root = torch_root(source, file)
     return [str(key) for key in root] if isinstance(root, Mapping) else []
+
+
+def places_in(source: SourceFiles, file: ArchiveRecord) -> list[str]:
+    """The names of embeddings in a file, from its top."""
+    if is_safetensors(source, file):
+        return []
+    return [n for n in _flat(torch_root(source, file)) if any(places_of_models([n]))]
 
 
 def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
@@ -140,7 +221,9 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
         UsageError: it is not such a file.
         CorruptCheckpointError: it is damaged.
     """
-    if is_archive(source.read(file, 0, min(4, file.nbytes))):
+    first = source.read(file, 0, min(128, file.nbytes))
+    _refuse_other_format(first, file.path)
+    if is_archive(first[:4]):
         return open_archive(source, file).root
     found = open_legacy(source, file)
     if found is None:
@@ -150,6 +233,20 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
             path=file.path,
         )
     return found.root
+
+
+def _refuse_other_format(first: bytes, path: str) -> None:
+    """
+    Raises:
+        UsageError: the file begins as one of a format that holds weights, and is not read.
+    """
+    kinds = [what for begins, what in _OTHERS if first.startswith(begins)]
+    if is_archive(first[:4]) and b".npy" in first[30:]:
+        kinds.append(("NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"))
+    for name, remedy in kinds:
+        raise UsageError(
+            f"this is a file of {name}, which smckpt does not read", remedy=remedy, path=path
+        )
 
 
 def _of_safetensors(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:

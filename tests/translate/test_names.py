@@ -289,7 +289,8 @@ try:
     made = export_hf(
         checkpoint, out, config=config, process_group=crew, **json.loads(options)
     )
-    told = [len(begun), made.naming, made.notes]
+    notes = [note for note in made.notes if "generation_config" not in note]
+    told = [len(begun), made.naming, notes]
 except errors.KeysMismatchError as error:
     told = [len(begun), "refused", []]
 assert crew or not {"torch", "transformers"} & set(sys.modules)

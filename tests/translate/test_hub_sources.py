@@ -1,0 +1,144 @@
+"""A Hugging Face directory as a source, and what is not read, named for what it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smckpt import errors, export_hf
+from tests.support import references
+from tests.support.references import on_disk
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> tuple[Any, State]:
+    model = references.model("llama")
+    return model, on_disk(model, tmp_path_factory.mktemp("llama"))
+
+
+def loaded(directory: Path) -> State:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same(directory: Path, wanted: State) -> None:
+    found = loaded(directory)
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def directory_of(folder: Path, model: Any, state: State, kind: str) -> Path:
+    size = "100KB" if kind.startswith("sharded") else "5GB"
+    model.save_pretrained(folder, max_shard_size=size)
+    if kind.endswith("bin"):
+        for file in folder.glob("*.safetensors"):
+            name = file.name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
+            torch.save(load_file(file), folder / name)
+            file.unlink()
+        for index in folder.glob("*.index.json"):
+            body = json.loads(index.read_text())
+            body["weight_map"] = {
+                n: f.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
+                for n, f in body["weight_map"].items()
+            }
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(body))
+            index.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "bin", "sharded bin"])
+def test_a_directory_is_cast_and_sharded_anew(tmp_path, llama, kind):
+    model, state = llama
+    source = directory_of(tmp_path / "own", model, state, kind)
+    report = export_hf(source, tmp_path / "hf", max_shard_size="50KB")
+    assert report.source == "a Hugging Face directory" and len(report.files) > 3
+    assert_same(tmp_path / "hf", state)
+    export_hf(source, tmp_path / "half", dtype="bfloat16")
+    assert_same(tmp_path / "half", {n: t.bfloat16() for n, t in state.items()})
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_names_in_memory_become_released_ones(tmp_path):
+    """Experts packed, as transformers 5 has them, in a directory that somebody wrote by hand."""
+    model = references.model("mixtral")
+    state = on_disk(model, tmp_path / "released")
+    (tmp_path / "own").mkdir()
+    memory = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert memory.keys() != state.keys()
+    save_file(memory, tmp_path / "own" / "model.safetensors")
+    (tmp_path / "own" / "config.json").write_text(
+        (tmp_path / "released" / "config.json").read_text()
+    )
+    export_hf(tmp_path / "own", tmp_path / "hf")
+    assert_same(tmp_path / "hf", state)
+
+
+def test_a_missing_file_of_the_index_is_told(tmp_path, llama):
+    model, state = llama
+    source = directory_of(tmp_path / "own", model, state, "sharded")
+    next(source.glob("*.safetensors")).unlink()
+    with pytest.raises(errors.CheckpointError, match="is missing"):
+        export_hf(source, tmp_path / "hf")
+    with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
+        export_hf(source, source, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "gguf", "h5"])
+def test_other_formats_are_named(tmp_path, kind):
+    path = tmp_path / f"model.{kind}"
+    if kind == "npz":
+        with path.open("wb") as file:
+            np.savez(file, **{"w": np.zeros((3, 4))})
+    elif kind == "npy":
+        np.save(path, np.zeros((3, 4)))
+    else:
+        path.write_bytes({"gguf": b"GGUF\3\0\0\0", "h5": b"\x89HDF\r\n\x1a\n"}[kind] + bytes(64))
+    named = {"npz": r"\.npz", "npy": "NumPy", "gguf": "GGUF", "h5": "HDF5"}[kind]
+    with pytest.raises(errors.UsageError, match=named):
+        export_hf(path, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_megatrons_names_before_core_are_named(tmp_path, nested):
+    own = {"layers.0.self_attention.query_key_value.weight": torch.zeros(24, 8),
+           "layers.0.mlp.dense_h_to_4h.weight": torch.zeros(32, 8)}  # fmt: skip
+    words = {"word_embeddings": {"weight": torch.zeros(16, 8)}}
+    model: Any = {"language_model": {"embedding": words, "encoder": own}}
+    if not nested:
+        model = {f"language_model.encoder.{n}": t for n, t in own.items()}
+        model["language_model.embedding.word_embeddings.weight"] = words["word_embeddings"][
+            "weight"
+        ]
+    torch.save({"model": model, "iteration": 5}, tmp_path / "model_optim_rng.pt")
+    with pytest.raises(errors.UsageError, match="before Megatron-core"):
+        export_hf(tmp_path / "model_optim_rng.pt", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_quantized_weights_without_scales_are_named(tmp_path, llama, dtype, suffix):
+    model, state = llama
+    odd = {n: t.to(dtype) if "q_proj" in n else t for n, t in state.items()}
+    path = tmp_path / f"model.{suffix}"
+    torch.save(odd, path) if suffix == "pt" else save_file(odd, path)
+    with pytest.raises(errors.CheckpointError, match=r"q_proj.*no scales"):
+        export_hf(path, tmp_path / "hf", config=model.config)
+
+
+def test_a_value_head_is_left_out_with_a_note(tmp_path, llama):
+    """As TRL's AutoModelForCausalLMWithValueHead names it."""
+    model, state = llama
+    more = {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}
+    torch.save({**state, **more}, tmp_path / "pytorch_model.bin")
+    report = export_hf(tmp_path / "pytorch_model.bin", tmp_path / "hf", config=model.config)
+    assert any("value head" in note for note in report.notes)
+    assert set(more) <= set(report.left_out)
+    assert_same(tmp_path / "hf", state)

@@ -333,9 +333,10 @@ def leases_at(storage: Storage, names: Iterable[str] | None = None) -> list[Leas
 
 
 def sessions_at(names: Iterable[str]) -> set[str]:
-    """The sessions that wrote parts or data among these names."""
+    """The sessions that wrote parts, data or a probe among these names."""
     found = (parse_name(name) for name in names)
-    return {p.session for p in found if p is not None and p.kind in ("data", "crc", "part")}
+    kinds = ("data", "crc", "part", "probe")
+    return {p.session for p in found if p is not None and p.kind in kinds}
 
 
 def _latest_token(storage: Storage) -> int:

@@ -268,6 +268,8 @@ class _Attempts:
         if parsed.session in self.newest:
             # A session's probe has done its work once a save of that session is committed.
             return parsed.kind == "probe" or parsed.number < self.newest[parsed.session]
+        if parsed.kind == "probe" and parsed.session in self.without_lease:
+            return True  # it ended before it took a lease
         return parsed.session in self.older
 
 

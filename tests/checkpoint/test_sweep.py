@@ -201,9 +201,10 @@ def test_temporaries_of_cut_short_creations_go_with_their_session(tmp_path):
 
 def test_probes_go_once_their_session_has_committed(tmp_path):
     leases.probe(Access(), str(tmp_path), A, True)
-    leases.probe(Access(), str(tmp_path), C, True)
     group = group_of(tmp_path)
-    swept(group, group.save())
+    manifest = group.save()
+    leases.probe(Access(), str(tmp_path), C, True)  # it began after our lease
+    swept(group, manifest)
     assert f"probe-{A}.json" not in names(tmp_path) and f"probe-{C}.json" in names(tmp_path)
 
 
@@ -417,3 +418,21 @@ def test_a_newer_job_s_lead_leaves_the_lease_of_an_older_job_beside_it(tmp_path)
     done = step(tmp_path, theirs, B, newer, 0)
     assert sweep_records(Access(), str(tmp_path), [done["record"]], newer) == {"deleted": 0}  # type: ignore
     assert {lease_name(older), lease_name(newer)} <= names(tmp_path)
+
+
+def test_a_probe_of_a_save_that_was_killed_before_its_lease_goes_with_the_next_commit(
+    tmp_path: Path,
+) -> None:
+    import smckpt
+
+    def left(session: str) -> Path:
+        path = tmp_path / f"probe-{session}.json"
+        path.write_bytes(b"{}")
+        return path
+
+    dead = left("00112233aabb")
+    smckpt.save({"n": 1}, checkpoint_id=tmp_path)
+    later = left("99112233aabb")  # of a session that began after our lease
+    smckpt.save({"n": 2}, checkpoint_id=tmp_path)  # after the sweep of the save before it
+    smckpt.save({"n": 3}, checkpoint_id=tmp_path)
+    assert not dead.exists() and later.exists()

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["dict_list_map_outplace", "diff", "preload_tensors", "wrap_for_async"]
+__all__ = [
+    "debug_msg",
+    "debug_time",
+    "dict_list_map_outplace",
+    "diff",
+    "preload_tensors",
+    "wrap_for_async",
+]
+
+log = logging.getLogger("smckpt")
+
+
+@contextlib.contextmanager
+def debug_time(
+    name: str,
+    logger: logging.Logger | None = None,
+    threshold: float = float("-inf"),
+    level: int | None = None,
+) -> Iterator[None]:
+    """Log how long the block took, if that is at least `threshold` seconds.
+
+    Args:
+        level: None: a warning where there is a threshold, else for debugging.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        took = time.monotonic() - began
+        if took >= threshold:
+            default = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+            (logger or log).log(default if level is None else level, "%s took %.4fs", name, took)
+
+
+def debug_msg(msg: str) -> None:
+    log.debug("%s", msg)
 
 
 def preload_tensors(state_dict: Any, non_blocking: bool = True) -> Any:

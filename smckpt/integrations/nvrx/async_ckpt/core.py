@@ -242,8 +242,11 @@ class AsyncCallsQueue:
     def __del__(self) -> None:
         # No collective here: garbage is collected at another moment on each rank.
         if hasattr(self, "_options"):
-            for handle in self.end(None):
+            lost = self.end(None)
+            for handle in lost:
                 log.error("%s", handle.failure())
+            if lost:
+                _queues().lost += lost
 
     def end(self, timeout: float | None) -> list[SaveHandle]:
         """End without the other ranks: wait for the worker, finalize nothing.
@@ -307,6 +310,7 @@ class _Queues:
     def __init__(self) -> None:
         self.known: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
         self.warm: PersistentAsyncCaller | None = None
+        self.lost: list[SaveHandle] = []  # of queues that are gone; they make the exit status 1
 
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
         """Their own `maybe_finalize_async_calls` does that."""
@@ -317,7 +321,8 @@ class _Queues:
         if warm is not None:
             warm.close(seconds=timeout)
         deadline = time.monotonic() + timeout
-        return [
+        lost, self.lost = self.lost, []
+        return lost + [
             handle
             for queue in list(self.known)
             for handle in queue.end(max(deadline - time.monotonic(), 0.0))

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
+import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from smckpt.integrations.nvrx.worker.places import UrlFileSystem, is_url
 
-__all__ = ["TorchAsyncCheckpoint"]
+__all__ = ["TorchAsyncCheckpoint", "save_whole", "sweep_unfinished"]
+
+log = logging.getLogger("smckpt")
+
+_UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # of `save_whole`: the name, and the rank
 
 
 class _OfClassToo:
@@ -94,7 +101,7 @@ def save_whole(state_dict: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     # of this rank: several may save one path. What a killed save left is replaced by the next one
     fresh = f"{path}.{os.environ.get('RANK', '0')}.tmp"
     try:
-        with open(fresh, "wb") as file:
+        with _locked(fresh) as file:
             torch.save(state_dict, file, *args, **kwargs)
             file.flush()
             os.fsync(file.fileno())
@@ -108,6 +115,39 @@ def save_whole(state_dict: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def sweep_unfinished(directory: str | os.PathLike[str], names: re.Pattern[str]) -> None:
+    """Delete what killed calls of `save_whole` have left of files with these names. A file that a
+    living process writes is locked, and stays."""
+    try:
+        found = [entry.path for entry in os.scandir(directory) if _is_unfinished(entry, names)]
+    except OSError:
+        return  # not there, or not readable: what follows says so
+    for path in found:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            log.info("removed %s, which a killed save has left", path)
+
+
+def _is_unfinished(entry: os.DirEntry[str], names: re.Pattern[str]) -> bool:
+    found = _UNFINISHED.fullmatch(entry.name)
+    return found is not None and names.fullmatch(found[1]) is not None
+
+
+def _locked(path: str) -> BinaryIO:
+    """A new file that this process has locked, so that no sweep takes it for a killed save's."""
+    while True:
+        file = open(path, "wb")  # noqa: SIM115 - the caller closes it
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return file  # no locks on this file system: nor does a sweep get one
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()  # a sweep was faster
 
 
 @cache

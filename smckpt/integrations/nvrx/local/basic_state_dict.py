@@ -10,7 +10,12 @@ import torch
 from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.utils import dict_list_map_outplace
 
-__all__ = ["BasicTensorAwareStateDict", "TensorPlaceholder", "nested_values"]
+__all__ = [
+    "BasicTensorAwareStateDict",
+    "TensorPlaceholder",
+    "dict_list_map_inplace",
+    "nested_values",
+]
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
@@ -20,6 +25,18 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
             yield from nested_values(value)
         else:
             yield value
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """`f` of each value in nested dicts and lists, which it replaces there."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            x[key] = dict_list_map_inplace(f, value)
+        return x
+    if isinstance(x, list):
+        x[:] = [dict_list_map_inplace(f, value) for value in x]
+        return x
+    return f(x)
 
 
 class TensorPlaceholder:

@@ -13,13 +13,18 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, WorkerError
-from smckpt.integrations.nvrx.worker.served import CallEnded, CallFailed, Run, serve
+from smckpt.integrations.nvrx.worker.served import CallEnded, CallFailed, Ready, Run, serve
 from smckpt.integrations.nvrx.worker.snapshot import ResultsQueue, SnapshotPlace, taken
 from smckpt.staging.arena import Arena
 
 __all__ = ["Call", "WorkerOptions", "WorkerProcess"]
 
 log = logging.getLogger("smckpt")
+
+_GUARD = (
+    'put the start of the script under `if __name__ == "__main__":`, because the worker imports '
+    "the script for its functions; the worker's traceback, further up, says what failed"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class _Alive:
     """A started process: its pipe, the pipe that says an end is wanted, and a pidfd of it.
 
     arenas: by number. free: those that no call uses. known, gone: those that the process has, and
-    those that it should forget.
+    those that it should forget. ready: whether it has imported the script and serves requests.
     """
 
     process: Any
@@ -73,6 +78,7 @@ class _Alive:
     known: set[int] = field(default_factory=set)
     gone: list[int] = field(default_factory=list)
     made: int = 0
+    ready: bool = False
 
     def watched(self) -> list[Any]:
         return [self.messages, self.process.sentinel if self.pidfd is None else self.pidfd]
@@ -176,6 +182,9 @@ class WorkerProcess:
             if abort:
                 self._kill(alive)
                 return
+            if not self._calls and not alive.ready:
+                self._kill(alive)  # it may need a minute to import what it will not use
+                return
             try:
                 alive.messages.send(None)
                 deadline = None if seconds is None else time.monotonic() + seconds
@@ -215,6 +224,10 @@ class WorkerProcess:
                 f"the worker could not be started: {error}",
                 remedy="check the limits on processes and memory (ulimit -u, the cgroup)",
             ) from error
+        except RuntimeError as error:  # multiprocessing's: this is a worker that imports the script
+            ours.close()
+            stop.close()
+            raise UsageError("the script saves while a worker imports it", remedy=_GUARD) from error
         finally:
             theirs.close()
             stopped.close()
@@ -235,6 +248,9 @@ class WorkerProcess:
             answer = None
         if answer is None:
             self._lost()
+            return True
+        if isinstance(answer, Ready):
+            alive.ready = True
             return True
         call = self._calls.pop(answer.number)
         alive.free.append(call.arena)
@@ -276,15 +292,18 @@ class WorkerProcess:
             os.close(alive.pidfd)
         for arena in alive.arenas.values():
             arena.close()
+        again = "save again: the next save starts a new worker"
+        if asked:
+            what, remedy = "the worker was ended before it had written this save", again
+        elif not alive.ready and code is not None and code >= 0:
+            what, remedy = f"the worker could not import the script (exit status {code})", _GUARD
+        else:
+            at = "while it wrote this save" if alive.ready else "before it was ready"
+            what = f"the worker died {at} (exit status {code})"
+            remedy = again + ("; the kernel may have killed it for memory" if code == -9 else "")
         for call in self._calls.values():
             call.ended = True
-            call.error = WorkerError(
-                "the worker was ended before it had written this save"
-                if asked
-                else f"the worker died while it wrote this save (exit status {code})",
-                remedy="save again: the next save starts a new worker"
-                + ("" if asked or code != -9 else "; the kernel may have killed it for memory"),
-            )
+            call.error = WorkerError(what, remedy=remedy)
         self._calls.clear()
 
 

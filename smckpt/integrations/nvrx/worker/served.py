@@ -23,7 +23,7 @@ from typing import Any
 from smckpt.integrations.nvrx.worker.snapshot import SnapshotPlace, restored
 from smckpt.storage.linux import lower_priority
 
-__all__ = ["CallEnded", "CallFailed", "Run", "serve"]
+__all__ = ["CallEnded", "CallFailed", "Ready", "Run", "serve"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Run:
     place: SnapshotPlace
     size: int | None
     gone: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the worker, once: it has imported the trainer's script, and takes requests."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def serve(
     lower_priority(niceness, io_class)
     arenas: dict[int, mmap.mmap] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
+        messages.send(Ready())
         while (told := messages.recv()) is not None:
             for number in told.gone:
                 del arenas[number]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
+from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
     BaseCheckpointManager,
@@ -26,6 +26,7 @@ __all__ = ["LocalCheckpointManager"]
 log = logging.getLogger("smckpt")
 
 _DIGITS = 7
+_NAME = re.compile(r"iter_(\d+)_(\d+)_local\.pt")
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
@@ -50,6 +51,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return Path(self.root_local_ckpt_dir) / self.session_id / str(self.rank)
 
     def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        sweep_unfinished(self.local_ckpt_dir, _NAME)
         try:
             names = sorted(self.local_ckpt_dir.iterdir())
         except FileNotFoundError:
@@ -58,7 +60,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             log.warning("%s cannot be read: %s", self.local_ckpt_dir, error)
             return
         for path in names:
-            if named := re.fullmatch(r"iter_(\d+)_(\d+)_local\.pt", path.name):
+            if named := _NAME.fullmatch(path.name):
                 yield int(named[1]), int(named[2]), self.session_id
 
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
@@ -98,6 +100,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
 def _write(directory: Path, states: dict[CkptID, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    sweep_unfinished(directory, _NAME)  # before this save needs the room
     for (iteration, rank, _), state in states.items():
         save_whole(state, directory / _name(iteration, rank))
 

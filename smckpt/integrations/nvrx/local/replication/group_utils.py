@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from smckpt.errors import UsageError
 from smckpt.meeting.group import get_global_ranks
 
-__all__ = ["ExchangePlan", "ExchangePlanEntry", "GroupWrapper", "parse_group_sequence"]
+__all__ = [
+    "ExchangePlan",
+    "ExchangePlanEntry",
+    "GroupWrapper",
+    "ProcessGroupLike",
+    "batched",
+    "parse_group_sequence",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,19 @@ class ExchangePlan:
         """What a rank has to send, this one by default."""
         rank = dist.get_rank() if rank is None else rank
         return {entry.id_ for entry in self._entries if entry.sender == rank}
+
+
+def batched(iterable: Iterable[Any], n: int) -> Iterator[tuple[Any, ...]]:
+    """Tuples of `n` items; the last one may be shorter.
+
+    Raises:
+        ValueError: n is below 1.
+    """
+    if n < 1:
+        raise ValueError("n must be at least one")
+    items = iter(iterable)
+    while some := tuple(islice(items, n)):
+        yield some
 
 
 def parse_group_sequence(
@@ -159,3 +180,6 @@ class GroupWrapper:
     def _device(self) -> Any:
         known = dist.Backend.backend_capability.get(dist.get_backend(self.group), [])
         return "cpu" if "cpu" in known else torch.accelerator.current_accelerator()
+
+
+ProcessGroupLike = GroupWrapper | dist.ProcessGroup

@@ -16,10 +16,12 @@ from urllib.parse import unquote
 from smckpt.errors import UsageError
 
 __all__ = [
+    "Below",
     "bucket_url",
     "build_s3_url",
     "common_parent",
     "file_url",
+    "is_below",
     "is_local",
     "is_s3_url",
     "join_url",
@@ -34,6 +36,22 @@ __all__ = [
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # A URL after pathlib, os.path.normpath or os.path.abspath: one slash is lost.
 _SLASH_LOST = re.compile(r"(?:^|/)((?:s3a?|gs|gcs|az|abfss?|hdfs|msc|https?|file):)/(?!/)")
+
+
+class Below(str):
+    """A path or URL below the one that the user named. What `access_to` opens for it is not reached
+    through a symbolic link from there on.
+
+    Args:
+        named: what the user named.
+    """
+
+    named: str
+
+    def __new__(cls, url: str, named: str) -> Below:
+        made = super().__new__(cls, url)
+        made.named = named
+        return made
 
 
 def scheme_of(url: str) -> str:
@@ -222,6 +240,11 @@ def join_url(base: str, rel: str) -> str:
             path=start,
         )
     return posixpath.join(start, rest)
+
+
+def is_below(url: str, above: str) -> bool:
+    """Whether a location is another one or below it; both in their normal spelling."""
+    return url == above or url.startswith(above.rstrip("/") + "/")
 
 
 def file_url(directory: str, name: str) -> str:

@@ -74,7 +74,7 @@ def _copy(output: Output, origin: Path, paths: Sequence[Path]) -> None:
     """Write a tokenizer's files. Those of an older one leave: its chat template, for example, would
     be read with the new one."""
     if any(is_of_tokenizer(path.name) for path in paths):
-        templates = output.storage.at(f"{output.url.rstrip('/')}/{TEMPLATES}")
+        templates = output.at(TEMPLATES)
         templates.delete_many(templates.names())
         output.storage.delete_many([*filter(is_of_tokenizer, output.storage.names())])
     for path in paths:
@@ -133,7 +133,7 @@ def _copied(storage: Storage, folder: Path) -> Path:
     for file in storage.list():
         if is_beside_config(file.name):
             (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))
-    templates = storage.at(f"{storage.url.rstrip('/')}/{TEMPLATES}")
+    templates = storage.join(TEMPLATES)
     for file in templates.list():
         (folder / TEMPLATES).mkdir(exist_ok=True)
         (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))

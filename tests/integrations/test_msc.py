@@ -31,7 +31,7 @@ from smckpt.integrations.lightning import S3CheckpointIO, SmckptCheckpointIO, Sm
 from smckpt.integrations.transformers import SmckptTrainer as HuggingFaceTrainer
 from smckpt.run import provide
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.base import refuse_save
+from smckpt.storage.preflight import refuse_save
 from tests.support import child
 from tests.support.interpreters import torchtitan, torchtune
 from tests.support.limits import seconds

@@ -22,7 +22,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import FileInfo, Storage, open_storage
-from smckpt.storage.base import refuse_save
+from smckpt.storage.preflight import refuse_save
 
 KINDS = ("memory", "local", "msc")
 

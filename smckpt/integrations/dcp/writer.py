@@ -47,8 +47,8 @@ from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
 from smckpt.staging.copies import stage
 from smckpt.storage import open_storage, own_access
-from smckpt.storage.base import refuse_save
 from smckpt.storage.budget import Share
+from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import bucket_url, normal_url
 
 __all__ = ["DistributedFileSystemWriter"]

@@ -23,6 +23,7 @@ __all__ = [
     "file_url",
     "is_below",
     "is_local",
+    "is_plain_name",
     "is_s3_url",
     "join_url",
     "local_path",
@@ -240,6 +241,14 @@ def join_url(base: str, rel: str) -> str:
             path=start,
         )
     return posixpath.join(start, rest)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name from a file is the name of something directly in a directory: it leads neither
+    out of it nor down."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return {"/", "\\", "\0"}.isdisjoint(name)
 
 
 def is_below(url: str, above: str) -> bool:

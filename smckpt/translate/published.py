@@ -19,7 +19,7 @@ from smckpt.checkpoint.format import SENSELESS
 from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url
+from smckpt.storage.urls import file_url, is_plain_name
 
 __all__ = [
     "FILES",
@@ -47,7 +47,6 @@ RECORD = ".smckpt_publish.json"  # in an applied directory: of which publish it 
 _MAX_MANIFEST = 1 << 28  # bytes
 _NUMBER = re.compile(r"\d{8,12}", re.ASCII)
 MAX_NUMBER = 10**12 - 1
-_NAME = re.compile(r"[^/\\\0]+")
 
 
 @dataclass(frozen=True)
@@ -267,9 +266,9 @@ def _parsed_file(data: Any) -> PublishedFile:
 
 def plain_name(name: Any) -> str:
     """A name that stays in its directory."""
-    if not isinstance(name, str) or name in (".", "..") or not _NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise ValueError(f"{name!r} is not the name of a file")
-    return name
+    return str(name)
 
 
 def _count(value: Any) -> int:

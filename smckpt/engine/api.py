@@ -22,7 +22,7 @@ from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, access_to
 from smckpt.storage.budget import Share
 from smckpt.storage.preflight import refuse_save
-from smckpt.storage.urls import normal_url
+from smckpt.storage.urls import Below, normal_url
 
 __all__ = [
     "LoadEvent",
@@ -458,7 +458,7 @@ def _url(path: Any, argument: str) -> str:
             f"{argument} is {path!r}, which is a {type(path).__name__} and not a path",
             remedy="pass a path or an s3:// URL, as text or as an os.PathLike",
         )
-    return normal_url(text)
+    return Below(normal_url(text), text.named) if isinstance(text, Below) else normal_url(text)
 
 
 def _wait_for_own(directory: str) -> None:

@@ -26,7 +26,7 @@ from smckpt.errors import (
 )
 from smckpt.manager.pins import pinned
 from smckpt.storage import Access, Storage, access_to
-from smckpt.storage.urls import file_url, is_local, join_url, normal_url, relative_url
+from smckpt.storage.urls import Below, file_url, is_local, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
 
@@ -67,8 +67,8 @@ def follow(
     Args:
         root: the root of a run, on disk or in S3.
         out: the directory above those to write, on disk or in S3.
-        export: called with a pinned checkpoint and the directory to write. It replaces what is
-            there.
+        export: called with a pinned checkpoint and the directory to write, a `Below` of `out`. It
+            replaces what is there.
         every: export the steps that this number divides.
         until: end once this step or a later one is committed, and nothing is left to export.
         once: end when nothing is left to export.
@@ -112,7 +112,7 @@ def follow(
             if step % every or (found.path, found.identity) in tried:
                 continue
             tried.add((found.path, found.identity))  # a copy has the identity too
-            directory = join_url(there, relative_url(found.path, base))
+            directory = Below(join_url(there, relative_url(found.path, base)), there)
             done = _follow_one(found, directory, export, access, options)
             if done is not None:
                 yield done

@@ -41,7 +41,7 @@ from smckpt.meeting.group import group_of
 from smckpt.meeting.membership import Membership
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import access_to
-from smckpt.storage.urls import normal_url
+from smckpt.storage.urls import Below, normal_url
 from smckpt.topology import ParallelState
 
 __all__ = ["CheckpointManager"]
@@ -214,7 +214,7 @@ class CheckpointManager:
             self._prepare(live, group)
         handle = async_save(
             live,  # type: ignore[arg-type]
-            checkpoint_id=group.directory(self._directory(place)),
+            checkpoint_id=Below(group.directory(self._directory(place)), self.root),
             process_group=group.process_group,
             queue=QUEUE,
             step=step if type(step) is int else None,

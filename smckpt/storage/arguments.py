@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from smckpt.errors import UsageError
 from smckpt.storage.base import Access, Storage
 from smckpt.storage.s3.config import s3_options
-from smckpt.storage.urls import is_s3_url
+from smckpt.storage.urls import Below, is_s3_url, normal_url
 
 __all__ = ["access_to", "open_storage", "own_access"]
 
@@ -22,7 +23,7 @@ def access_to(
     """Make the access through which a public call reaches the places that it names.
 
     Args:
-        urls: the places that the call names.
+        urls: the places that the call names. Of a `Below` the user named only what is above it.
         s3_region, s3client_config: the call's arguments of these names; they concern places in S3.
         own: the access of a reader or writer that was passed to the call; it may have options too.
 
@@ -32,6 +33,8 @@ def access_to(
     """
     places = [os.fspath(url) for url in urls]
     place = next(filter(is_s3_url, places), places[0] if places else "")
+    above = [url.named if isinstance(url, Below) else url for url in places]
+    named = tuple(normal_url(url) for url in above if url)
     if own is not None and own.options:
         if s3_region is not None or s3client_config is not None:
             raise UsageError(
@@ -39,9 +42,9 @@ def access_to(
                 remedy="give them to one of the two",
                 path=place,
             )
-        return own
+        return replace(own, named=named)
     config = s3_options(place, s3_region, s3client_config)
-    return Access({} if config is None else {"s3": config.to_json()})
+    return Access({} if config is None else {"s3": config.to_json()}, named=named)
 
 
 def own_access(url: str | os.PathLike[str], s3_region: str | None, s3client_config: Any) -> Access:

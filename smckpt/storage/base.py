@@ -97,10 +97,13 @@ class Access:
     options: scheme → the JSON fields that stores of this scheme understand. A store whose scheme
         has no fields takes its options from the environment.
     share: this process's part of the requests per second that a store answers to the whole job.
+    named: the URLs that the user named. What is opened below one of them is not reached through a
+        symbolic link.
     """
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
+    named: tuple[str, ...] = ()
 
     def open(self, url: str | os.PathLike[str]) -> Storage:
         """Open the store at `url`: a path, or scheme://…. This sends no request.
@@ -135,13 +138,14 @@ class Access:
             "stores": dict(_STORES.registered),
             "options": {scheme: dict(fields) for scheme, fields in self.options.items()},
             "share": dataclasses.asdict(self.share),
+            "named": list(self.named),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Access:
         for scheme, factory in data["stores"].items():
             register_store(scheme, factory)
-        return cls(data["options"], Share(**data["share"]))
+        return cls(data["options"], Share(**data["share"]), tuple(data["named"]))
 
 
 class Storage(ABC):
@@ -343,13 +347,30 @@ class Storage(ABC):
     def remove_directory(self) -> None:  # noqa: B027
         """Remove this directory if it is empty. An object store has no directories."""
 
+    def rename(self, name: str, new: str) -> None:
+        """Give a finished file another name, durably; a file that has it is replaced. Only file
+        systems can (`is_file_system`).
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        raise UsageError(
+            f"this store cannot rename {name}", remedy="write the file under its name",
+            path=self.url,
+        )  # fmt: skip
+
     def refuse_links(self) -> None:  # noqa: B027
-        """Check that no symbolic link is on the path from the directory on which `join` was first
-        called. All verbs that write or delete check this.
+        """Check now that no symbolic link is on the path from the directory that the user named.
+        All verbs that write or delete hold this for themselves, at the moment of their call.
 
         Raises:
             UsageError: there is such a link.
         """
+
+    def without_links(self) -> Storage:
+        """This directory as a store whose reads follow no symbolic link below what the user named
+        either. It lists no links."""
+        return self
 
     def join(self, name: str) -> Storage:
         """The sub-directory `name`. It need not exist yet. "a/b" goes two levels down."""

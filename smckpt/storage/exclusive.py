@@ -13,6 +13,7 @@ import os
 import time
 
 from smckpt.errors import StorageError
+from smckpt.storage.directory import Directory
 from smckpt.storage.linux import rename_exclusive
 
 __all__ = ["GUARD_SUFFIX", "publish"]
@@ -22,8 +23,9 @@ _NO_LINK = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EM
 _GUARD_WAIT = 5.0  # seconds; a holder needs one rename
 
 
-def publish(temporary: str, final: str) -> bool:
-    """Move the durable file `temporary` to `final`, unless `final` exists.
+def publish(directory: Directory, temporary: str, final: str) -> bool:
+    """Move the durable file `temporary` to `final`, unless `final` exists. Both are names in a
+    directory.
 
     Returns:
         True: `final` is now this file, and `temporary` may or may not remain. False: `final`
@@ -33,19 +35,21 @@ def publish(temporary: str, final: str) -> bool:
         StorageError: another process holds the guard, or died and left it.
         OSError: the file system refused.
     """
-    linked = _link(temporary, final)
+    linked = _link(directory, temporary, final)
     if linked is None:
-        linked = rename_exclusive(temporary, final)
-    return _rename_guarded(temporary, final) if linked is None else linked
+        linked = rename_exclusive(directory.fd, temporary, final)
+    return _rename_guarded(directory, temporary, final) if linked is None else linked
 
 
-def _link(temporary: str, final: str) -> bool | None:
+def _link(directory: Directory, temporary: str, final: str) -> bool | None:
     """True or False as `publish`; None if there are no hard links."""
+    fd = directory.fd
     try:
-        os.link(temporary, final)
+        os.link(temporary, final, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
     except FileExistsError:
         # NFS may repeat a request whose answer was lost. Then the existing name is our own.
-        return os.path.samefile(temporary, final)
+        mine, theirs = directory.status(temporary), directory.status(final)
+        return mine is not None and theirs is not None and os.path.samestat(mine, theirs)
     except OSError as error:
         if error.errno in _NO_LINK:
             return None
@@ -53,32 +57,31 @@ def _link(temporary: str, final: str) -> bool | None:
     return True
 
 
-def _rename_guarded(temporary: str, final: str) -> bool:
-    directory, name = os.path.split(final)
-    guard = os.path.join(directory, f".{name}{GUARD_SUFFIX}")
+def _rename_guarded(directory: Directory, temporary: str, final: str) -> bool:
+    guard = f".{final}{GUARD_SUFFIX}"
     deadline = time.monotonic() + _GUARD_WAIT
-    while not os.path.lexists(final):
+    while directory.status(final) is None:
         try:
-            os.close(os.open(guard, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            os.close(directory.create(guard))
         except FileExistsError:
             if time.monotonic() > deadline:
-                raise _stuck(guard, final) from None
+                raise _stuck(directory, guard, final) from None
             time.sleep(0.02)  # such mounts have no event to wait for
             continue
         try:
-            if os.path.lexists(final):
+            if directory.status(final) is not None:
                 return False
-            os.rename(temporary, final)
+            directory.rename(temporary, final)
         finally:
-            os.unlink(guard)
+            directory.remove(guard)
         return True
     return False
 
 
-def _stuck(guard: str, final: str) -> StorageError:
+def _stuck(directory: Directory, guard: str, final: str) -> StorageError:
     return StorageError(
         "another process is creating this file, or died while it created it (this mount has "
         "neither hard links nor exclusive renames, so a guard file replaces them)",
-        remedy=f"if no other job writes here, delete {guard}",
-        path=final,
+        remedy=f"if no other job writes here, delete {os.path.join(directory.path, guard)}",
+        path=os.path.join(directory.path, final),
     )

@@ -10,11 +10,12 @@ import os
 import platform
 import sys
 
-__all__ = ["fallocate", "lower_priority", "rename_exclusive"]
+__all__ = ["fallocate", "lower_priority", "open_beneath", "rename_exclusive"]
 
-_AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # the number of the system call
+_OPENAT2 = {"x86_64": 437, "aarch64": 437}  # the number of the system call
+_NO_LINKS_BENEATH = 0x04 | 0x08  # RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH of linux/openat2.h
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _ONE_PROCESS, _CLASS_SHIFT = 1, 13  # linux/ioprio.h
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 
@@ -46,8 +47,29 @@ def fallocate(fd: int, size: int) -> bool:
     return True
 
 
-def rename_exclusive(source: str, target: str) -> bool | None:
-    """Rename unless `target` exists, in one step (renameat2 with RENAME_NOREPLACE).
+def open_beneath(fd: int, path: str, flags: int) -> int | None:
+    """Open a path below a directory in one call, while no part of it is a link (openat2, Linux
+    5.6).
+
+    Returns:
+        the descriptor. None: this system cannot, or the call failed. To open one name after the
+        other tells why.
+    """
+    number = _OPENAT2.get(platform.machine())
+    if number is None or not sys.platform.startswith("linux"):
+        return None
+    how = (ctypes.c_uint64 * 3)(flags, 0, _NO_LINKS_BENEATH)  # flags, mode, resolve
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    text = ctypes.c_char_p(os.fsencode(path))
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    found: int = call(ctypes.c_long(number), ctypes.c_int(fd), text, ctypes.byref(how), size)
+    return found if found >= 0 else None
+
+
+def rename_exclusive(fd: int, source: str, target: str) -> bool | None:
+    """Rename in the directory `fd`, unless `target` exists, in one step (renameat2 with
+    RENAME_NOREPLACE).
 
     Returns:
         True: renamed. False: `target` exists. None: the file system or kernel has no such call.
@@ -64,7 +86,7 @@ def rename_exclusive(source: str, target: str) -> bool | None:
         ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint,
     )  # fmt: skip
     old, new = os.fsencode(source), os.fsencode(target)
-    if call(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+    if call(fd, old, fd, new, _RENAME_NOREPLACE) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EEXIST:

@@ -7,28 +7,43 @@ import os
 import threading
 from collections.abc import Callable
 
-from smckpt.errors import StorageError
+from smckpt.errors import CheckpointError, StorageError
 from smckpt.storage.base import BLOCK, FileWriter, refuse_incomplete, refuse_outside
+from smckpt.storage.directory import Directory
 from smckpt.storage.faults import storage_error
 from smckpt.storage.linux import fallocate
 
-__all__ = ["PosixWriter", "sync_directory", "unlink", "write_all"]
+__all__ = ["PosixWriter", "write_all"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-# The errors of fsync on a directory where the file system cannot do it (CIFS, some FUSE).
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class PosixWriter(FileWriter):
     """One new file.
 
-    begun: its path until it is finished. path: its path after that. done: called when it is
-        finished.
+    Args:
+        directory: where it is; the writer closes it.
+        begun: its name until it is finished. name: its name after that.
+        fd: the new file.
+        again: opens the directory once more.
+        done: called when the file has its name.
     """
 
-    def __init__(self, begun: str, path: str, size: int, fd: int, done: Callable[[], None]) -> None:
-        self._at = begun
-        self._path = path
+    def __init__(
+        self,
+        directory: Directory,
+        begun: str,
+        name: str,
+        size: int,
+        fd: int,
+        again: Callable[[], Directory],
+        done: Callable[[], None],
+    ) -> None:
+        self._directory = directory
+        self._begun = begun
+        self._name = name
+        self._path = os.path.join(directory.path, name)
+        self._again = again
         self._done = done
         self._size = size
         self._lock = threading.Lock()
@@ -38,12 +53,15 @@ class PosixWriter(FileWriter):
         try:
             fallocate(fd, size)
             self._direct = self._open_direct()
+        except CheckpointError:
+            self.abort()
+            raise
         except FileNotFoundError as error:
             self.abort()
             raise self._taken_over() from error
         except OSError as error:
             self.abort()
-            raise storage_error(error, path, f"reserve {size:,} bytes") from error
+            raise storage_error(error, self._path, f"reserve {size:,} bytes") from error
 
     @property
     def direct(self) -> bool:
@@ -65,11 +83,12 @@ class PosixWriter(FileWriter):
         try:
             os.fsync(self._fds[0])
             self._close()
-            if self._at != self._path:
-                os.replace(self._at, self._path)
-                self._at = self._path
+            if self._begun != self._name:
+                self._directory.rename(self._begun, self._name)
+                self._begun = self._name
                 self._done()
-            sync_directory(os.path.dirname(self._path))
+            self._directory.sync()
+            self._directory.close()  # an export keeps its writers
         except FileNotFoundError as error:
             raise self._taken_over() from error
         except OSError as error:
@@ -78,7 +97,13 @@ class PosixWriter(FileWriter):
     def abort(self) -> None:
         try:
             self._close()
-            unlink(self._at)
+            if self._directory.fd >= 0:
+                self._directory.remove(self._begun)
+            else:
+                with self._again() as directory:
+                    directory.remove(self._begun)
+        except FileNotFoundError:
+            return  # the directory is gone
         except OSError as error:
             raise storage_error(error, self._path, "remove the unfinished file") from error
 
@@ -99,13 +124,18 @@ class PosixWriter(FileWriter):
     def _open_direct(self) -> int | None:
         if not _DIRECT or self._size < BLOCK:
             return None
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _DIRECT
         try:
-            fd = os.open(self._at, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+            fd = os.open(self._begun, flags, dir_fd=self._directory.fd)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # tmpfs before 6.6, some FUSE
                 return None
+            if error.errno == errno.ELOOP:
+                raise self._taken_over() from error
             raise
         self._fds.append(fd)
+        if not os.path.samestat(os.fstat(fd), os.fstat(self._fds[0])):
+            raise self._taken_over()
         return fd
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
@@ -142,21 +172,3 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
-
-
-def unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return  # nothing to remove
-
-
-def sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
-    finally:
-        os.close(fd)

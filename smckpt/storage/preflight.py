@@ -16,6 +16,36 @@ __all__ = ["refuse_save", "try_out"]
 Result = TypeVar("Result")
 
 
+def refuse_save(storage: Storage, writers: int, *, by_worker: bool = True) -> None:
+    """Refuse a save that cannot become a checkpoint in this store.
+
+    Args:
+        writers: ranks of the job.
+        by_worker: whether a worker process writes for each of them.
+
+    Raises:
+        UsageError: several processes would write, and the store cannot create exclusively, or
+            does not show a process what another one wrote.
+    """
+    scheme = scheme_of(storage.url)
+    if storage.one_process and (by_worker or writers > 1):
+        raise UsageError(
+            f"{scheme}:// keeps files in the process that wrote them, but a worker process "
+            "writes the save",
+            remedy="save to a file system (/dev/shm is one in memory) or an object store; "
+            "exports, imports and copies in one process may go here",
+            path=storage.url,
+        )
+    if writers > 1 and not storage.exclusive:
+        raise UsageError(
+            f"{scheme}:// has no exclusive create, so {writers} ranks, or an older attempt, "
+            "could overwrite each other's commits",
+            remedy="save to a file system or to s3://, and copy from there with `smckpt cp`; "
+            "one rank alone may save here",
+            path=storage.url,
+        )
+
+
 def try_out(store: Storage, name: str, delete: Callable[[str], Result]) -> Result:
     """Write, write again under the same name, read, list and delete one small file.
 
@@ -67,33 +97,3 @@ def _not_kept(path: str, what: str) -> StorageError:
         remedy="use a store in which all clients see a new file at once",
         path=path,
     )
-
-
-def refuse_save(storage: Storage, writers: int, *, by_worker: bool = True) -> None:
-    """Refuse a save that cannot become a checkpoint in this store.
-
-    Args:
-        writers: ranks of the job.
-        by_worker: whether a worker process writes for each of them.
-
-    Raises:
-        UsageError: several processes would write, and the store cannot create exclusively, or
-            does not show a process what another one wrote.
-    """
-    scheme = scheme_of(storage.url)
-    if storage.one_process and (by_worker or writers > 1):
-        raise UsageError(
-            f"{scheme}:// keeps files in the process that wrote them, but a worker process "
-            "writes the save",
-            remedy="save to a file system (/dev/shm is one in memory) or an object store; "
-            "exports, imports and copies in one process may go here",
-            path=storage.url,
-        )
-    if writers > 1 and not storage.exclusive:
-        raise UsageError(
-            f"{scheme}:// has no exclusive create, so {writers} ranks, or an older attempt, "
-            "could overwrite each other's commits",
-            remedy="save to a file system or to s3://, and copy from there with `smckpt cp`; "
-            "one rank alone may save here",
-            path=storage.url,
-        )

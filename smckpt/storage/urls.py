@@ -16,11 +16,14 @@ from urllib.parse import unquote
 from smckpt.errors import UsageError
 
 __all__ = [
+    "Below",
     "bucket_url",
     "build_s3_url",
     "common_parent",
     "file_url",
+    "is_below",
     "is_local",
+    "is_plain_name",
     "is_s3_url",
     "join_url",
     "local_path",
@@ -34,6 +37,22 @@ __all__ = [
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # A URL after pathlib, os.path.normpath or os.path.abspath: one slash is lost.
 _SLASH_LOST = re.compile(r"(?:^|/)((?:s3a?|gs|gcs|az|abfss?|hdfs|msc|https?|file):)/(?!/)")
+
+
+class Below(str):
+    """A path or URL below the one that the user named. What `access_to` opens for it is not reached
+    through a symbolic link from there on.
+
+    Args:
+        named: what the user named.
+    """
+
+    named: str
+
+    def __new__(cls, url: str, named: str) -> Below:
+        made = super().__new__(cls, url)
+        made.named = named
+        return made
 
 
 def scheme_of(url: str) -> str:
@@ -222,6 +241,19 @@ def join_url(base: str, rel: str) -> str:
             path=start,
         )
     return posixpath.join(start, rest)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name from a file is the name of something directly in a directory: it leads neither
+    out of it nor down."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return {"/", "\\", "\0"}.isdisjoint(name)
+
+
+def is_below(url: str, above: str) -> bool:
+    """Whether a location is another one or below it; both in their normal spelling."""
+    return url == above or url.startswith(above.rstrip("/") + "/")
 
 
 def file_url(directory: str, name: str) -> str:

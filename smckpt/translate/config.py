@@ -14,6 +14,7 @@ from typing import Any
 
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
+from smckpt.storage.urls import is_plain_name
 from smckpt.translate.families import find_family
 from smckpt.translate.rope import agree, complete_rope
 
@@ -230,7 +231,8 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 def code_files(directory: Path) -> list[Path]:
     """The Python files in `directory` that an `auto_map` there names, and those that they import
-    from beside them. `trust_remote_code=True` runs them; an export copies them as they are."""
+    from beside them. `trust_remote_code=True` runs them; an export copies them as they are. A name
+    that leads out of `directory` is none of them."""
     return _with_imported(
         directory, [name for file in _WITH_CODE for name in _modules_of(directory / file)]
     )
@@ -242,7 +244,7 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
     while wanted:
         name = wanted.pop()
         path = directory / f"{name}.py"
-        if name in found or not path.is_file():
+        if name in found or not is_plain_name(name) or not _is_file(path):
             continue
         found[name] = path
         if path.stat().st_size > _MOST_CODE:
@@ -250,6 +252,13 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
         text = path.read_text(errors="replace")
         wanted += [a or b for a, b in _IMPORTED.findall(text)]
     return [found[name] for name in sorted(found)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is too long
+        return False
 
 
 def _modules_of(file: Path) -> list[str]:

@@ -10,12 +10,12 @@ import fnmatch
 import io
 import os
 import secrets
-import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, BinaryIO, NoReturn, TypeAlias
 
 from smckpt.calls import alone
 from smckpt.checkpoint.catalogue import Catalogue
@@ -30,9 +30,9 @@ from smckpt.layout.entries import Path, dotted
 from smckpt.layout.leaves import flattened
 from smckpt.layout.strided import Box
 from smckpt.storage import Access, access_to
+from smckpt.storage.directory import Directory
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import storage_error
-from smckpt.storage.posix_write import sync_directory
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
 
@@ -201,7 +201,7 @@ class _Work:
         with _Beside(target, directory=to == "dcp") as place:
             state = self._state(tensors, values, read, to)
             if to == "dcp":
-                changed = _to_dcp(place, tensors, state, read)
+                changed = _to_dcp(place.path(), tensors, state, read)
             else:
                 _to_file(place, tensors, state, read)
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -294,7 +294,7 @@ def _in_memory(tensor: WholeTensor, read: _Read, array: bool) -> Any:
 
 
 def _to_file(
-    place: str, tensors: Sequence[WholeTensor], state: dict[str, Any], read: _Read
+    place: _Beside, tensors: Sequence[WholeTensor], state: dict[str, Any], read: _Read
 ) -> None:
     from smckpt.translate.torch_write import Placeholder, write_archive
 
@@ -308,7 +308,7 @@ def _to_file(
             read(tensor, box, memory)
             yield memory
 
-    with open(place, "xb") as file:
+    with place.file() as file:
         write_archive(file, state, {n: pieces(tensors[n]) for n in sorted(numbers)})
         file.flush()
         os.fsync(file.fileno())
@@ -372,23 +372,46 @@ def _refuse_unsafe(values: Mapping[Path, Any], url: str) -> None:
 
 
 class _Beside:
-    """A place beside `target` that becomes it at the end of the block, unless it fails or something
-    is there by then."""
+    """A new file or directory beside `target` that becomes it at the end of the block, unless it
+    fails or something is there by then.
+
+    Nothing is reached through a link that somebody puts there meanwhile: the directory above both,
+    which the user named, stays open, and so does what is made in it.
+    """
 
     def __init__(self, target: str, *, directory: bool) -> None:
         self._target, self._directory = target, directory
-        self._place = f"{target}.{secrets.token_hex(6)}{UNFINISHED}"
+        self._name = os.path.basename(target)
+        self._begun = f"{self._name}.{secrets.token_hex(6)}{UNFINISHED}"
 
-    def __enter__(self) -> str:
-        empty = self._directory and os.path.isdir(self._target) and not os.listdir(self._target)
-        if os.path.lexists(self._target) and not empty:
-            raise self._taken()
-        parent = os.path.dirname(self._target)
+    def __enter__(self) -> _Beside:
+        above = os.path.dirname(self._target)
         try:
-            os.makedirs(parent, exist_ok=True)
+            self._above = Directory.open(above, make=True)
         except OSError as error:
-            raise storage_error(error, parent, "make the directory") from error
-        return self._place
+            raise storage_error(error, above, "make the directory") from error
+        try:
+            if self._is_taken():
+                raise self._taken()
+            if self._directory:
+                self._made = self._above.make(self._begun)
+            else:
+                self._fd = self._above.create(self._begun)
+        except BaseException as error:
+            self._above.close()
+            if isinstance(error, OSError):
+                raise storage_error(error, self._target, "write") from error
+            raise
+        return self
+
+    def file(self) -> BinaryIO:
+        """The new file, which its `with` block closes."""
+        return open(os.dup(self._fd), "wb")
+
+    def path(self) -> str:
+        """A path of the new directory, for writers that take no descriptor."""
+        path = f"/proc/self/fd/{self._made.fd}"  # leads to the open directory, and not by a name
+        return path if os.path.isdir(path) else self._made.path
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
@@ -397,24 +420,32 @@ class _Beside:
             elif isinstance(error, OSError):
                 raise storage_error(error, self._target, "write") from error
         finally:
-            with suppress(OSError):
-                if self._directory:
-                    shutil.rmtree(self._place)
-                else:
-                    os.unlink(self._place)
+            if self._directory:
+                self._made.close()
+            else:
+                os.close(self._fd)
+            with self._above, suppress(OSError):
+                self._above.remove_all(self._begun)
 
     def _publish(self) -> None:
         try:
             if self._directory:
-                sync_directory(self._place)
-                os.rename(self._place, self._target)  # refused unless the target is empty
-            elif not publish(self._place, self._target):
+                self._made.sync()
+                self._above.rename(self._begun, self._name)  # refused unless the target is empty
+            elif not publish(self._above, self._begun, self._name):
                 raise self._taken()
-            sync_directory(os.path.dirname(self._target))
+            self._above.sync()
         except OSError as error:
-            if os.path.lexists(self._target):
+            if self._above.status(self._name) is not None:
                 raise self._taken() from error
             raise storage_error(error, self._target, "name the finished checkpoint") from error
+
+    def _is_taken(self) -> bool:
+        there = self._above.status(self._name)
+        if there is None or not (self._directory and stat.S_ISDIR(there.st_mode)):
+            return there is not None
+        with self._above.below(self._name) as directory:
+            return bool(directory.names())
 
     def _taken(self) -> UsageError:
         return UsageError(

@@ -13,15 +13,14 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.base import name_taken
-from smckpt.storage.faults import storage_error
-from smckpt.storage.posix_write import sync_directory
 from smckpt.storage.urls import file_url, is_local, local_path, normal_url
+from smckpt.translate.config import TEMPLATES
 from smckpt.translate.targets import INDEX, OutputFile
 
 __all__ = ["Output", "aligned", "refuse_into_source"]
@@ -64,6 +63,7 @@ class Output:
             StorageError: there is too little space, or the directory cannot be used.
         """
         present = self._present(overwrite)
+        self.at(TEMPLATES).refuse_links()  # before anything is removed
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
@@ -98,15 +98,19 @@ class Output:
     def put(self, name: str, data: bytes, folder: str = "") -> None:
         """Write a small file, in the directory or a folder of it. It may replace an old one, which
         only `overwrite` allows."""
-        if folder and folder not in self._folders:
-            self._folders[folder] = self.storage.at(f"{self.url.rstrip('/')}/{folder}")
-        storage = self._folders[folder] if folder else self.storage
+        storage = self.at(folder) if folder else self.storage
         storage.delete(name)
         storage.put(name, data)
         if folder:
             self._nested.append((storage, name))
         else:
             self._made.append(name)
+
+    def at(self, folder: str) -> Storage:
+        """A folder of the directory."""
+        if folder not in self._folders:
+            self._folders[folder] = self.storage.join(folder)
+        return self._folders[folder]
 
     def refuse_absent(self) -> None:
         """
@@ -132,14 +136,8 @@ class Output:
             return
         if not self._hidden:
             return
-        directory = local_path(self.url)
         for file in self._files:
-            path = os.path.join(directory, file.name)
-            try:
-                os.rename(os.path.join(directory, self._stored(file)), path)
-                sync_directory(directory)
-            except OSError as error:
-                raise storage_error(error, path, "name the finished file") from error
+            self.storage.rename(self._stored(file), file.name)
 
     def abandon(self) -> None:
         """Remove the written files, as far as the store allows."""
@@ -151,8 +149,7 @@ class Output:
             for writer in self._open.values():
                 each.callback(_abort, writer)
         if self._new and self._made:
-            with suppress(OSError):  # files of others are there
-                os.rmdir(local_path(self.url))
+            self.storage.remove_directory()  # it stays if files of others are there
 
     def close(self) -> None:
         for storage in (self.storage, *self._folders.values()):
@@ -235,9 +232,7 @@ def aligned(size: int) -> memoryview:
 def _remove(storage: Storage, name: str) -> None:
     """Delete a file of a folder, and the folder if it is empty then."""
     storage.delete(name)
-    if is_local(storage.url):
-        with suppress(OSError):
-            os.rmdir(local_path(storage.url))
+    storage.remove_directory()
 
 
 def _abort(writer: FileWriter) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +29,19 @@ from smckpt.storage.urls import file_url, normal_url
 from smckpt.translate.arguments import check_counts, check_paths
 from smckpt.translate.files import UNFINISHED, aligned
 from smckpt.translate.published import (
+    FILES,
     MANIFEST,
+    MAX_NUMBER,
     RECORD,
     Publish,
     PublishedFile,
     PublishedTensor,
     chain_to,
+    folder_of,
+    is_folder,
     numbers_in,
+    put_files,
+    read_files,
     read_publish,
     spans,
     state_after,
@@ -117,22 +124,26 @@ def publish(
         )
     access = access_to(source, out, s3_region=s3_region, s3client_config=s3client_config)
     with ExitStack() as cleanup:
-        model, root = access.open(source), access.open(out)
+        model, root = access.open(source), access.open(out).without_links()
         cleanup.callback(model.close)
         cleanup.callback(root.close)
         scanned = _scanned(model)
-        chain = _chain(root)
-        numbers = numbers_in(root)
-        number = numbers[-1] + 1 if numbers else 0
+        chain = [] if delta is None else _chain(root)
+        number = _next_number(root, chain)
         full = delta is None or not chain or len(chain) >= full_every
         old = {} if full else state_after(chain)
-        work = _Publishing(model, root.join(f"{number:08d}"), delta or "tensor", scanned, old)
+        there = root.join(folder_of(number))
+        work = _Publishing(model, there, delta or "tensor", scanned, old)
         cleanup.callback(work.storage.close)
         if not full and not work.files and not work.removed:
             return work.report(chain[-1], full=False, nbytes=0, began=began)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(work.abandon)
-        made = work.write(number, None if full else chain[-1].identity)
+        work.write_files()
+        between = [n for n in numbers_in(root) if chain and chain[-1].number < n < number]
+        if not full and any(_counts(root, n) for n in between):
+            raise work.overtaken()
+        made = work.write_manifest(number, None if full else chain[-1].identity)
         on_failure.pop_all()
         if full:
             _delete_old(root, number)
@@ -146,11 +157,39 @@ def _chain(root: Storage) -> list[Publish]:
         return []
 
 
+def _next_number(root: Storage, chain: Sequence[Publish]) -> int:
+    """The number after the last publish that counts. One whose directory is there already, of a
+    killed publish or of somebody else, is passed over.
+
+    Raises:
+        UsageError: there is no number left.
+    """
+    numbers = numbers_in(root)
+    counting = (each for each in reversed(numbers) if _counts(root, each))
+    last = chain[-1].number if chain else next(counting, -1)
+    taken = {*numbers, *(int(n) for n in root.names(all_kinds=True) if is_folder(n))}
+    number = next(n for n in itertools.count(last + 1) if n not in taken)
+    if number > MAX_NUMBER:
+        raise UsageError(
+            f"the last publish has the number {last}, and no number is larger than {MAX_NUMBER}",
+            remedy="publish to another directory",
+            path=root.url,
+        )
+    return number
+
+
+def _counts(root: Storage, number: int) -> bool:
+    try:
+        return read_publish(root, number) is not None
+    except CorruptCheckpointError:
+        return True
+
+
 def _scanned(model: Storage) -> dict[str, PublishedFile]:
     """All files of a model's directory, with the checksums of their blocks."""
     # not the record of a directory that was applied: each host writes its own
     infos = {info.name: info.size for info in model.list() if info.name != RECORD}
-    unfinished = [name for name in infos if name.endswith(UNFINISHED)]
+    unfinished = [name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES)]
     folders = list(model.list_dirs())
     if unfinished or folders or not any(name.endswith(_WEIGHTS) for name in infos):
         raise UsageError(
@@ -241,6 +280,7 @@ class _Publishing:
         self.removed = tuple(sorted(old.keys() - scanned.keys()))
         self.nbytes = 0
         self._made: list[str] = []
+        self._written: tuple[str, int] | None = None  # the delta
 
     def _changes(self, was: PublishedFile, file: PublishedFile) -> PublishedFile:
         """The changed tensors of a file whose header is the old one; otherwise the whole file."""
@@ -264,25 +304,35 @@ class _Publishing:
             for key, tensor in file.tensors.items()
         }  # fmt: skip
 
-    def write(self, number: int, base: str | None) -> Publish:
-        """Write everything, the manifest last."""
-        for name, file in self.files.items():
-            if file.whole:
-                self._write(name, file.size, self._copied(name, file))
-        delta = self._delta()
+    def write_files(self) -> None:
+        """Write everything but the manifest."""
+        whole = {name: file for name, file in self.files.items() if file.whole}
+        delta_name = f"delta-{secrets.token_hex(4)}{_WEIGHTS}"
+        put_files(self.storage, [*whole, *([delta_name] if self.changed else [])])
+        self._made.append(FILES)
+        for name, file in whole.items():
+            self._write(name, file.size, self._copied(name, file))
+        self._written = self._delta(delta_name)
+
+    def write_manifest(self, number: int, base: str | None) -> Publish:
+        """Let the publish count."""
         made = Publish(
-            number, "", base, self.unit, delta, self.files, self.removed,
+            number, "", base, self.unit, self._written, self.files, self.removed,
             {"source": self.model.url, "published_at": time.time_ns()},
         )  # fmt: skip
         sealed = made.sealed()
         if not self.storage.put_exclusive(MANIFEST, sealed):
-            raise StorageError(
-                "another process has published at this moment",
-                remedy="let one process publish at a time",
-                path=self.storage.url,
-            )
+            raise self.overtaken()
         self.nbytes += len(sealed)
+        self.storage.delete(FILES)  # now the manifest has the names
         return made
+
+    def overtaken(self) -> StorageError:
+        return StorageError(
+            "another process has published at this moment",
+            remedy="let one process publish at a time",
+            path=self.storage.url,
+        )
 
     def abandon(self) -> None:
         with ExitStack() as each:
@@ -300,16 +350,16 @@ class _Publishing:
             time.monotonic() - began,
         )  # fmt: skip
 
-    def _delta(self) -> tuple[str, int] | None:
+    def _delta(self, name: str) -> tuple[str, int] | None:
         """Write the changed tensors, or their blocks, as one safetensors file."""
         changed = self.changed
         if not changed:
             return None
         table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
-        at, headers = 0, {name: self._slots(name) for name, _ in changed.values()}
-        for key, (name, tensor) in changed.items():
+        at, headers = 0, {file: self._slots(file) for file, _ in changed.values()}
+        for key, (file, tensor) in changed.items():
             nbytes = _nbytes(tensor)
-            slot = headers[name][key]
+            slot = headers[file][key]
             table[key] = {
                 "dtype": slot.code if self.unit == "tensor" else "U8",
                 "shape": list(slot.shape) if self.unit == "tensor" else [nbytes],
@@ -319,7 +369,7 @@ class _Publishing:
         text = json.dumps(table, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         head = len(text).to_bytes(8, "little") + text
-        name, size = f"delta-{secrets.token_hex(4)}{_WEIGHTS}", len(head) + at
+        size = len(head) + at
         self._write(name, size, self._patches(head, changed))
         return name, size
 
@@ -392,16 +442,30 @@ def _nbytes(tensor: PublishedTensor) -> int:
 
 
 def _delete_old(root: Storage, number: int) -> None:
-    """Keep the full publish before this one, for those who are reading its chain."""
+    """Delete what publishes wrote before the last full one but this one. That stays, for those who
+    are reading its chain."""
     kept = False
     for each in reversed([each for each in numbers_in(root) if each < number]):
-        if not kept:
+        try:
             found = read_publish(root, each)
-            kept = found is not None and found.base is None
-            continue
-        storage = root.join(f"{each:08d}")
-        names = storage.names()
-        storage.delete(MANIFEST)
-        storage.delete_many([name for name in names if name != MANIFEST])
-        storage.remove_directory()
-        storage.close()
+            if kept:
+                _delete(root, each, found)
+            kept = kept or (found is not None and found.base is None)
+        except CorruptCheckpointError as error:
+            log.warning("publish %d stays: %s", each, error)
+
+
+def _delete(root: Storage, number: int, found: Publish | None) -> None:
+    """Delete a publish's files, by its manifest or by the record of one that was not finished or is
+    half deleted. A user's files stay, and then so does the directory."""
+    with closing(root.join(folder_of(number))) as storage:
+        if found is not None:
+            names = {name for name, file in found.files.items() if file.whole}
+            names |= {found.delta[0]} if found.delta else set()
+            put_files(storage, names)
+            storage.delete(MANIFEST)
+        listed = read_files(storage)
+        if listed is not None:
+            storage.delete_many(listed)
+            storage.delete(FILES)
+            storage.remove_directory()

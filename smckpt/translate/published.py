@@ -10,35 +10,43 @@ checksums that they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import SENSELESS
 from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json, sound
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url
+from smckpt.storage.urls import file_url, is_plain_name
 
 __all__ = [
+    "FILES",
     "MANIFEST",
+    "MAX_NUMBER",
     "RECORD",
     "Publish",
     "PublishedFile",
     "PublishedTensor",
     "chain_to",
+    "folder_of",
+    "is_folder",
     "numbers_in",
+    "plain_name",
+    "put_files",
+    "read_files",
     "read_publish",
     "spans",
     "state_after",
 ]
 
 MANIFEST = "publish.json"
+FILES = ".publish-files.json"  # while a publish is written or removed: the names of its files
 RECORD = ".smckpt_publish.json"  # in an applied directory: of which publish it is
 _MAX_MANIFEST = 1 << 28  # bytes
 _NUMBER = re.compile(r"\d{8,12}", re.ASCII)
-_NAME = re.compile(r"[^/\\\0]+")
+MAX_NUMBER = 10**12 - 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Publish:
 
     @property
     def folder(self) -> str:
-        return f"{self.number:08d}"
+        return folder_of(self.number)
 
     def sealed(self) -> bytes:
         return seal_json(
@@ -114,8 +122,18 @@ def spans(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def numbers_in(root: Storage) -> list[int]:
-    """The numbers of all directories of publishes, also of unfinished ones."""
-    return sorted(int(name) for name in root.list_dirs() if _NUMBER.fullmatch(name))
+    """The numbers of all directories of publishes, also of unfinished ones, and of what else has
+    such a name."""
+    return sorted(int(name) for name in root.list_dirs() if is_folder(name))
+
+
+def is_folder(name: str) -> bool:
+    """Whether a publish's directory has this name. Each number has one name."""
+    return _NUMBER.fullmatch(name) is not None and name == folder_of(int(name))
+
+
+def folder_of(number: int) -> str:
+    return f"{number:08d}"
 
 
 def chain_to(root: Storage, number: int | None = None) -> list[Publish]:
@@ -155,12 +173,12 @@ def chain_to(root: Storage, number: int | None = None) -> list[Publish]:
 
 
 def read_publish(root: Storage, number: int) -> Publish | None:
-    """One publish; None: it is unfinished.
+    """One publish; None: it is unfinished, or a copy of one with another number.
 
     Raises:
         CorruptCheckpointError: its manifest is damaged.
     """
-    storage = root.join(f"{number:08d}")
+    storage = root.join(folder_of(number))
     path = file_url(storage.url, MANIFEST)
 
     def read() -> tuple[bytes, dict[str, Any]]:
@@ -173,6 +191,8 @@ def read_publish(root: Storage, number: int) -> Publish | None:
         return None
     finally:
         storage.close()
+    if body.get("number") != number:
+        return None
     try:
         return _parsed(body, number, hex64(crc64(data)))
     except SENSELESS as error:
@@ -183,18 +203,49 @@ def read_publish(root: Storage, number: int) -> Publish | None:
         ) from error
 
 
+def put_files(storage: Storage, names: Iterable[str]) -> None:
+    """Record which files a publish has, before they are written or removed."""
+    body = seal_json({"format": list(FORMAT_VERSION), "files": sorted(names)})
+    if not storage.put_exclusive(FILES, body) and read_files(storage) != set(names):
+        raise StorageError(
+            "another process publishes at this moment",
+            remedy="let one process publish at a time",
+            path=storage.url,
+        )
+
+
+def read_files(storage: Storage) -> set[str] | None:
+    """The names that `put_files` recorded; None: there is no such record.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    path = file_url(storage.url, FILES)
+    try:
+        body = open_json(storage.read(FILES, most=_MAX_MANIFEST), path)
+        return {plain_name(name) for name in body["files"]}
+    except CheckpointNotFoundError:
+        return None
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the list of a publish's files makes no sense: {type(error).__name__} {error}",
+            remedy="remove that directory, if no publish is under way",
+            path=path,
+        ) from error
+
+
 def _parsed(body: dict[str, Any], number: int, identity: str) -> Publish:
-    files = {_plain(name): _parsed_file(data) for name, data in body["files"].items()}
+    files = {plain_name(name): _parsed_file(data) for name, data in body["files"].items()}
     delta = body["delta"]
     if delta is not None:
-        delta = (_plain(delta[0]), _count(delta[1]))
-    if body["number"] != number or body["unit"] not in ("tensor", "block"):
-        raise ValueError(f"number {body['number']!r}, unit {body['unit']!r}")
+        delta = (plain_name(delta[0]), _count(delta[1]))
+    if body["unit"] not in ("tensor", "block"):
+        raise ValueError(f"unit {body['unit']!r}")
     if not isinstance(body["base"], (str, type(None))):
         raise ValueError(f"base {body['base']!r}")
     return Publish(
         number, identity, body["base"], body["unit"], delta, files,
-        tuple(_plain(name) for name in body["removed"]), dict(body["facts"]),
+        tuple(plain_name(name) for name in body["removed"]), dict(body["facts"]),
     )  # fmt: skip
 
 
@@ -217,11 +268,11 @@ def _parsed_file(data: Any) -> PublishedFile:
     )
 
 
-def _plain(name: Any) -> str:
+def plain_name(name: Any) -> str:
     """A name that stays in its directory."""
-    if not isinstance(name, str) or name in (".", "..") or not _NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise ValueError(f"{name!r} is not the name of a file")
-    return name
+    return str(name)
 
 
 def _count(value: Any) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.storage.urls import is_plain_name
 from smckpt.translate.boxes import BoxTensors, SavedTensor, whole_tensor
 from smckpt.translate.compile import Block
 from smckpt.translate.degrees import Degrees
@@ -239,7 +240,7 @@ def _weight_map(folder: Folder, index: str) -> dict[str, str]:
             path=path,
         )  # fmt: skip
     for name in found.values():
-        if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
+        if not is_plain_name(name):
             raise CorruptCheckpointError(
                 f"the index names the file {name!r}, which is not beside it",
                 remedy="download the directory again, from a source that you trust",

@@ -78,7 +78,7 @@ def _copy(output: Output, origin: Path, paths: Sequence[Path]) -> None:
     """Write a tokenizer's files. Those of an older one leave: its chat template, for example, would
     be read with the new one."""
     if any(is_of_tokenizer(path.name) for path in paths):
-        templates = output.storage.at(f"{output.url.rstrip('/')}/{TEMPLATES}")
+        templates = output.at(TEMPLATES)
         templates.delete_many(templates.names())
         output.storage.delete_many([*filter(is_of_tokenizer, output.storage.names())])
     for path in paths:
@@ -131,17 +131,21 @@ def config_beside(
     """The model's config in the directory of a checkpoint, where the Trainer and others write one,
     and notes on it. One that is no model's is left.
 
+    Whoever writes to the storage can put links there. They are not followed: a file of this host
+    would come into the export.
+
     Args:
-        copies: makes a directory for copies of the files, if they are in a store.
+        copies: makes a directory for copies of the files.
     """
-    if is_local(storage.url):
-        folder = Path(local_path(storage.url))
-        there = (folder / CONFIG).is_file()
-    else:
-        there = any(file.name == CONFIG for file in storage.list(CONFIG))
-        folder = _copied(storage, Path(copies())) if there else Path()
-    if not there:
-        return None, ()
+    if is_local(storage.url) and not os.path.isdir(local_path(storage.url)):
+        return None, ()  # a single file
+    strict = storage.without_links()
+    try:
+        if not any(file.name == CONFIG for file in strict.list(CONFIG)):
+            return None, ()
+        folder = _copied(strict, Path(copies()))
+    finally:
+        strict.close()
     try:
         settings = read_config(folder)
     except UsageError as error:
@@ -150,11 +154,13 @@ def config_beside(
 
 
 def _copied(storage: Storage, folder: Path) -> Path:
-    """Copy the files that belong to a config out of a store."""
+    """Copy the files that belong to a config."""
     for file in storage.list():
         if is_beside_config(file.name):
             (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))
-    templates = storage.at(f"{storage.url.rstrip('/')}/{TEMPLATES}")
+    if TEMPLATES not in storage.list_dirs():
+        return folder
+    templates = storage.join(TEMPLATES)
     for file in templates.list():
         (folder / TEMPLATES).mkdir(exist_ok=True)
         (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))

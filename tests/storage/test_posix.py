@@ -162,7 +162,7 @@ def test_exclusive_creation_works_where_the_kernel_refuses_link(
 def test_a_name_that_was_created_counts_although_its_temporary_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stale(path: str) -> None:
+    def stale(path: str, *, dir_fd: int | None = None) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
     with monkeypatch.context() as faulty:
@@ -222,7 +222,7 @@ def test_a_mount_that_refuses_every_exclusive_way_gets_a_clear_error(tmp_path: P
         from smckpt.errors import StorageError
         from smckpt.storage import open_storage
         no = {"link": errno.ENOSYS, "linkat": errno.ENOSYS, "renameat2": errno.ENOSYS,
-              "rename": errno.ENOSYS}
+              "rename": errno.ENOSYS, "renameat": errno.ENOSYS}
         refuse.refuse(no)
         try:
             open_storage(sys.argv[1]).put_exclusive("manifest", b"x")

@@ -15,13 +15,15 @@ _NUMBERS = {
         0xC000003E,
         {
             "link": 86, "linkat": 265, "renameat2": 316, "fallocate": 285, "fsync": 74,
-            "rename": 82, "symlink": 88, "pidfd_open": 434, "memfd_create": 319,
+            "rename": 82, "renameat": 264, "openat2": 437, "symlink": 88, "pidfd_open": 434,
+            "memfd_create": 319,
         },
     ),
     "aarch64": (
         0xC00000B7,
         {
-            "linkat": 37, "renameat2": 276, "fallocate": 47, "fsync": 82, "symlinkat": 36,
+            "linkat": 37, "renameat": 38, "openat2": 437, "renameat2": 276, "fallocate": 47,
+            "fsync": 82, "symlinkat": 36,
             "pidfd_open": 434, "memfd_create": 279,
         },
     ),

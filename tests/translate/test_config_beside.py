@@ -101,3 +101,71 @@ def test_a_config_that_is_given_is_taken_instead(tmp_path):
     assert not any("taken" in note for note in report.notes)
     loads(tmp_path / "hf", dict(model.state_dict()))
     assert load_file(tmp_path / "hf" / "model.safetensors")
+
+
+def _exported(tmp_path: Path, values: dict[str, Any], **arguments: Any) -> Path:
+    """An export of a checkpoint with this config.json beside it."""
+    (tmp_path / "ck" / "config.json").write_text(json.dumps({"model_type": "custom_x", **values}))
+    export_hf(tmp_path / "ck", tmp_path / "out", naming="module", against_model=False, **arguments)
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A checkpoint, beside a file of this host that nobody may copy."""
+    smckpt.save({"model": {"lin.weight": torch.ones(4, 4)}}, checkpoint_id=str(tmp_path / "ck"))
+    (tmp_path / "secrets.py").write_text("KEY = 'secret'")
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    (tmp_path / "ck" / "inner").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["{top}/secrets", "../secrets", "inner/../../secrets", "link/secrets", "a\0b", "x" * 5000,
+     "..", "", "/", "..\\secrets"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["text", "list", "tokenizer"])
+def test_an_auto_map_copies_nothing_from_outside_the_directory(
+    beside: Path, name: str, form: str, with_tokenizer: bool
+) -> None:
+    (beside / "ck" / "link").symlink_to(beside)
+    named: Any = name.replace("{top}", str(beside)) + ".Config"
+    values = {"auto_map": {"AutoConfig": [named, None] if form == "list" else named}}
+    if form == "tokenizer":
+        (beside / "ck" / "tokenizer_config.json").write_text(json.dumps(values))
+        values = {}
+    out = _exported(beside, values, **({"tokenizer": beside / "tok"} if with_tokenizer else {}))
+    assert not [*out.rglob("*.py")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "code.py", "generation_config.json", "additional_chat_templates/a.jinja",
+     "additional_chat_templates", "config.json"],
+)  # fmt: skip
+def test_a_link_beside_a_checkpoint_copies_nothing_of_this_host(beside: Path, name: str) -> None:
+    (beside / "theirs").mkdir()
+    (beside / "theirs" / "a.jinja").write_text("secret")
+    (beside / "theirs" / "config.json").write_text('{"model_type": "secret"}')
+    link = beside / "ck" / name
+    link.parent.mkdir(exist_ok=True)
+    (beside / "ck" / "tokenizer.json").unlink(missing_ok=True)
+    target = beside / "theirs" if name == "additional_chat_templates" else beside / "secrets.py"
+    if name == "config.json":
+        link.symlink_to(beside / "theirs" / "config.json")
+        export_hf(beside / "ck", beside / "out", naming="module", against_model=False)
+    else:
+        link.symlink_to(target)
+        _exported(beside, {"auto_map": {"AutoConfig": "code.Config"}})
+    written = b"".join(p.read_bytes() for p in (beside / "out").rglob("*") if p.is_file())
+    assert b"secret" not in written
+
+
+def test_code_that_lies_beside_the_config_still_comes_along(beside: Path) -> None:
+    (beside / "ck" / "code.py").write_text("from .more import x")
+    (beside / "ck" / "more.py").write_text("x = 1")
+    out = _exported(beside, {"auto_map": {"AutoConfig": "code.Config", "AutoModel": "o--c.M"}})
+    assert sorted(path.name for path in out.glob("*.py")) == ["code.py", "more.py"]

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from smckpt import apply_published, errors, publish
 from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.storage import open_storage
+from smckpt.storage.directory import Directory
 from smckpt.translate.published import MANIFEST, RECORD
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
@@ -353,7 +354,8 @@ def counted(owner, name):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **options)
     setattr(owner, name, seen)
-for name in ("pwrite", "rename", "link", "fsync", "unlink", "open", "mkdir", "replace", "symlink"):
+for name in ("pwrite", "rename", "link", "fsync", "unlink", "open", "mkdir", "replace", "symlink",
+             "rmdir", "readlink", "stat", "listdir", "close"):
     counted(os, name)
 {"publish": publish, "apply": apply_published}[sys.argv[1]](sys.argv[2], sys.argv[3])
 """
@@ -368,7 +370,9 @@ def _killed(what: str, source: Any, target: Any, at: int) -> bool:
     return done.returncode != 0
 
 
-def _kills_of(what: str, served: Served, moments: range) -> int:
+def _kills_of(
+    what: str, served: Served, moments: range, *, newer: bool = False, keep: int = 2
+) -> int:
     """Kill `what` at these of its calls; what is served stays whole, and the next try completes."""
     old = contents(served.host / "latest")
     before = {place: served.host.parent / f"{place.name}-before" for place in
@@ -387,21 +391,25 @@ def _kills_of(what: str, served: Served, moments: range) -> int:
             break
         kills += 1
         assert contents(served.host / "latest") in (old, contents(served.model))
-        if what == "publish":
+        if newer:
+            write(served.model, {**served.tensors, "embed.weight": weights(at)["embed.weight"]})
+        if what == "publish" or newer:
             served.publish()
-        served.apply()
+        served.apply(keep=keep)
         served.assert_same()
         assert not [name for name in os.listdir(served.host) if name.startswith(".applying")]
     return kills
 
 
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("what", ["publish", "apply"])
 @pytest.mark.parametrize(
     "moments", [range(8, 11), pytest.param(range(1000), marks=pytest.mark.long)]
 )
 def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(
-    served: Served, what: str, moments: range
+    served: Served, what: str, moments: range, newer: bool
 ) -> None:
+    """The next try is of the same publish, or of a newer one."""
     served.publish()
     served.apply()
     served.tensors["layers.1.weight"] *= 2
@@ -409,7 +417,7 @@ def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(
     write(served.model, served.tensors)
     if what == "apply":
         served.publish()
-    kills = _kills_of(what, served, moments)
+    kills = _kills_of(what, served, moments, newer=newer, keep=1)
     print(f"{what}: {kills} kills")
     assert kills == len(moments) or (len(moments) > 100 and kills > 10)
 
@@ -610,19 +618,144 @@ def test_a_half_removed_directory_is_made_anew(
     served.apply()
     write(served.model, served.tensors, **{"new.txt": b"new"})
     served.publish()
-    remove = shutil.rmtree
+    remove = Directory.remove
 
-    def cut_short(path: Any, **options: Any) -> None:
-        if os.path.basename(path).isdigit():
-            os.unlink(os.path.join(path, "config.json"))
-        else:
-            remove(path, **options)
+    def cut_short(self: Directory, name: str) -> None:
+        remove(self, name)
+        if self.path.endswith("00000000") and not name.startswith(RECORD):
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", cut_short)
-    served.apply(keep=1)
+    monkeypatch.setattr(Directory, "remove", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        served.apply(keep=1)
     monkeypatch.undo()
     served.apply(number=0)
     assert contents(served.host / "latest") == first
+
+
+@pytest.mark.parametrize("how", ["rot", "cut", "link", "directory", "gone"])
+def test_rotten_bytes_of_a_file_that_did_not_change_are_not_linked(
+    served: Served, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(served.model, served.tensors, **{"big.bin": bytes(3 * MiB)})
+    served.publish()
+    there = Path(served.apply().directory) / "big.bin"
+    match how:
+        case "rot":
+            there.write_bytes(bytes(2 * MiB) + b"x" * MiB)
+        case "cut":
+            there.write_bytes(bytes(MiB))
+        case "link":
+            (there.parent.parent / "elsewhere").write_bytes(bytes(3 * MiB))
+            there.unlink()
+            there.symlink_to("../elsewhere")
+        case "directory":
+            there.unlink()
+            there.mkdir()
+        case "gone":
+            there.unlink()
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors, **{"big.bin": bytes(3 * MiB)})
+    served.publish()
+    done = served.apply()
+    served.assert_same()
+    assert "big.bin" in caplog.text and "is no base for publish 1" in caplog.text
+    assert not (served.host / "latest" / "big.bin").is_symlink()
+    assert done.nbytes < 4 * MiB, "only that file was read anew"
+
+
+def test_an_older_directory_that_rotted_is_made_anew_before_it_is_served_again(
+    served: Served,
+) -> None:
+    served.publish()
+    first = contents(served.model)
+    served.apply()
+    write(served.model, served.tensors, **{"new.txt": b"new"})
+    served.publish()
+    served.apply()
+    (served.host / "00000000" / "config.json").unlink()
+    (served.host / "00000000" / "config.json").write_bytes(b"[]")
+    served.apply(number=0)
+    assert contents(served.host / "latest") == first
+
+
+def test_what_no_publish_wrote_stays_on_a_host(served: Served) -> None:
+    """A directory with a number for a name, and files in a directory of ours."""
+    served.publish()
+    served.apply()
+    (served.host / "20240101").mkdir()
+    (served.host / "00000000" / "notes").write_text("mine")
+    for name in ("20240101", "000000000002"):
+        (served.host / name).mkdir(exist_ok=True)
+        (served.host / name / "config.json").write_text("mine")
+    for _ in range(3):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        served.publish()
+        served.apply(keep=1)
+        served.assert_same()
+    assert contents(served.host / "00000000") == {"notes": b"mine"}
+    for name in ("20240101", "000000000002"):
+        assert contents(served.host / name) == {"config.json": b"mine"}
+    (served.host / "00000004").mkdir()
+    (served.host / "00000004" / "config.json").write_text("mine")
+    write(served.model, weights(7))
+    served.publish()
+    with pytest.raises(errors.UsageError, match="files are there that no publish brought"):
+        served.apply()
+    assert contents(served.host / "00000004") == {"config.json": b"mine"}
+
+
+def test_what_no_publish_wrote_stays_in_the_root(served: Served) -> None:
+    root = Path(served.root)
+    served.publish(full_every=1)
+    (root / "00000000" / "notes").write_text("mine")
+    (root / "00000000" / "kept").mkdir()
+    for number in range(1, 5):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        assert served.publish(full_every=1).number == number
+    assert contents(root / "00000003") and sorted(os.listdir(root)) == [
+        "00000000", "00000003", "00000004",
+    ]  # fmt: skip
+    assert sorted(os.listdir(root / "00000000")) == ["kept", "notes"]
+
+
+@pytest.mark.parametrize("name", ["999999999999", "00000099", "00000001", "000000000000"])
+@pytest.mark.parametrize("what", ["empty", "files", "copy", "file", "link"])
+def test_only_publishes_count(served: Served, name: str, what: str, tmp_path: Path) -> None:
+    root = Path(served.root)
+    served.publish()
+    match what:
+        case "empty":
+            (root / name).mkdir()
+        case "files":
+            (root / name).mkdir()
+            (root / name / "config.json").write_text("mine")
+        case "copy":
+            shutil.copytree(root / "00000000", root / name)
+        case "file":
+            (root / name).write_text("mine")
+        case "link":
+            (tmp_path / "theirs").mkdir()
+            (root / name).symlink_to(tmp_path / "theirs")
+    for delta in ("tensor", "block", None, "tensor"):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        number = served.publish(delta=delta).number
+        assert served.apply().number == number < 99
+        served.assert_same()
+    if what == "files":
+        assert (root / name / "config.json").read_text() == "mine"
+
+
+def test_no_number_is_too_large_to_count(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.publish()
+    monkeypatch.setattr(import_module("smckpt.translate.publish"), "MAX_NUMBER", 0)
+    write(served.model, weights(1))
+    with pytest.raises(errors.UsageError, match="publish to another directory") as caught:
+        served.publish()
+    assert caught.value.path == served.root
 
 
 def test_a_served_directory_of_another_root_is_not_taken_away(served: Served) -> None:

@@ -10,6 +10,7 @@ from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box
+from smckpt.storage.urls import is_plain_name
 from smckpt.translate.pickled import Global, Inert, read_pickle
 
 __all__ = ["LIMIT", "METADATA", "Metadata", "Place", "TensorMetadata", "read_metadata"]
@@ -105,7 +106,7 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], 
 
 
 def _is_inside(file: str) -> bool:
-    return "\0" not in file and "\\" not in file and not {"", ".", ".."} & {*file.split("/")}
+    return all(map(is_plain_name, file.split("/")))
 
 
 def _tensor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,7 +63,7 @@ def write_dcp(
             raise cause from error
         raise StorageError(
             f"torch.distributed.checkpoint failed: {type(cause).__name__}: {cause}",
-            remedy="see its traceback", path=directory,
+            remedy="see its traceback", path=os.path.realpath(directory),
         ) from error  # fmt: skip
 
 

@@ -110,7 +110,7 @@ DISKS = [
     ),
     of(
         "disk: space is reserved before anything is written", "storage/posix_write.py",
-        '            raise storage_error(error, path, f"reserve {size:,} bytes") from error\n', "            pass\n",
+        '            raise storage_error(error, self._path, f"reserve {size:,} bytes") from error\n', "            pass\n",
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(

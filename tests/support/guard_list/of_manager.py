@@ -76,9 +76,9 @@ KEEPING = [
         RETENTION + "test_what_others_wrote_stays",
     ),
     of(
-        "keep: a step that is a link is no step", "storage/posix.py",
-        "deeper = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)",
-        "deeper = os.open(part, _DIRECTORY, dir_fd=fd)",
+        "keep: a step that is a link is no step", "storage/directory.py",
+        "fd = os.open(name, _DIRECTORY | _PATH | os.O_NOFOLLOW, dir_fd=self.fd)",
+        "fd = os.open(name, _DIRECTORY | _PATH, dir_fd=self.fd)",
         RETENTION + "test_a_link_is_not_followed", "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(

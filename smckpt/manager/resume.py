@@ -24,7 +24,7 @@ from smckpt.errors import (
 from smckpt.manager.book import Damaged
 from smckpt.meeting.round import Meeting
 
-__all__ = ["Resumed", "resume"]
+__all__ = ["Resumed", "is_damage", "resume"]
 
 log = logging.getLogger("smckpt")
 
@@ -132,10 +132,10 @@ def _tried(load: Callable[[FoundCheckpoint], None], found: FoundCheckpoint) -> O
         return Outcome()
     except Exception as error:
         ours = as_checkpoint_error(error)
-        return Outcome(True, _is_bad(ours), ours.to_json())
+        return Outcome(True, is_damage(ours), ours.to_json())
 
 
-def _is_bad(error: CheckpointError) -> bool:
+def is_damage(error: CheckpointError) -> bool:
     """Whether the checkpoint is at fault. A program that does not fit it fits no older one either.
     A store that does not answer may hold the newest step."""
     looked_at: list[BaseException] = []

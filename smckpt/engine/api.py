@@ -278,7 +278,8 @@ def load(
             loads.
         planner: a DCP load planner; DCP then plans, with its collectives. A directory that DCP
             itself wrote is read too, if it is on a disk.
-        only: without a target, the top keys to load.
+        only: the top keys to load. With a target they are the target's; then no warning names what
+            else is saved.
         renamed: the names that parameters or modules of the target have in the checkpoint, such as
             {"backbone": "encoder"}; all that is below a module follows it. The first that fits
             counts. For models: an optimizer's state is refused.

@@ -40,8 +40,8 @@ log = logging.getLogger("smckpt")
 @dataclass(frozen=True)
 class LoadRequest:
     """The checked arguments of a call of `load`. keys: its `check_keys_matched`. only: the top keys
-    to load if there is no target. renamed: name in the target → name in the checkpoint. refusal:
-    why the call fails, for the peers."""
+    to load; those of the target, if there is one. renamed: name in the target → name in the
+    checkpoint. refusal: why the call fails, for the peers."""
 
     directory: str
     access: Access
@@ -80,9 +80,12 @@ class LoadRequest:
         Raises:
             UsageError: an argument that this target, or none, cannot honour.
         """
-        if self.only is not None and (target is not None or isinstance(self.only, str)):
+        if isinstance(self.only, str) or (
+            self.only is not None and target is not None and {*self.only} != {*target}
+        ):
+            keys = "" if target is None else f", and there is a target with {[*target]}"
             raise UsageError(
-                f"only is {self.only!r}" + ("" if target is None else ", and there is a target"),
+                f"only is {self.only!r}{keys}",
                 remedy="pass a list of top keys, without a target; or a target with those keys",
             )
         if self.renamed is None:
@@ -291,7 +294,7 @@ def _asked_for(
     tensors = (tensor.path for tensor in catalogue.logical.values())
     left = {str(path[0]) for path in tensors if not _under(path, tops)}
     left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
-    if left and group.index == 0 and request.keys != "target":
+    if left and group.index == 0 and request.keys != "target" and request.only is None:
         names = ", ".join(sorted(left)[:12])
         log.warning(
             "not loaded from %s, because the target has no such keys: %s", request.directory, names

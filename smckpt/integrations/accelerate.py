@@ -15,22 +15,30 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, broadcast_object_list, save
+from accelerate.utils import merge_fsdp_weights as stock_merge
 
 import smckpt
 from smckpt.checkpoint.format import parse_name
-from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
+from smckpt.integrations.replaced import remove_stale, stock_files
+from smckpt.integrations.versions import refuse_untested
+from smckpt.storage.urls import is_local
 
-__all__ = ["SmckptAccelerator", "load_state", "save_state"]
+refuse_untested("accelerate", version("accelerate"))
+
+__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"]
 
 log = get_logger("smckpt.accelerate")
 
 _NAME = re.compile(r"checkpoint_(\d+)")
+_FSDP = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OURS = (
     DistributedType.NO,
     DistributedType.FSDP,
@@ -112,10 +120,53 @@ def save_state(
             state,
             checkpoint_id=place,
             step=iteration,
-            on_commit=_rotation(accelerator, iteration) if named else None,
+            on_commit=_after_commit(accelerator, place, iteration if named else None),
             **arguments,
         )
     return place
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: Any,
+    output_path: Any,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+    *,
+    stock: Callable[..., Any] = stock_merge,
+) -> None:
+    """accelerate's function, and `accelerate merge-weights`: it also takes a checkpoint of smckpt.
+
+    Args:
+        checkpoint_dir: the directory of `save_state`, or the name that a model has in it in
+            accelerate's own checkpoints, such as `step_2/pytorch_model_fsdp_1`.
+        stock: accelerate's own function, for what accelerate wrote.
+
+    Raises:
+        UsageError: it has no such model.
+    """
+    place, key = os.fspath(checkpoint_dir).rstrip("/"), "model"
+    above, _, name = place.rpartition("/")
+    if (found := _FSDP.fullmatch(name)) and not os.path.exists(place):
+        place, key = above, "model" if found[1] == "0" else f"model_{found[1]}"
+    if not _is_committed(place, {}):
+        stock(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+        return
+    if PartialState().is_main_process:
+        try:
+            state = smckpt.load(checkpoint_id=place, only=[key], no_dist=True)
+        except KeysMismatchError as error:
+            raise UsageError(
+                f"the checkpoint has no {key!r}",
+                remedy="pass the directory of save_state, or name one of its models",
+                path=place,
+            ) from error
+        assert state is not None
+        os.makedirs(output_path, exist_ok=True)
+        made = os.path.join(output_path, SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+        save(state[key], made, safe_serialization=safe_serialization)
+        if remove_checkpoint_dir:
+            smckpt.remove(place)
+    PartialState().wait_for_everyone()
 
 
 def load_state(
@@ -234,24 +285,62 @@ def _newest(accelerator: Any) -> str:
 
 
 def _refuse_unfinished(accelerator: Any, input_dir: Any) -> None:
-    """Refuse a directory that accelerate would take, and that only a save of smckpt has begun."""
-    at = input_dir
+    """Refuse a directory that accelerate would take, and that only a save of smckpt has begun; and
+    a URL, of which accelerate can load nothing.
+
+    Raises:
+        CheckpointNotFoundError: the message names the newest whole checkpoint beside it.
+    """
+    at = None if input_dir is None else os.fspath(input_dir)
     if at is None and accelerator.project_configuration.automatic_checkpoint_naming:
-        named = (_NAME.fullmatch(path.name) for path in Path(_folder(accelerator)).glob("*"))
+        folder = _folder(accelerator)
+        named = (_NAME.fullmatch(path.name) for path in Path(folder).glob("*"))
         numbers = [int(name[1]) for name in named if name]
-        at = f"{_folder(accelerator)}/checkpoint_{max(numbers)}" if numbers else None
-    if at is None or not os.path.isdir(at):
+        at = f"{folder}/checkpoint_{max(numbers)}" if numbers else None
+        if at is None and not is_local(folder):
+            at = f"{folder}/checkpoint_0"
+    if at is None or (is_local(at) and not _begun(at)):
         return
-    if all(name.startswith(".") or parse_name(name) is not None for name in os.listdir(at)):
-        raise CheckpointNotFoundError(
-            "no checkpoint is committed: the job ended before its first commit",
-            remedy="begin anew, without load_state",
-            path=os.fspath(at),
-        )
+    above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
+    newest = smckpt.latest_checkpoint(above, **_arguments(accelerator)) if above else None
+    raise CheckpointNotFoundError(
+        "no checkpoint is committed here: the job ended before the save was",
+        remedy="begin anew, without load_state"
+        if newest is None
+        else f"load {newest}, the newest whole one beside it",
+        path=at,
+    )
+
+
+def _begun(directory: str) -> bool:
+    """Whether a local directory has nothing but files of a save of smckpt."""
+    if not os.path.isdir(directory):
+        return False
+    names = os.listdir(directory)
+    return all(name.startswith(".") or parse_name(name) is not None for name in names)
+
+
+def _after_commit(
+    accelerator: Any, place: str, iteration: int | None
+) -> Callable[[smckpt.SaveHandle], None]:
+    """The function that the coordinator calls after the commit.
+
+    Args:
+        iteration: with automatic naming; None: nothing older is removed.
+    """
+    rotate = None if iteration is None else _rotation(accelerator, iteration)
+    before = stock_files(place) if is_local(place) and accelerator.is_main_process else {}
+
+    def act(handle: smckpt.SaveHandle) -> None:
+        remove_stale(place, before)
+        if rotate is not None:
+            rotate(handle)
+
+    return act
 
 
 def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle], None] | None:
-    """The function that the coordinator calls after the commit."""
+    """The function that removes older checkpoints after a commit."""
     limit = accelerator.project_configuration.total_limit
     if limit is None:
         return None

@@ -28,7 +28,7 @@ from smckpt.manager.book import Book, Damaged
 from smckpt.meeting.round import Meeting
 from smckpt.storage.faults import PAUSE, may_pass
 
-__all__ = ["Resumed", "resume"]
+__all__ = ["Resumed", "is_damage", "resume"]
 
 log = logging.getLogger("smckpt")
 
@@ -153,10 +153,10 @@ def _tried(load: Callable[[FoundCheckpoint], None], found: FoundCheckpoint) -> O
         return Outcome()
     except Exception as error:
         ours = as_checkpoint_error(error)
-        return Outcome(True, _is_bad(ours), any(map(may_pass, _causes(ours))), ours.to_json())
+        return Outcome(True, is_damage(ours), any(map(may_pass, _causes(ours))), ours.to_json())
 
 
-def _is_bad(error: CheckpointError) -> bool:
+def is_damage(error: CheckpointError) -> bool:
     """Whether the checkpoint is at fault, or the files that make it. A program that does not fit it
     fits no older one either. A store that does not answer at all may hold the newest step."""
     bad = (CorruptCheckpointError, CheckpointNotFoundError, CheckpointReplacedError)

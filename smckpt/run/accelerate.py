@@ -1,14 +1,15 @@
-"""The door to accelerate: replaces three methods of its `Accelerator`."""
+"""The door to accelerate: replaces methods of its `Accelerator`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from smckpt.integrations import versions
 from smckpt.run.places import Provided, refuse_version
 
 __all__ = ["TESTED", "put"]
 
-TESTED = ("1.15",)
+TESTED = versions.TESTED["accelerate"]
 
 
 def put(provided: Provided, *, force: bool, shadow: bool) -> None:
@@ -17,9 +18,11 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
         UsageError: accelerate is of another version.
     """
     import accelerate
+    from accelerate.commands import merge
+    from accelerate.utils import fsdp_utils
 
     import smckpt
-    from smckpt.integrations.accelerate import load_state, save_state
+    from smckpt.integrations.accelerate import load_state, merge_fsdp_weights, save_state
 
     refuse_version("accelerate", accelerate.__version__, TESTED, force)
     kind = accelerate.Accelerator
@@ -38,3 +41,6 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
     provided.attribute(kind, "load_state", load, "loads committed checkpoints")
     provided.attribute(kind, "end_training", end, "waits for the last commit")
+    for owner in (accelerate.utils, fsdp_utils, merge):
+        told = "merges committed checkpoints"
+        provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, told)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.integrations.versions import ANY_VERSION, refuse_version
 
-__all__ = ["DOORS", "Provided", "provide"]
+__all__ = ["DOORS", "Provided", "provide", "refuse_shadow", "refuse_version"]
 
 # A name for `--for` → "module:function" that puts the door in place.
 _NAMES = (
@@ -72,6 +74,18 @@ class Provided:
             where = f"{owner.__module__}.{owner.__qualname__}"
         self.lines.append(f"replaced {where}.{name}: {what}")
 
+    def environment(self, name: str, value: str) -> None:
+        """Set a variable of the environment, for child processes too."""
+        before = os.environ.get(name)
+        os.environ[name] = value
+
+        def back() -> None:
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
+
+        self._back.append(back)
+
     def by(self, undo: Callable[[], None], *lines: str) -> None:
         """Add changes that other code made, with the function that undoes them."""
         self._back.append(undo)
@@ -123,6 +137,8 @@ def provide(
             raise UsageError(f"{name!r} is not a door", remedy=f"the doors are {', '.join(DOORS)}")
     provided = Provided()
     try:
+        if force:
+            provided.environment(ANY_VERSION, "1")  # for the integrations' own check
         for name in chosen:
             module, _, function = DOORS[name].partition(":")
             put = getattr(importlib.import_module(module), function)
@@ -137,21 +153,6 @@ def provide(
         provided.undo()
         raise
     return provided
-
-
-def refuse_version(package: str, version: str, tested: Sequence[str], force: bool) -> None:
-    """
-    Args:
-        tested: the beginnings of tested versions, such as "2.13".
-
-    Raises:
-        UsageError: the version is none of those, and `force` is not set.
-    """
-    if not force and not any(version == t or version.startswith(f"{t}.") for t in tested):
-        raise UsageError(
-            f"{package} {version} was not tested; {', '.join(tested)} was",
-            remedy="install that version, or pass --force (force=True)",
-        )
 
 
 def refuse_shadow(name: str, shadow: bool) -> None:

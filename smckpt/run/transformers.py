@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from smckpt.integrations import versions
 from smckpt.run.places import Provided, refuse_version
 
 __all__ = ["TESTED", "put"]
 
-TESTED = ("4.57", "5.23")
+TESTED = versions.TESTED["transformers"]
 
 
 def put(provided: Provided, *, force: bool, shadow: bool) -> None:
@@ -16,10 +17,14 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     Raises:
         UsageError: transformers is of another version.
     """
-    from transformers import __version__, trainer, trainer_seq2seq
+    from transformers import __version__, trainer, trainer_seq2seq, trainer_utils
 
     refuse_version("transformers", __version__, TESTED, force)
-    from smckpt.integrations.transformers import SmckptTrainer, SmckptTrainerMixin
+    from smckpt.integrations.transformers import (
+        SmckptTrainer,
+        SmckptTrainerMixin,
+        get_last_checkpoint,
+    )
 
     # transformers puts another module there during its import
     transformers = sys.modules["transformers"]
@@ -30,3 +35,5 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
         provided.attribute(owner, "Trainer", SmckptTrainer, told)
     for owner in (transformers, trainer_seq2seq):
         provided.attribute(owner, "Seq2SeqTrainer", seq2seq, told)
+    told = "finds checkpoints below a URL too"
+    provided.attribute(trainer_utils, "get_last_checkpoint", get_last_checkpoint, told)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration
+from safetensors.torch import load_file
 
 import smckpt
-from smckpt.errors import UsageError
-from smckpt.integrations.accelerate import SmckptAccelerator
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations.accelerate import SmckptAccelerator, merge_fsdp_weights
 from tests.support import child
 
 SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_run.py"
@@ -177,3 +179,80 @@ def test_two_models_with_an_optimizer_each_are_saved_and_loaded(tmp_path: Path) 
     AcceleratorState._reset_state(reset_partial_state=True)
     assert len(wanted) == 16
     assert all(map(torch.equal, everything(parts), wanted))
+
+
+@pytest.fixture
+def plain() -> Iterator[SmckptAccelerator]:
+    """Without automatic names, of one model and its optimizer."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    made = SmckptAccelerator(cpu=True)
+    model = torch.nn.Linear(4, 4)
+    made.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    yield made
+    made.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("others", [["step_2"], ["step_2", "step_3"], []])
+@pytest.mark.parametrize("left", ["parts", "nothing"])
+def test_an_unfinished_directory_is_refused_with_the_newest_whole_one(
+    plain: SmckptAccelerator, tmp_path: Path, others: list[str], left: str
+) -> None:
+    for name in [*others, "step_4"]:
+        plain.save_state(tmp_path / name)
+        smckpt.maybe_finalize_async_calls()
+    for path in (tmp_path / "step_4").iterdir():
+        if left == "nothing" or path.name.startswith("manifest-"):
+            path.unlink()
+    newest = f"load {tmp_path / others[-1]}, the newest whole one" if others else "begin anew"
+    with pytest.raises(CheckpointNotFoundError, match=newest):
+        plain.load_state(tmp_path / "step_4")
+    if others:
+        plain.load_state(tmp_path / others[-1])
+
+
+def test_files_of_accelerates_own_do_not_outlive_a_save_over_them(
+    plain: SmckptAccelerator, tmp_path: Path
+) -> None:
+    stock = Accelerator.save_state
+    stock(plain, tmp_path / "last")
+    (tmp_path / "last" / "notes.txt").write_text("the user's")
+    before = {path.name for path in (tmp_path / "last").iterdir()}
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl"} <= before
+    plain.save_state(tmp_path / "last")
+    smckpt.maybe_finalize_async_calls()
+    left = {path.name for path in (tmp_path / "last").iterdir()} & before
+    assert left == {"notes.txt"}
+    plain.load_state(tmp_path / "last")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("below", ["", "/pytorch_model_fsdp_0"])
+def test_weights_are_merged(
+    plain: SmckptAccelerator, tmp_path: Path, safe: bool, below: str
+) -> None:
+    plain.save_state(tmp_path / "step_2")
+    smckpt.maybe_finalize_async_calls()
+    merge_fsdp_weights(f"{tmp_path}/step_2{below}", tmp_path / "out", safe)
+    (made,) = (tmp_path / "out").iterdir()
+    assert made.name == ("model.safetensors" if safe else "pytorch_model.bin")
+    merged = load_file(made) if safe else torch.load(made, weights_only=True)
+    state = plain._models[0].state_dict()
+    assert merged.keys() == state.keys()
+    assert all(torch.equal(merged[name], state[name]) for name in state)
+    with pytest.raises(UsageError, match="no 'model_3'"):
+        merge_fsdp_weights(f"{tmp_path}/step_2/pytorch_model_fsdp_3", tmp_path / "out")
+
+
+def test_the_command_merges_weights_under_smckpt_run(
+    plain: SmckptAccelerator, tmp_path: Path
+) -> None:
+    plain.save_state(tmp_path / "step_2")
+    smckpt.maybe_finalize_async_calls()
+    script = tmp_path / "merges.py"
+    script.write_text("from accelerate.commands.accelerate_cli import main\nmain()\n")
+    run = ("-m", "smckpt.run", "--for", "accelerate")
+    arguments = ("merge-weights", str(tmp_path / "step_2"), str(tmp_path / "out"))
+    done = child.script(script, *arguments, by=run)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "out" / "model.safetensors").is_file()

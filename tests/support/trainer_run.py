@@ -4,7 +4,8 @@ Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp (FSDP2), fsdp1; on the CPU,
 WHAT: "die" (SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in
 OUT-straight without a stop; print both as JSON), "best" (train with an evaluation every other step,
 and end with the best; print its digest and that of what its checkpoint holds), "loaded" (only load
-the newest in OUT, and print what is not as it was saved). With TRAINER_ROOT in
+the newest in OUT, and print what is not as it was saved), "begun" (only load, and print the step),
+"whole" (train to the end in OUT). With TRAINER_ROOT in
 the environment checkpoints are below it. With TRAINER_STOCK the script has no line of smckpt's.
 """
 
@@ -49,6 +50,14 @@ class Loaded(TrainerCallback):
         told = {"step": state.global_step, "of": newest.step}
         told["wrong"] = other_than(saved, its["model"], its["optimizer"].state)
         print(f"told {json.dumps(told)}", flush=True)
+        raise EOFError
+
+
+class Begun(TrainerCallback):
+    """Ends a run that has just resumed."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        print(f"told {json.dumps({'step': state.global_step})}", flush=True)
         raise EOFError
 
 
@@ -179,6 +188,13 @@ def main() -> None:
         raise AssertionError("it lives")
     if what == "best":
         print(f"told {json.dumps(best(out, how))}", flush=True)
+        return
+    if what == "whole":
+        trainer(out, how, []).train()
+        return
+    if what == "begun":
+        with suppress(EOFError):
+            trainer(out, how, [Begun()]).train(resume_from_checkpoint=True)
         return
     if what == "loaded":
         with suppress(EOFError):

@@ -1,0 +1,67 @@
+"""Files of another system in a directory that smckpt saves to: they go when the save is committed.
+
+Until then they may be the only checkpoint. Afterwards a reader of those files would get old values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+
+from smckpt.checkpoint.format import parse_name
+
+__all__ = ["is_stock", "remove_stale", "stamps", "stock_files"]
+
+# Weights and training state as the Trainer, accelerate, PEFT and DeepSpeed write them.
+_STOCK = re.compile(
+    r"(model|pytorch_model|adapter_model)([-_.].*)?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|training_args\.bin"
+    r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|pytorch_model_fsdp_\d+|optimizer_\d+|global_step\d+|latest|zero_to_fp32\.py"
+)
+
+
+def is_stock(name: str) -> bool:
+    """Whether a file or folder of this name holds another system's weights or training state."""
+    return _STOCK.fullmatch(name) is not None and parse_name(name) is None
+
+
+def stamps(directory: str) -> dict[str, tuple[int, int]]:
+    """The files and folders in a local directory: name → what changes with each new content."""
+    found = {}
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                found[entry.name] = (status.st_ino, status.st_mtime_ns)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return found
+
+
+def stock_files(directory: str) -> dict[str, tuple[int, int]]:
+    """Those of `stamps` that hold another system's weights and training state."""
+    return {
+        name: stamp
+        for name, stamp in stamps(directory).items()
+        if is_stock(name) or _is_adapter(os.path.join(directory, name))
+    }
+
+
+def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
+    """Remove what was in a local directory before a save, unless it was written again."""
+    now = stamps(directory)
+    for name, stamp in before.items():
+        if now.get(name) == stamp:
+            path = os.path.join(directory, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+
+
+def _is_adapter(path: str) -> bool:
+    """Whether it is the folder of one adapter of PEFT among several."""
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))

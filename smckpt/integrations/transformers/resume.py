@@ -1,0 +1,199 @@
+"""Where a Trainer's checkpoints are, and which of them a run resumes from.
+
+The main process looks, and all ranks take what it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint as stock_last_checkpoint
+
+import smckpt
+from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.format import parse_name
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    as_checkpoint_error,
+    error_from_json,
+)
+from smckpt.integrations.replaced import stock_files
+from smckpt.integrations.transformers.files import STEP, empty_store
+from smckpt.storage import Storage, access_to
+from smckpt.storage.urls import is_local
+
+__all__ = ["Checkpoints", "Chosen", "agreed", "get_last_checkpoint"]
+
+log = logging.getLogger("transformers.smckpt")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint, as the Trainer names it. keys: the top keys of its commit; None: the Trainer
+    itself wrote it."""
+
+    directory: str
+    keys: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run.
+
+    The Trainer names each by a directory below `output_dir`, and reads small files there. `place`
+    is where smckpt has it.
+    """
+
+    output_dir: str
+    root: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def place(self, directory: str) -> str:
+        if self.root is None or not is_local(directory):
+            return directory
+        root = self.root.rstrip("/")
+        below = os.path.relpath(directory, self.output_dir)
+        if below == os.curdir:
+            return root
+        if not below.startswith(os.pardir):
+            return f"{root}/{below}"
+        # of another machine's output_dir, unless it is here
+        return directory if os.path.isdir(directory) else f"{root}/{os.path.basename(directory)}"
+
+    def elsewhere(self, directory: str) -> bool:
+        """Whether smckpt's files are not in the directory that the Trainer sees."""
+        return self.root is not None or not is_local(directory)
+
+    def storage(self, directory: str) -> Storage:
+        place = self.place(directory)
+        return access_to(place, **self.arguments).open(place)
+
+    def steps(self, run: str) -> list[int]:
+        """The steps that have a directory, whole or not, oldest first."""
+        names = set(os.listdir(run)) if os.path.isdir(run) else set()
+        if self.elsewhere(run):
+            names |= {*self.storage(run).list_dirs()}
+        return sorted(int(found[1]) for found in map(STEP.fullmatch, names) if found)
+
+    def keys(self, directory: str) -> tuple[str, ...] | None:
+        """The top keys of what smckpt committed; None: nothing whole.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        if not self.elsewhere(directory) and not _begun_by_us(directory):
+            return None
+        try:
+            catalogue = open_catalogue(self.storage(directory))
+            found = {str(tensor.path[0]) for tensor in catalogue.logical.values()}
+            for path, _ in catalogue.objects(min(catalogue.object_ranks)).values():
+                found.add(str(path[0]))
+        except CheckpointNotFoundError:
+            return None
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            log.warning("%s is passed over: %s", directory, error)
+            return None
+        return tuple(sorted(found))
+
+    def newest(self, run: str, lost: Collection[str] = ()) -> Chosen | None:
+        """The newest whole checkpoint that is none of `lost`."""
+        for step in reversed(self.steps(run)):
+            directory = f"{run.rstrip('/')}/checkpoint-{step}"
+            if directory in lost:
+                continue
+            keys = self.keys(directory)
+            if keys is not None or is_whole_stock(directory):
+                return Chosen(directory, keys)
+        return None
+
+    def choose(self, asked: str | bool, lost: Collection[str] = ()) -> Chosen | None:
+        """The checkpoint to resume from: the requested one if it is whole, else the newest whole
+        one. None: the run was killed before its first commit, and begins anew.
+
+        Args:
+            asked: True: the newest in `output_dir`.
+            lost: directories of which a load has failed.
+        """
+        if isinstance(asked, str):
+            asked = asked.rstrip("/")
+            run = os.path.dirname(asked if not is_local(asked) else os.path.abspath(asked))
+            if asked not in lost:
+                keys = self.keys(asked)
+                begun = _begun_by_us(asked) or self.elsewhere(asked)
+                if keys is not None or is_whole_stock(asked) or not begun:
+                    return Chosen(asked, keys)
+        else:
+            run = self.output_dir
+        found = self.newest(run, lost)
+        if found is not None and isinstance(asked, str) and not lost:
+            log.warning("%s is not whole: resuming from %s", asked, found.directory)
+        if found is None and not lost and self.steps(run):
+            log.warning("no checkpoint in %s is whole: training begins anew", self.place(run))
+        return found
+
+    def remove(self, directory: str) -> None:
+        """Remove a checkpoint, of smckpt or not, with all that is beside it."""
+        place = self.place(directory)
+        with contextlib.suppress(CheckpointNotFoundError):  # never committed, or not smckpt's
+            smckpt.remove(place, **self.arguments)
+        if self.elsewhere(directory):
+            storage = self.storage(directory)
+            storage.delete_many([one for one in storage.names() if parse_name(one) is not None])
+            empty_store(storage)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def is_whole_stock(directory: str) -> bool:
+    """Whether the Trainer itself wrote a checkpoint here to its end; its last file says so."""
+    weights = ("model", "pytorch_model", "adapter_model", "global_step")
+    return os.path.isfile(os.path.join(directory, TRAINER_STATE_NAME)) and any(
+        name.startswith(weights) or os.path.isdir(os.path.join(directory, name))
+        for name in stock_files(directory)
+    )
+
+
+def agreed(look: Callable[[], Any]) -> Any:
+    """What the main process finds, on all ranks.
+
+    Raises:
+        CheckpointError: it cannot look; on all ranks.
+    """
+    answer: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            answer[0] = look()
+        except Exception as error:
+            if PartialState().num_processes == 1:
+                raise
+            answer[1] = as_checkpoint_error(error).to_json()
+    broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise error_from_json(answer[1])
+    return answer[0]
+
+
+def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """transformers' function of this name; of a URL it finds the newest committed checkpoint."""
+    if is_local(os.fspath(folder)):
+        found: str | None = stock_last_checkpoint(folder)  # type: ignore[no-untyped-call]
+        return found
+    newest = Checkpoints(os.fspath(folder)).newest(os.fspath(folder))
+    return None if newest is None else newest.directory
+
+
+def _begun_by_us(directory: str) -> bool:
+    try:
+        return any(parse_name(name) is not None for name in os.listdir(directory))
+    except OSError:
+        return False

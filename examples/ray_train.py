@@ -8,9 +8,11 @@ STORAGE/NAME, because Ray takes no others without an upload. Ray replaces a work
 (`FailureConfig`), and all of them go on from the newest committed step.
 """
 
+import random
 import sys
 from typing import Any
 
+import numpy
 import ray.train
 import torch
 import torch.distributed as dist

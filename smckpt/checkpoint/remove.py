@@ -169,8 +169,11 @@ def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None)
             place.refuse_links()
     if doomed.record is not None:
         top.delete(doomed.record)
+        top.sync()
     pairs = list(zip(places, sharded, doomed.groups, strict=True))
     delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    for place in places:  # a power failure could bring a manifest back without its files
+        place.sync()
     ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
     delete_at((place, names[:1]) for place, names in ranks)
     delete_at((place, names[1:]) for place, names in ranks)

@@ -111,7 +111,7 @@ def sweep(
     steps = [name for kind, name in doomed if kind == "manifest"]
     deleted += _delete_cut_records(storage, steps, kept)
     files.discard_unfinished([name for name in files.begun if over(name)])
-    deleted += _delete(files.delete, doomed)
+    deleted += _delete(files.delete, storage.sync, doomed)
     if files.unseen is not None:
         raise files.unseen
     return {"deleted": deleted}
@@ -147,7 +147,7 @@ def sweep_records(
         for lease in leases_at(storage)
         if lease.fencing_token < fencing_token and lease.scope & scope
     ]
-    return {"deleted": _delete(storage.delete_many, doomed)}
+    return {"deleted": _delete(storage.delete_many, storage.sync, doomed)}
 
 
 def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
@@ -178,6 +178,7 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
             named = {(u["directory"], u["manifest"]) for u in read_record(parent, record).groups}
             if (relative_url(storage.url, parent.url), name) in named:
                 parent.delete(record)
+                parent.sync()
                 deleted += 1
     return deleted
 
@@ -188,7 +189,7 @@ def discard_attempt(stores: PrefixStores, attempt: str) -> int:
     for place in stores.all():
         names = [info.name for info in place.list()]
         ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
-        deleted += _delete(place.delete_many, ours)
+        deleted += _delete(place.delete_many, place.sync, ours)
     return deleted
 
 
@@ -365,11 +366,22 @@ def _urls(storage: Storage, record: Record) -> frozenset[str]:
     return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
 
 
-def _delete(delete: Callable[[Sequence[str]], None], doomed: Iterable[tuple[str, str]]) -> int:
-    """Delete (kind, name) in order of `_ORDER`, all names of a kind together. Returns how many."""
+def _delete(
+    delete: Callable[[Sequence[str]], None],
+    sync: Callable[[], None],
+    doomed: Iterable[tuple[str, str]],
+) -> int:
+    """Delete (kind, name) in order of `_ORDER`, all names of a kind together. Records and manifests
+    are durably gone before their files go. Returns how many.
+
+    Args:
+        sync: makes deletions durable.
+    """
     by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
     for kind, name in doomed:
         by_kind[kind].append(name)
-    for names in by_kind.values():
+    for kind, names in by_kind.items():
         delete(names)
+        if names and kind in ("record", "manifest"):
+            sync()
     return sum(map(len, by_kind.values()))

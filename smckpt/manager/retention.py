@@ -129,10 +129,12 @@ class Keeper:
         self._inbox: SimpleQueue[str | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._finished = False  # the deletions that were cut short
+        self._ending = False  # nobody waits any more, and the process may end
 
     def committed(self, way: str) -> None:
         """This run has committed a checkpoint there. Returns at once."""
         if self._thread is None:
+            self._ending = False
             self._thread = threading.Thread(target=self._serve, name="smckpt-keeper", daemon=True)
             self._thread.start()
         self._inbox.put(way)
@@ -144,12 +146,13 @@ class Keeper:
         self._inbox.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
+            self._ending = True
             log.warning("old checkpoints are not all deleted yet: the next run deletes the rest")
         self._thread = None
 
     def _serve(self) -> None:
         ended = False
-        while not ended:
+        while not ended and not self._ending:
             waiting = [self._inbox.get()]
             while not self._inbox.empty():
                 waiting.append(self._inbox.get())
@@ -164,6 +167,8 @@ class Keeper:
             except CheckpointError as error:
                 log.warning("old checkpoints stay for now: %s", error)
             except Exception:  # if the thread died, the disk would fill silently
+                if self._ending or not threading.main_thread().is_alive():
+                    return  # at its exit Python starts no more threads; the next run goes on
                 log.exception("old checkpoints stay for now")
 
     def tidy(self, newest: str) -> list[FoundCheckpoint]:

@@ -41,7 +41,8 @@ class Rivals:
         self._claim: Claim | None = None
         self._before: frozenset[str] = frozenset()  # directories of the steps when we began
         self._others: dict[str, str] = {}  # directory → the run that saved there since
-        self._ours: list[str] = []
+        self._ours: frozenset[str] = frozenset()  # directories of our steps that are still there
+        self._last: str | None = None  # that of our last step
         self._over: StorageError | None = None
 
     def claim(self) -> dict[str, Any] | None:
@@ -77,9 +78,12 @@ class Rivals:
         Raises:
             StorageError: the store fails to list the root.
         """
-        again = self._ours[-1:]  # who saves to the same directories is found there
-        self._ours = [*self._ours, way]
-        fresh = [its for _, its in self._book.places() if its not in self._before]
+        again = [] if self._last is None else [self._last]  # who saves to the same is found there
+        present = [its for _, its in self._book.places()]
+        self._last = way
+        self._ours = self._ours.intersection(present) | {way}
+        self._others = {its: run for its, run in self._others.items() if its in {*present, way}}
+        fresh = [its for its in present if its not in self._before]
         known = {*self._ours, *self._others}
         for its in [*again, way, *(its for its in fresh if its not in known)]:
             found = self._found(its)

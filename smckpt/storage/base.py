@@ -344,6 +344,14 @@ class Storage(ABC):
         self.size(name)
         return None
 
+    def sync(self) -> None:  # noqa: B027
+        """Make deletions here durable, before what they make invalid is deleted too. An object
+        store does that at once. A missing directory is no error.
+
+        Raises:
+            StorageError: the store refused.
+        """
+
     def remove_directory(self) -> None:  # noqa: B027
         """Remove this directory if it is empty. An object store has no directories."""
 

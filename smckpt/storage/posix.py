@@ -216,6 +216,15 @@ class PosixStorage(Storage):
         except OSError as error:
             raise storage_error(error, path, "delete") from error
 
+    def sync(self) -> None:
+        try:
+            with self._directory() as directory:
+                directory.sync()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise storage_error(error, self._folder, "make the deletions durable") from error
+
     def remove_directory(self) -> None:
         self.refuse_links()  # rmdir of a link would only say that it stays
         try:

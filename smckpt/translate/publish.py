@@ -464,6 +464,7 @@ def _delete(root: Storage, number: int, found: Publish | None) -> None:
             names |= {found.delta[0]} if found.delta else set()
             put_files(storage, names)
             storage.delete(MANIFEST)
+            storage.sync()
         listed = read_files(storage)
         if listed is not None:
             storage.delete_many(listed)

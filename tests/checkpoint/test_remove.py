@@ -10,13 +10,15 @@ import pytest
 
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.format import data_name
+from smckpt.checkpoint.format import data_name, parse_name
 from smckpt.checkpoint.leases import take_lease
 from smckpt.checkpoint.remove import remove_checkpoint
+from smckpt.checkpoint.sweep import sweep
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
+from smckpt.storage.directory import Directory
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.saves import Group, hybrid, state_of
@@ -123,3 +125,53 @@ def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> 
         (inner / path.name).write_bytes(seal_json(body))
     with pytest.raises((UsageError, CorruptCheckpointError)):
         contents_of(open_storage(str(inner)))
+
+
+def _trace(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the files that are removed, and "sync" for a directory that is made durable."""
+    done: list[str] = []
+    remove, sync = Directory.remove, Directory.sync
+
+    def removed(self: Directory, name: str) -> None:
+        parsed = parse_name(name)
+        done.append("?" if parsed is None else parsed.kind)
+        remove(self, name)
+
+    def synced(self: Directory) -> None:
+        done.append("sync")
+        sync(self)
+
+    monkeypatch.setattr(Directory, "remove", removed)
+    monkeypatch.setattr(Directory, "sync", synced)
+    return done
+
+
+def _assert_durable_in_order(done: list[str], syncs: int) -> None:
+    """What names files is durably gone before they go."""
+    first = min(at for at, kind in enumerate(done) if kind in ("part", "data", "crc"))
+    last = max(at for at, kind in enumerate(done[:first]) if kind in ("record", "manifest"))
+    assert done[last + 1 : first].count("sync") >= syncs
+    if "record" in done:
+        after = done.index("record") + 1
+        assert "sync" in done[after : done.index("manifest")]
+
+
+def test_a_manifest_is_durably_gone_before_its_data(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = contents_of(open_storage(str(two)))
+    done = _trace(monkeypatch)
+    remove_checkpoint(newest)
+    assert done.count("manifest") == 2
+    _assert_durable_in_order(done, 2)
+
+
+def test_a_sweep_makes_the_removal_of_a_manifest_durable_too(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group in ("part0", "part1"):
+        done = _trace(monkeypatch)
+        kept = max(path.name for path in (two / group).glob("manifest-*"))
+        assert sweep(Access(), str(two / group), [kept], int(kept.split("-")[1]))["deleted"]
+        monkeypatch.undo()
+        _assert_durable_in_order(done, 1)

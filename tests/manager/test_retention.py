@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -25,6 +27,7 @@ from smckpt.errors import (
 from smckpt.manager.book import Book
 from smckpt.manager.pins import finish_removals, pinned, remove_unless_pinned
 from smckpt.manager.retention import Best, Keep, Keeper
+from smckpt.manager.rivals import Rivals
 from smckpt.manager.template import Template
 from smckpt.storage import open_storage
 from smckpt.storage.posix import PosixStorage
@@ -477,3 +480,53 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="cannot be decoded|leads out|no relative"):
             finish_removals(top, "10")
         assert (contents(victim), contents(tmp_path / "20")) == before
+
+
+ENDS = """
+import atexit, logging, sys, threading
+import torch, smckpt
+from smckpt.manager.retention import Keeper
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+began, remove = threading.Event(), Keeper.remove
+def late(self, one):
+    began.set()
+    atexit.register(threading.current_thread().join, 10)  # it goes on until it ends
+    threading.main_thread().join()  # the process is at its exit
+    return remove(self, one)
+Keeper.remove = late
+def run(manager):
+    for step in (1, 2):
+        manager.save(step, {"a": torch.ones(4)}).wait()
+    began.wait(60)
+    raise SystemExit(143)
+manager = smckpt.CheckpointManager(sys.argv[1], keep_last_n=1)
+if sys.argv[2] == "block":
+    with manager:
+        run(manager)
+run(manager)
+"""
+
+
+@pytest.mark.parametrize("how", ["block", "no block"])
+def test_a_deletion_that_the_end_of_the_process_cuts_short_is_no_error(
+    tmp_path: Path, how: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "run"), how],
+        capture_output=True, text=True, timeout=seconds(120), check=False,
+    )  # fmt: skip
+    assert done.returncode == 143, done.stderr
+    assert "ERROR" not in done.stderr and "Traceback" not in done.stderr
+    Keeper(Book(open_storage(str(tmp_path / "run")), Template("{step}")), Keep(1), None).tidy("2")
+    assert steps(tmp_path / "run") == [2]
+
+
+def test_what_is_known_of_rivals_is_bounded_by_what_is_there(tmp_path: Path) -> None:
+    kept = keeper(tmp_path)
+    rivals = Rivals(kept._book)
+    rivals.refuse("1", RUN)
+    for step in range(1, 30):
+        saved(tmp_path, step)
+        assert rivals.look(str(step))
+        kept.tidy(str(step))
+    assert len(rivals._ours) <= 3 and len(rivals._others) <= 3

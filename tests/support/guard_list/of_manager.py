@@ -28,6 +28,8 @@ KEEPING = [
     of(
         "keep: the commit goes before its files", "checkpoint/remove.py",
         """    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    for place in places:  # a power failure could bring a manifest back without its files
+        place.sync()
     ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
     delete_at((place, names[:1]) for place, names in ranks)
     delete_at((place, names[1:]) for place, names in ranks)
@@ -43,6 +45,7 @@ KEEPING = [
         "keep: the record goes before the manifests", "checkpoint/remove.py",
         """    if doomed.record is not None:
         top.delete(doomed.record)
+        top.sync()
     pairs = list(zip(places, sharded, doomed.groups, strict=True))
     delete_at((place, (group.manifest,)) for place, _, group in pairs)
 """,

@@ -11,7 +11,7 @@ import torch
 from smckpt.checkpoint.parameter_names import are_groups
 from smckpt.errors import CorruptCheckpointError, StateError
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.bindings import optimizer_dicts, stock_record
 from smckpt.state_dict.computed import is_extra_state
 from smckpt.state_dict.optimizers import fill_groups
 from smckpt.state_dict.select import Selection
@@ -77,9 +77,14 @@ def restore(
         if binding is None:
             if isinstance(tree, StatefulStateDict):
                 continue  # its object loads it, when all is read
-            # A dict of the caller's, who gives it to load_state_dict or set_state_dict, or whose
-            # own object does, such as the AppState of torch's recipe.
-            log.info("%s: the optimizer's plain values are in the dict alone", dotted(path))
+            # torch's set_state_dict takes a dict by names, such as that of the AppState recipe.
+            numbered = stock_record(tree) is not None
+            log.log(
+                logging.WARNING if numbered else logging.INFO,
+                "%s: its optimizer is not known, so its plain values were loaded into the dict "
+                "only. Call its load_state_dict, or put the optimizer itself into the state",
+                dotted(path),
+            )
             continue
         # If the groups hold a tensor (a learning rate), each of their values is stored by itself.
         if any(isinstance(v, torch.Tensor) for g in tree["param_groups"] for v in g.values()):

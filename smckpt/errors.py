@@ -77,6 +77,8 @@ class CheckpointError(Exception):
         self.path = path
         self.rank: int = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.host: str = socket.gethostname() if host is None else host
+        # of a save that ranks refused: the moment of training that it was of (`engine.moment`)
+        self.moment: dict[str, Any] | None = None
         super().__init__(self.message)
 
     def __str__(self) -> str:
@@ -93,7 +95,7 @@ class CheckpointError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data, for the job's store and the worker's pipe."""
-        return {
+        data = {
             "type": type(self).__name__,
             "message": self.message,
             "remedy": self.remedy,
@@ -101,6 +103,7 @@ class CheckpointError(Exception):
             "rank": self.rank,
             "host": self.host,
         }
+        return data if self.moment is None else {**data, "moment": self.moment}
 
 
 class UsageError(CheckpointError, ValueError):
@@ -215,7 +218,7 @@ def error_from_json(data: Any) -> CheckpointError:
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = CheckpointError
     more = {"of_store": data.get("of_store") is True} if issubclass(kind, StorageError) else {}
-    return kind(
+    error = kind(
         data["message"],
         **more,
         remedy=data.get("remedy", ""),
@@ -223,3 +226,5 @@ def error_from_json(data: Any) -> CheckpointError:
         rank=data.get("rank"),
         host=data.get("host"),
     )
+    error.moment = data.get("moment")
+    return error

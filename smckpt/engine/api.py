@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 LOAD_THREADS, LOAD_TIMEOUT = 4, 1800.0
-
 # One object for the process: SMP's functions take no handle, so the queues live here.
 _RUNTIME = Runtime()
 
@@ -219,6 +218,11 @@ def maybe_finalize_async_calls(
     for its_queue in _RUNTIME.queues(ranks, queue):
         done += its_queue.finalize(blocking, timeout)
     return done
+
+
+def leave_queue(queue: str, timeout: float) -> None:
+    """End a queue, in which this process saves no more. Its peers hear so."""
+    _RUNTIME.drop(queue, timeout)
 
 
 def add_sink(sink: Sink) -> Callable[[], None]:

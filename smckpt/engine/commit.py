@@ -22,12 +22,18 @@ from smckpt.engine.commands import (
     Sweep,
     TakeLease,
 )
-from smckpt.engine.commit_groups import Apart, Steps, refuse_unequal
+from smckpt.engine.commit_groups import Apart, Steps, Ticket, refuse_unequal
 from smckpt.engine.job import SaveJob
+from smckpt.engine.moment import Moment, of_moment, ranks_text, refuse_different, tells_nothing
 from smckpt.engine.worker_client import Worker
-from smckpt.errors import CheckpointError, PeerError, StorageError, UsageError
+from smckpt.errors import (
+    CheckpointError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
 from smckpt.meeting.membership import Membership
-from smckpt.meeting.round import Meeting
+from smckpt.meeting.round import Meeting, Round
 from smckpt.storage import Access
 from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_url
 
@@ -58,20 +64,11 @@ class Written:
     rank: int
     host: str
     coordinator: int
-    directory: str
+    moment: Moment
     prefix_sharding: dict[str, Any] | None
     part: str
     crc64: str
     looked: Looked | None = None
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """The future record of a step: its directory, fencing token and name."""
-
-    directory: str
-    fencing_token: int
-    record: str
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,11 @@ class Committer:
         self._tokens: dict[tuple[str, ...], int] = {}
         self._probed = False
         self._tried: set[str] = set()
+        self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
+        # of the refused save before this one: rank → its directory
+        self._refused: dict[int, str] = {}
+        self._directories: dict[str, None] = {}  # those of earlier saves
+        self._warned = False
 
     def publish(self, job: SaveJob, write: Callable[[Meeting], Written]) -> Committed:
         """Carry out a save: all ranks write, then the coordinator publishes.
@@ -123,6 +125,7 @@ class Committer:
         """
         timeout = job.request.options.timeout
         if self._meeting is None:
+            self._unmet[job.handle.number] = job.moment
             self._meeting = self._met(job, timeout)
         meeting = self._meeting
 
@@ -136,12 +139,21 @@ class Committer:
         return meeting.round(
             f"save/{job.handle.number}",
             bring,
-            lambda written: self._decide(meeting, job, written, timeout),
+            lambda written: of_moment(
+                job.moment, lambda: self._decide(meeting, job, written, timeout)
+            ),
             leader=self.group.ranks.index(job.request.coordinator),
             timeout=timeout,
             brings=Written,
             gives=Committed,
         )
+
+    def rounds_of(self, number: int, coordinator: int) -> list[Round]:
+        """The rounds with which save `number` may begin."""
+        return [
+            Round(f"made/{number}"),
+            Round(f"save/{number}", self.group.ranks.index(coordinator)),
+        ]
 
     def _met(self, job: SaveJob, timeout: float) -> Meeting:
         """The meeting for this save. If earlier saves had no meeting, the leader gave them up, and
@@ -154,6 +166,8 @@ class Committer:
                 remedy="find out what delayed this rank; raise timeout= if it was only slow",
                 rank=self.group.rank,
             )
+            if number in self._unmet:
+                over.moment = vars(self._unmet[number])
             for point, leader in ((f"made/{number}", 0), (f"save/{number}", coordinator)):
                 if meeting.member == leader:
                     meeting.refuse(point, over, leader=leader)
@@ -169,15 +183,13 @@ class Committer:
         """
         number, path = job.handle.number, job.request.directory
 
-        def here() -> str:
+        def here() -> Moment:
             if job.error is not None:
                 raise job.error
-            return path
+            return job.moment
 
-        def make(brought: Callable[[], dict[int, str]]) -> None:
-            where = sorted(set(brought().values()))
-            if len(where) > 1:
-                raise _different_ids(where)
+        def make(brought: Callable[[], dict[int, Moment]]) -> None:
+            self._refuse_different(job, {ranks[at]: one for at, one in brought().items()})
             self._look(meeting, job, job.as_coordinator(), timeout, create=True)
             self._tried.add(bucket_url(path))
 
@@ -197,7 +209,14 @@ class Committer:
                     path=path,
                 )
 
-        meeting.round(f"made/{number}", here, make, timeout=timeout)
+        ranks = self.group.ranks
+        meeting.round(
+            f"made/{number}",
+            here,
+            lambda brought: of_moment(job.moment, lambda: make(brought)),
+            timeout=timeout,
+            brings=Moment,
+        )
         meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=Sight)
         self._probed = True
 
@@ -233,7 +252,7 @@ class Committer:
         self._steps.count(job)
         if not job.partition.alone:
             return self._commit_step(meeting, job, written, timeout)
-        parts = self._checked(written())
+        parts = self._checked(job, written())
         alarms = self._judged(job, parts)
         ranks, prefix_sharding = self.group.ranks, job.prefix_sharding()
         fencing_token = self._token(
@@ -242,7 +261,22 @@ class Committer:
         published = self._publish(meeting, job, parts, fencing_token, None, timeout)
         return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
 
-    def _checked(self, written: dict[int, Written]) -> dict[int, Written]:
+    def _refuse_different(self, job: SaveJob, moments: dict[int, Moment]) -> None:
+        """Refuse the saves of ranks that are at different steps."""
+        again = job.request.directory in self._directories
+        earlier, self._refused = self._refused, {who: m.directory for who, m in moments.items()}
+        refuse_different(moments, ranks_text, values=again, earlier=earlier)
+        self._refused = {}
+        if again and not self._warned and tells_nothing(moments.values()):
+            self._warned = True
+            log.warning(
+                "nothing in the state tells two steps apart, and all saves go to %s: if a rank "
+                "skipped a save, two steps would be committed as one. What to do: pass step= to "
+                "each save, or put the step into the state",
+                job.request.directory,
+            )
+
+    def _checked(self, job: SaveJob, written: dict[int, Written]) -> dict[int, Written]:
         """Check that the parts of all ranks belong to one save, and return them."""
         coordinators = {part.coordinator for part in written.values()}
         if len(coordinators) > 1:
@@ -250,16 +284,17 @@ class Committer:
                 f"the ranks of the group passed different coordinators: {sorted(coordinators)}",
                 remedy="pass the same coordinator_rank on all ranks of process_group",
             )
-        directories = sorted({part.directory for part in written.values()})
-        if len(directories) > 1:
-            raise _different_ids(directories)
+        self._refuse_different(job, {part.rank: part.moment for part in written.values()})
+        self._directories[job.request.directory] = None
+        if len(self._directories) > LEASES_KEPT:
+            del self._directories[next(iter(self._directories))]
         shardings = sorted({str(part.prefix_sharding) for part in written.values()})
         if len(shardings) > 1:
             raise UsageError(
                 "the ranks of the group shard their files over different prefixes: "
                 f"{shardings[:4]}",
                 remedy="give all ranks the same options of the store (prefixes, prefix_root)",
-                path=directories[0],
+                path=job.request.directory,
             )
         return written
 
@@ -365,17 +400,12 @@ class Committer:
 
         def gather() -> Apart:
             nonlocal alarms
-            parts.update(self._checked(written()))
+            parts.update(self._checked(job, written()))
             alarms = self._judged(job, parts)
             return self._steps.apart(job)
 
-        ticket = step.round(
-            f"ticket/{number}",
-            gather,
-            lambda groups: self._ticket(step, job, groups(), timeout),
-            timeout=timeout,
-            brings=Apart,
-            gives=Ticket,
+        ticket = self._steps.ticket(
+            step, job, gather, lambda groups: self._ticket(step, job, groups(), timeout), timeout
         )
         pointer = relative_url(f"{ticket.directory.rstrip('/')}/{ticket.record}", directory)
         manifest = ""
@@ -442,11 +472,3 @@ class Committer:
         ranks = [rank for group in job.partition.groups for rank in group]
         fencing_token = self._token(step, job, parent, ranks, timeout, urls)
         return Ticket(parent, fencing_token, record_name(fencing_token, job.handle.number, step.id))
-
-
-def _different_ids(directories: list[str]) -> UsageError:
-    return UsageError(
-        f"the ranks of one group passed different checkpoint ids: {directories[:4]}",
-        remedy="all ranks of process_group must pass the same checkpoint_id",
-        path=directories[0],
-    )

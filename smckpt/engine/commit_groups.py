@@ -7,26 +7,38 @@ here instead of becoming one step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from smckpt.engine.job import SaveJob
-from smckpt.errors import PeerError, UsageError
+from smckpt.engine.moment import Moment, of_moment, refuse_different
+from smckpt.errors import CheckpointError, PeerError, UsageError
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 
-__all__ = ["Apart", "Steps", "refuse_unequal"]
+__all__ = ["Apart", "Steps", "Ticket", "refuse_unequal"]
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A group's directory, and how many saves of its queue were made without this step's groups: at
-    least, and at most."""
+    """A group's directory, how many saves of its queue were made without this step's groups, at
+    least and at most, and the moment of this save."""
 
     directory: str
     least: int
     most: int
+    moment: Moment
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The future record of a step: its directory, fencing token and name."""
+
+    directory: str
+    fencing_token: int
+    record: str
 
 
 class Steps:
@@ -65,7 +77,41 @@ class Steps:
         """The counts of this group. For a save that failed before its state was selected, the
         groups are not known."""
         least = sum(n for groups, n in self._made.items() if groups != job.partition.groups)
-        return Apart(job.request.directory, least, least + self._failed)
+        moment = replace(job.moment, directory="", values={})
+        return Apart(job.request.directory, least, least + self._failed, moment)
+
+    def ticket(
+        self,
+        meeting: Meeting,
+        job: SaveJob,
+        gather: Callable[[], Apart],
+        decide: Callable[[Callable[[], dict[int, Apart]]], Ticket],
+        timeout: float,
+    ) -> Ticket:
+        """Bring what this group gathered, and get the ticket of the step."""
+        own: list[Exception] = []
+        moment = replace(job.moment, directory="")  # that of all groups has no directory
+
+        def bring() -> Apart:
+            try:
+                return gather()
+            except Exception as error:
+                own.append(error)
+                raise
+
+        try:
+            return meeting.round(
+                f"ticket/{job.handle.number}",
+                bring,
+                lambda groups: of_moment(moment, lambda: decide(groups)),
+                timeout=timeout,
+                brings=Apart,
+                gives=Ticket,
+            )
+        except CheckpointError as error:
+            if error not in own and error.moment and error.moment["directory"]:
+                error.moment = None  # which of its ranks are behind is the other group's affair
+            raise
 
     def _tell_passed(self, meeting: Meeting, number: int) -> None:
         rank = self._membership.group.rank
@@ -83,9 +129,14 @@ class Steps:
 def refuse_unequal(job: SaveJob, groups: dict[int, Apart]) -> None:
     """
     Raises:
-        UsageError: the groups made different numbers of separate saves, so their save numbers mean
-            different moments.
+        UsageError: the groups save different steps; or they made different numbers of separate
+            saves, so their save numbers mean different moments.
     """
+
+    def name(members: Sequence[int]) -> str:
+        return " and ".join(f"group {list(job.partition.groups[m][:8])}" for m in members[:4])
+
+    refuse_different({member: apart.moment for member, apart in groups.items()}, name)
     most = max(groups, key=lambda member: groups[member].least)
     least = min(groups, key=lambda member: groups[member].most)
     if groups[most].least > groups[least].most:

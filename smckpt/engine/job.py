@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smckpt.checkpoint.prefixes import prefix_sharding_for
 from smckpt.engine.alarms import Alarms, Last
 from smckpt.engine.groups import Partition
+from smckpt.engine.moment import Moment
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES
 from smckpt.meeting.group import Group
@@ -24,7 +25,15 @@ from smckpt.staging.copies import Stager
 from smckpt.storage import Access, Storage
 from smckpt.storage.budget import Share
 
-__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveRequest", "Timings", "bytes_text"]
+__all__ = [
+    "SaveHandle",
+    "SaveJob",
+    "SaveOptions",
+    "SaveRequest",
+    "Timings",
+    "bytes_text",
+    "options_of",
+]
 
 log = logging.getLogger("smckpt")
 
@@ -46,6 +55,9 @@ class SaveOptions:
         after that.
     alarms: what a save watches for in the state; see `Alarms`. Change it to make an alarm an error,
         or to compare replicas and count NaN and infinity.
+    per_rank: globs of names of counters that differ between ranks on purpose, such as
+        "optimizer.step" if each rank steps as it likes. Other counters that differ refuse the save,
+        because a rank would bring another step than the others.
     """
 
     timeout: float = 1800.0
@@ -54,6 +66,7 @@ class SaveOptions:
     sweep: bool = True
     stager: Stager | None = None
     alarms: Alarms = field(default_factory=Alarms)
+    per_rank: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.timeout <= 0:
@@ -66,6 +79,9 @@ class SaveOptions:
             raise UsageError(f"stager is {self.stager!r}", remedy="pass a function of the copies")
         if not isinstance(self.alarms, Alarms):
             raise UsageError(f"alarms is {self.alarms!r}", remedy="pass smckpt.Alarms(...)")
+        if isinstance(self.per_rank, str) or not all(isinstance(n, str) for n in self.per_rank):
+            raise UsageError(f"per_rank is {self.per_rank!r}", remedy="pass a tuple of globs")
+        object.__setattr__(self, "per_rank", tuple(self.per_rank))
 
 
 @dataclass(frozen=True)
@@ -274,11 +290,15 @@ def _called(function: Callable[[Any], object], handle: SaveHandle) -> None:
 @dataclass
 class SaveJob:
     """A save on its way through the queue. `error`: set if it failed before the queue's thread got
-    it."""
+    it. call: which call of this queue made it; the handle's number counts also the saves that this
+    rank skipped. refused: the moment of the last of those."""
 
     handle: SaveHandle
     request: SaveRequest
     partition: Partition
+    call: int = 0
+    moment: Moment = field(default_factory=Moment)
+    refused: Moment | None = None
     error: CheckpointError | None = None
     reported: bool = False  # already raised to the caller
     began: float = field(default_factory=time.perf_counter)
@@ -286,6 +306,7 @@ class SaveJob:
     staged: float = 0.0
     blocked: float = 0.0
     written: float = 0.0
+    brought: float | None = None  # when this rank's part was durable, by time.monotonic
     nbytes: int = 0
     retries: int | None = None
     last: Last | None = None  # what the next save is compared with once this one is committed
@@ -339,6 +360,24 @@ class SaveJob:
 
     def finish(self, error: CheckpointError | None) -> None:
         self.handle.finish(self.handle.timings or self.timings(), error)
+
+
+def options_of(options: SaveOptions | None, failures: int | None, timeout: float) -> SaveOptions:
+    """The options of a manager's saves, from its arguments.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    given = SaveOptions(timeout=timeout) if options is None else options
+    if failures is None:
+        return given
+    if given.max_consecutive_failures:
+        raise UsageError(
+            f"max_consecutive_failures is {failures!r}, and "
+            f"{given.max_consecutive_failures} in options",
+            remedy="give it once",
+        )
+    return replace(given, max_consecutive_failures=failures)
 
 
 def bytes_text(count: float) -> str:

@@ -39,7 +39,7 @@ from smckpt.errors import (
 )
 from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
-from smckpt.meeting.round import Meeting
+from smckpt.meeting.round import Meeting, Round
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.opened import Opened
@@ -239,6 +239,15 @@ class Loader:
                 remedy="pass checkpoint_id=, or a storage_reader that has a path",
             )
         return None if state_dict is None else selector.select(state_dict)
+
+    def close(self, timeout: float) -> None:
+        """Leave: peers that wait for another load of this rank hear that none comes."""
+        n = self._numbers
+        self.membership.announce(
+            [Round(f"load/{n}/choice"), Round(f"find/{n}"), Round(f"open/{n}")],
+            [Round(f"load/{self._loads}/plan")],
+        )
+        self.membership.leave(timeout)
 
     def find(
         self, look: Callable[[], FoundCheckpoint | None], timeout: float

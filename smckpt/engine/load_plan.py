@@ -18,7 +18,7 @@ from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_log
 from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.load_whole import whole_state
-from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
@@ -209,13 +209,20 @@ def _read_plan(
     if request.renamed:
         entries = tuple(_as_saved(entry, request.renamed) for entry in selection.entries)
         selection = replace(selection, entries=entries)
+    other: CheckpointError | None = None
     if by_key:  # each rank compares its keys with those of one saved rank
-        plan = plan_local(
-            catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
-            coordinates=coordinates, asked=asked,
-        )  # fmt: skip
-        _say_left(plan.missing, plan.unexpected, request, group)
-        return replace(plan, unexpected=())
+        try:
+            plan = plan_local(
+                catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
+                coordinates=coordinates, asked=asked,
+            )  # fmt: skip
+        except (TopologyError, KeysMismatchError) as error:
+            if selection.kind is not None:
+                raise
+            other = error  # of a target without a context, whose names may tell enough
+        else:
+            _say_left(plan.missing, plan.unexpected, request, group)
+            return replace(plan, unexpected=())
     plan = plan_logical(
         catalogue,
         selection.entries,
@@ -225,6 +232,8 @@ def _read_plan(
         coordinates=coordinates,
     )
     if request.strict and plan.missing:
+        if other is not None:  # numbers of parameters, say, in an optimizer's own state dict
+            raise other
         # A peer may ask for a name that this rank does not (`refuse_spare`). Without peers it is
         # refused now.
         spare = plan.unexpected if len(ranks) == 1 else ()

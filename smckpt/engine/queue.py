@@ -14,16 +14,20 @@ from smckpt.engine.commit import Committed, Committer
 from smckpt.engine.events import SaveEvent, Sinks
 from smckpt.engine.groups import Partition
 from smckpt.engine.job import SaveHandle, SaveJob, SaveRequest, bytes_text
+from smckpt.engine.moment import moment_read
 from smckpt.engine.save import Saver
 from smckpt.engine.telling import telling
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
 from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Round
 
 __all__ = ["SaveQueue"]
 
 LEAVE_SECONDS = 30.0  # seconds that the store's host waits at exit for peers that read from it
+
+IDLE_SECONDS = 1.0  # how often an idle queue looks whether its process group still exists
 
 log = logging.getLogger("smckpt")
 
@@ -48,7 +52,10 @@ class SaveQueue:
         self._worker = Worker()
         self._committer = Committer(self.membership, self._worker, since)
         self._saver = Saver(group, self._worker, self._committer)
-        self._numbers = 0
+        self._calls = 0
+        self._skipped = 0  # saves of the others that this rank did not make
+        self._stays = len(group.ranks) > 1  # peers may expect another save
+        self._job: SaveJob | None = None  # that the thread works on
         self._failures = 0
         self._unreported: list[SaveHandle] = []
         self._committed: list[int] = []
@@ -87,9 +94,10 @@ class SaveQueue:
         request: SaveRequest,
         refusal: Exception | None,
     ) -> SaveHandle:
-        handle = SaveHandle(self._numbers, request.directory, request.step)
-        self._numbers += 1  # counted before anything can raise, because the peers count too
-        job = SaveJob(handle, request, Partition((self.group.ranks,), 0))
+        call = self._calls
+        self._calls += 1  # counted before anything can raise, because the peers count too
+        handle = SaveHandle(call + self._skipped, request.directory, request.step)
+        job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
         commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
         job.reported = failed is not None
         job.blocked = job.elapsed() + job.waited
@@ -122,11 +130,14 @@ class SaveQueue:
             committed, self._committed = self._committed, []
         return committed
 
-    def close(self, timeout: float, *, leave: bool = True) -> list[SaveHandle]:
+    def close(
+        self, timeout: float, *, announce: bool = True, leave: bool = True
+    ) -> list[SaveHandle]:
         """Wait at most `timeout` seconds for the save in flight. Then stop the thread and the
         worker and free the arena.
 
         Args:
+            announce: tell peers that wait for another save of this rank that none comes.
             leave: also wait until no peer needs the store that this process may host.
 
         Returns:
@@ -146,6 +157,8 @@ class SaveQueue:
             self._inbox.put(None)
             self._thread.join(timeout=1 if late else 5)
             self._thread = None
+            if announce:
+                self._announce_end()
             if leave:
                 self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
         self._worker.close(timeout=5)
@@ -201,29 +214,82 @@ class SaveQueue:
     # -- the thread --------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (staged := self._inbox.get()) is not None:
+        while (staged := self._next()) is not None:
             job, commit = staged
+            while not self._ended(job, commit):
+                pass
+
+    def _next(self) -> _Staged | None:
+        """The next save. If the program destroys the process group meanwhile, none comes, and the
+        peers hear so."""
+        while True:
             try:
-                with telling(self.group.rank, job.under_way):
-                    committed = commit()
-                self._announce(job, committed)
-                self._done(job, None)
-                self._committer.sweep(job, committed)
-            except BaseException as error:  # the thread must survive any failure and report it
-                self._done(job, as_checkpoint_error(error, self.group.rank))
+                return self._inbox.get(timeout=IDLE_SECONDS if self._stays else None)
+            except queue.Empty:
+                if not self.group.exists():
+                    self._announce_end()
+
+    def _announce_end(self) -> None:
+        """Tell peers that wait for another save of this rank that none comes."""
+        if self._stays:
+            self._stays = False
+            number = self._calls + self._skipped
+            self.membership.announce(
+                self._committer.rounds_of(number, self._saver.coordinator),
+                [Round(f"ticket/{number}")],
+            )
+
+    @property
+    def brought(self) -> float | None:
+        """When the save in flight had nothing left to do but to wait for other ranks."""
+        return self._job.brought if self._job and len(self.group.ranks) > 1 else None
+
+    def _ended(self, job: SaveJob, commit: Callable[[], Committed]) -> bool:
+        """Commit the save. Returns False if it is to be brought to the next round, because this
+        rank skipped the save that the others made in this one."""
+        job.handle.number, self._job = job.call + self._skipped, job
+        try:
+            with telling(self.group.rank, job.under_way):
+                committed = commit()
+            self._announce(job, committed)
+            self._done(job, None)
+            self._committer.sweep(job, committed)
+        except BaseException as error:  # the thread must survive any failure and report it
+            ours = as_checkpoint_error(error, self.group.rank)
+            behind = moment_read(ours.moment)
+            if job.error is None and job.moment.is_beyond(behind) and behind != job.refused:
+                job.refused = behind
+                self._skip(job, ours)
+                return False
+            self._done(job, ours)
+        return True
+
+    def _skip(self, job: SaveJob, error: CheckpointError) -> None:
+        """Count a save that the others made without this rank. It failed, here too."""
+        path = error.path or job.request.directory
+        lost = SaveHandle(job.handle.number, path, None)
+        lost.error = error
+        log.error("save %d was not committed: %s", lost.number, error)
+        log.warning("%s of this rank is brought again, as save %d", job.called, lost.number + 1)
+        self._skipped += 1
+        self._count_failure(job, lost)
+
+    def _count_failure(self, job: SaveJob, failed: SaveHandle) -> None:
+        with self._lock:
+            self._failures += 1
+            tolerated = self._failures <= job.request.options.max_consecutive_failures
+            if not job.reported and not tolerated:
+                self._unreported.append(failed)
 
     def _done(self, job: SaveJob, error: CheckpointError | None) -> None:
-        with self._lock:
-            if error is None:
+        if error is None:
+            with self._lock:
                 self._failures = 0
                 self._committed.append(job.handle.number)
                 self._durable = job.began + job.waited + job.staged
-            else:
-                self._failures += 1
-                tolerated = self._failures <= job.request.options.max_consecutive_failures
-                if not job.reported and not tolerated:
-                    self._unreported.append(job.handle)
-                log.error("save %d was not committed: %s", job.handle.number, error)
+        else:
+            self._count_failure(job, job.handle)
+            log.error("save %d was not committed: %s", job.handle.number, error)
         job.finish(error)
         self._sinks.deliver(self._event(job, error))
 

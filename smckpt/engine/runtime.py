@@ -28,6 +28,8 @@ from smckpt.meeting.membership import Membership
 
 __all__ = ["Runtime"]
 
+# seconds that a program which ends by an exception waits for other ranks; torchrun kills after 30
+DYING_SECONDS = 20.0
 EXIT_SECONDS = 600.0  # seconds that a normal exit waits, unless SMCKPT_EXIT_TIMEOUT is set
 
 log = logging.getLogger("smckpt")
@@ -144,13 +146,31 @@ class Runtime:
         with self._lock:
             queues = [queue for _, queue in self._all()]
             loaders = list(self._loaders.values())
+            members = [queue.membership for queue in self._queues.values()]
+            members += [loader.membership for loader in loaders]
             self._queues, self._adopted, self._loaders = {}, {}, {}
-        failed = []
+        failed: list[SaveHandle] = []
+        for queue in list(queues):
+            given_up = _drained(queue, deadline)
+            if given_up:
+                failed += given_up
+                queues.remove(queue)
+        for membership in members[:1]:
+            membership.post_end()
         for queue in queues:
             failed += queue.close(left())
         for loader in loaders:
-            loader.membership.leave(min(left(), LEAVE_SECONDS))
+            loader.close(min(left(), LEAVE_SECONDS))
         return failed
+
+    def drop(self, name: str, timeout: float) -> list[SaveHandle]:
+        """Close the queues of this name, in which this process saves no more. The next save under
+        the name makes a new queue."""
+        with self._lock:
+            self._forget_if_forked()
+            keys = [key for key in self._queues if key[0] == name]
+            queues = [self._queues.pop(key) for key in keys]
+        return [lost for queue in queues for lost in queue.close(timeout, leave=False)]
 
     def note_fork(self) -> None:
         """In a forked child."""
@@ -205,6 +225,24 @@ class Runtime:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _drained(queue: Finalizable, deadline: float) -> list[SaveHandle]:
+    """Wait for the save in flight. A program that ends by an exception does not wait long for other
+    ranks, which may be gone; the launcher would kill it. Returns the saves that it gives up."""
+    flying, dying = queue.flying, getattr(sys, "last_value", None) is not None
+    while flying is not None and not flying.ended(min(1.0, max(deadline - time.monotonic(), 0))):
+        now, brought = time.monotonic(), getattr(queue, "brought", None)
+        if now >= deadline:
+            break
+        if dying and brought is not None and now - brought > DYING_SECONDS:
+            print(
+                f"smckpt: the program ends by an exception, and save {flying.number} has waited "
+                f"{now - brought:.0f} s for other ranks: it is given up",
+                file=sys.stderr,
+            )
+            return queue.close(0)
+    return []
 
 
 def _note_in_child(reference: weakref.ref[Runtime]) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from smckpt.engine.commands import ArenaFile, WritePart
 from smckpt.engine.commit import Committed, Committer, Written
 from smckpt.engine.groups import Partition, partition_of
 from smckpt.engine.job import SaveJob, SaveRequest
+from smckpt.engine.moment import moment_of
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import StateError, UsageError, as_checkpoint_error
 from smckpt.layout.image import Layout, compile_layout
@@ -119,11 +121,21 @@ class Saver:
                 raise refusal
             wait(job)
             selection = self.select(job, state_dict)
+            request = job.request
+            job.moment = moment_of(
+                request.directory,
+                job.handle.step,
+                request.metadata,
+                selection,
+                request.options.per_rank,
+            )
             compiled = self.compile(job, selection)
             staged = self.stage(job, selection, compiled)
         except BaseException as error:
             failed = error
             job.error = as_checkpoint_error(error, self.group.rank)
+            if not job.moment.directory:
+                job.moment = moment_of(job.request.directory, job.handle.step, {}, None)
 
         def write(meeting: Meeting) -> Written:
             if staged is None:
@@ -225,18 +237,24 @@ class Saver:
             ),
         )
         job.written, job.nbytes, job.retries = job.elapsed(), done.bytes, done.retries
+        job.brought = time.monotonic()
         now = Last("", job.handle.step, job.called, ())
         looked, job.last = looker.looked(staged.held, slots, done, now, self._last)
         return Written(
             rank=self.group.rank,
             host=socket.gethostname(),
             coordinator=request.coordinator,
-            directory=directory,
+            moment=job.moment,
             prefix_sharding=job.prefix_sharding(),
             part=done.part,
             crc64=done.crc64,
             looked=looked,
         )
+
+    @property
+    def coordinator(self) -> int:
+        """The rank that publishes, as far as it is known."""
+        return self.group.ranks[0] if self._coordinator is None else self._coordinator
 
     def close(self) -> None:
         """Free the arena."""

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.engine.api import async_save, load, maybe_finalize_async_calls
-from smckpt.engine.job import SaveHandle, SaveOptions, Timings
+from smckpt.engine.api import async_save, leave_queue, load, maybe_finalize_async_calls
+from smckpt.engine.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.engine.replicas import ReplicationGroup
 from smckpt.errors import UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
-from smckpt.manager.notice import Watch
+from smckpt.manager.notice import Watch, called
 from smckpt.manager.record import history_of, mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Keep, Keeper
@@ -39,6 +40,7 @@ from smckpt.manager.state import (
 from smckpt.manager.template import Template
 from smckpt.meeting.group import group_of
 from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import access_to
 from smckpt.storage.urls import Below, normal_url
@@ -86,9 +88,9 @@ class CheckpointManager:
         signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
             through the job's store, on a last step. `should_save` is true for it, and `save` waits
             for its commit and raises SystemExit. An empty tuple installs no handler.
-        grace: seconds from the signal until the process ends, whatever it is doing. Closing the
-            manager cancels it. None: 25 after SIGTERM (torchrun and Kubernetes kill 30 s after it),
-            110 after any other signal.
+        grace: seconds from the signal until the process ends, whatever it is doing. After `close`
+            it holds in the exit handlers alone. None: 25 after SIGTERM (torchrun and Kubernetes
+            kill 30 s after it), 110 after any other signal.
         exit_status: exit status of a process that ends after a signal.
         random: also save and restore the random generators of Python, NumPy, torch and the device.
         max_consecutive_failures: how many failed saves in a row are only logged. None: as `options`
@@ -97,7 +99,8 @@ class CheckpointManager:
             hold plain tensors of their own, which no mesh describes. It is recorded. Ranks with the
             same coordinates save together. None: the model's meshes tell.
         options: options of each save; see `SaveOptions`.
-        timeout: seconds for each round in which the ranks agree.
+        timeout: seconds for each round in which the ranks agree, also in restores; and for each
+            stage of a save, unless `options` are given.
         s3_region: as in `async_save`.
         s3client_config: as in `async_save`.
 
@@ -131,7 +134,7 @@ class CheckpointManager:
         self._best = None if keep_best is None else Best(*keep_best)
         self._keep = Keep(keep_last_n, keep_every, self._best)
         self._random = random
-        self._options = _options(options, max_consecutive_failures)
+        self._options = options_of(options, max_consecutive_failures, timeout)
         self._timeout = timeout
         self._access = access_to(self.root, **self._store_options)
         group = group_of(None)
@@ -149,8 +152,9 @@ class CheckpointManager:
         self._rounds = 0
         self._prepared = False  # it is known that there is room
         self._timed = False  # the first save
-        self._closed = False
+        self._closed = self._announced = False
         self._pid = os.getpid()
+        atexit.register(called, CheckpointManager._announce_end, weakref.ref(self))
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -434,6 +438,7 @@ class CheckpointManager:
         try:
             maybe_finalize_async_calls(queue=QUEUE)
         finally:
+            leave_queue(QUEUE, self._timeout)
             self._end(self._timeout)
 
     def _end(self, timeout: float) -> None:
@@ -443,7 +448,15 @@ class CheckpointManager:
         self._watch.close()
         self._schedule.close()
         self._keeper.close(timeout)
+        self._announce_end()
         self._membership.leave(min(timeout, LEAVE_SECONDS))
+
+    def _announce_end(self) -> None:
+        """Peers that wait for another call of this rank hear that none comes."""
+        if not self._announced and os.getpid() == self._pid:
+            self._announced, number = True, self._rounds + 1
+            whats = f"groups/{number}", f"room/{number}", f"all/{number}", f"restore/{number}/0"
+            self._membership.announce([*map(Round, whats)], ends=not self._closed)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -486,16 +499,3 @@ class CheckpointManager:
                 "a forked child uses the manager of its parent",
                 remedy="call it in the training process itself",
             )
-
-
-def _options(options: SaveOptions | None, failures: int | None) -> SaveOptions:
-    given = SaveOptions() if options is None else options
-    if failures is None:
-        return given
-    if given.max_consecutive_failures:
-        raise UsageError(
-            f"max_consecutive_failures is {failures!r}, and "
-            f"{given.max_consecutive_failures} in options",
-            remedy="give it once",
-        )
-    return replace(given, max_consecutive_failures=failures)

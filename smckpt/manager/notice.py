@@ -11,6 +11,7 @@ is over, each rank ends, whatever it is waiting for.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -18,18 +19,21 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
-__all__ = ["Notice", "Watch"]
+__all__ = ["Notice", "Watch", "called"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("smckpt")
 
@@ -56,7 +60,7 @@ class Watch:
 
     Args:
         signals: signals that ask the job to end.
-        grace: seconds from the notice until the process ends; `close` cancels it. None: by signal.
+        grace: seconds from the notice until the process ends. None: by signal.
         status: exit status of the process then.
     """
 
@@ -88,6 +92,8 @@ class Watch:
         self._pipe: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
+        self._until = 0.0  # when the grace time ends
+        self._pid = os.getpid()
         world = membership.group.world_size
         self._pause = max(POLL_SECONDS, world / RANKS_A_SECOND)
         if not signals:
@@ -95,9 +101,9 @@ class Watch:
         self._install([signal.Signals[name] for name in signals])
         watch = weakref.ref(self)
         os.register_at_fork(
-            before=partial(_called, Watch.hold_signals, watch),
-            after_in_parent=partial(_called, Watch.release_signals, watch),
-            after_in_child=partial(_called, Watch.forget, watch),
+            before=partial(called, Watch.hold_signals, watch),
+            after_in_parent=partial(called, Watch.release_signals, watch),
+            after_in_child=partial(called, Watch.forget, watch),
         )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
@@ -128,7 +134,8 @@ class Watch:
         raise SystemExit(self._status)
 
     def close(self) -> None:
-        """Restore the earlier signal handlers, and cancel the timer that ends the process."""
+        """Restore the earlier signal handlers. The program may go on; the grace time holds again in
+        its exit handlers."""
         self._ended.set()
         main = threading.current_thread() is threading.main_thread()
         if main:
@@ -143,6 +150,24 @@ class Watch:
                 self._pipe = ()
         if self._timer is not None:
             self._timer.cancel()
+        if self._timer is not None or self._flag is not None:
+            atexit.register(called, Watch._hold_grace, weakref.ref(self))
+
+    def _start_grace(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self._timer = threading.Timer(seconds, self._end, ["the time is over"])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _hold_grace(self) -> None:
+        """In the exit handlers: what is left of the time, or as much again if none is left."""
+        if os.getpid() == self._pid:
+            left = self._until - time.monotonic()
+            self._start_grace(left if left > 0 else self._grace_after(self._flag or ""))
+
+    def _grace_after(self, name: str) -> float:
+        """The seconds after a signal."""
+        return GRACE.get(name, LONG_GRACE) if self._grace is None else self._grace
 
     # -- the signal ------------------------------------------------------------------------------
 
@@ -221,7 +246,7 @@ class Watch:
             self._wait_for_signal()
             mine: dict[str, Any] | None = None
             if self._flag is not None:
-                grace = GRACE.get(self._flag, LONG_GRACE) if self._grace is None else self._grace
+                grace = self._grace_after(self._flag)
                 rank = self._membership.group.rank
                 mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
             told = _told(meeting, mine)
@@ -240,9 +265,7 @@ class Watch:
 
     def _obey(self, notice: Notice) -> None:
         self.notice = notice
-        self._timer = threading.Timer(notice.grace, self._end, ["the time is over"])
-        self._timer.daemon = True
-        self._timer.start()
+        self._start_grace(notice.grace)
         log.log(
             logging.WARNING if self._membership.group.index == 0 else logging.INFO,
             "%s came to rank %d on %s: the ranks agree on a last step, save it and end with exit "
@@ -293,10 +316,11 @@ class Watch:
         os._exit(self._status)
 
 
-def _called(method: Callable[[Watch], None], reference: weakref.ref[Watch]) -> None:
-    watch = reference()
-    if watch is not None:
-        method(watch)
+def called(method: Callable[[T], None], reference: weakref.ref[T]) -> None:
+    """Call a method of an object that may have gone."""
+    owner = reference()
+    if owner is not None:
+        method(owner)
 
 
 def _told(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:

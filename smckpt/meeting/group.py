@@ -50,6 +50,13 @@ class Group:
         """How many ranks, as `ProcessGroup.size`."""
         return len(self.ranks)
 
+    def exists(self) -> bool:
+        """Whether the process group of the job has not been destroyed since."""
+        distributed = sys.modules.get("torch.distributed")
+        if self.store is None or distributed is None:
+            return True
+        return distributed.is_initialized() and _default_store() is self.store
+
     def same_life(self, other: Group) -> bool:
         """Whether both groups come from one initialisation of the job's process group."""
         return self == other and self.store is other.store

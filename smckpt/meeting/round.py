@@ -20,11 +20,13 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Said:
-    """A member's message, or the answer for all: a value or an error, with the member's rank."""
+    """A member's message, or the answer for all: a value or an error, with the member's rank. left:
+    whether the error says that the member is gone; then any other may have written it."""
 
     member: int
     value: Any = None
     error: CheckpointError | None = None
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class Transport:
     def first(self, key: str, value: Any) -> Any:
         """The value that the first caller brought."""
         raise NotImplementedError
+
+    def announce(self, rounds: Sequence[Round]) -> None:
+        """Say in these rounds, which this member would hold next, that it has left."""
 
     def leave(self, timeout: float) -> None:
         """Leave. The leader waits at most `timeout` seconds for the others to leave."""

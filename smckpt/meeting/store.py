@@ -22,11 +22,13 @@ from typing import Any
 from smckpt.errors import CheckpointError, PeerError, error_from_json
 from smckpt.meeting.keys import Keys, Store
 from smckpt.meeting.messages import from_json
+from smckpt.meeting.presence import Presence, own_process
 from smckpt.meeting.pulse import PAUSES, Pulse
 from smckpt.meeting.round import Meeting, Round, Said, Transport
 
 __all__ = ["OverStore", "agree"]
 
+_ASKED = 4000  # how many members may ask the store, one process, in a second
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
@@ -38,20 +40,29 @@ class OverStore(Transport):
         keys: of this meeting alone, over this thread's own client.
         name: what errors call a member ("rank 3").
         pulse: signs of life, for rounds without a time limit. None: rounds have timeouts.
+        presence: which members are gone; shared by the clients of all threads.
     """
 
     def __init__(
-        self, keys: Keys, member: int, count: int, name: Name, pulse: Pulse | None = None
+        self,
+        keys: Keys,
+        member: int,
+        count: int,
+        name: Name,
+        pulse: Pulse | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.keys = keys
         self._member = member
         self._count = count
         self._name = name
         self._pulse = pulse
+        self.presence = presence or Presence(self._answer_for, self._tell_for, name)
         self._messages: dict[str, str] = {}  # point → key of this member's message
 
     def over(self, store: Store) -> OverStore:
-        return OverStore(self.keys.over(store), self._member, self._count, self._name, self._pulse)
+        keys, presence = self.keys.over(store), self.presence
+        return OverStore(keys, self._member, self._count, self._name, self._pulse, presence)
 
     def collect(self, held: Round, said: Said) -> Iterator[Said]:
         if said.error is not None and self._pulse is not None:
@@ -66,7 +77,7 @@ class OverStore(Transport):
             self.keys.set(key, _packed(answer))
         else:
             seconds = _STAGES * (held.timeout or 0) + 5
-            data = self._awaited(key, [held.leader], time.monotonic() + seconds)
+            data = self._awaited(held, key, [held.leader], time.monotonic() + seconds)
             if data is None:
                 raise PeerError(
                     f"{self._name(held.leader)} gave no decision on {held.point} within "
@@ -74,6 +85,8 @@ class OverStore(Transport):
                     remedy="look at that rank's log; raise timeout= if it is merely slow",
                 )
             answer = self._unpacked(data, held.gives)
+            if answer.left and answer.error is not None:
+                self.presence.note(answer.member, answer.error)
         self._part(held, message)
         return answer
 
@@ -88,14 +101,30 @@ class OverStore(Transport):
     def first(self, key: str, value: Any) -> Any:
         return self.keys.first(key, value)
 
+    def announce(self, rounds: Sequence[Round]) -> None:
+        error = self.presence.left(self._member)
+        for held in rounds:
+            if held.leader == self._member:
+                self._answer_for(f"{held.point}/decision", self._member, error)
+            else:
+                self._tell_for(held.point, self._member, error)
+
     def leave(self, timeout: float) -> None:
         if self._member:
+            self.presence.close()
             self._arrive("bye", Said(self._member))
             return
-        until = time.monotonic() + timeout
-        for turn in range(1, self._count):
-            if self.keys.wait(f"bye/{turn}", until - time.monotonic()) is None:
-                return  # a dead member brings nothing
+        until, turn, away = time.monotonic() + timeout, 1, set(range(1, self._count))
+        pause = PAUSES[0]
+        while away - self.presence.members() and time.monotonic() < until:
+            data = self.keys.peek(f"bye/{turn}")
+            if data is None:
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSES[1])
+                continue
+            away.discard(self._unpacked(data, None).member)
+            turn += 1
+        self.presence.close()
 
     def _arrive(self, point: str, said: Said) -> str:
         """Post a message; the leader reads messages in the order of arrival. Returns its key."""
@@ -106,20 +135,39 @@ class OverStore(Transport):
     def _arrivals(self, held: Round) -> Iterator[Said]:
         away = set(range(self._count))
         until = time.monotonic() + (held.timeout or 0)
-        for turn in range(1, self._count + 1):
-            data = self._awaited(f"{held.point}/{turn}", sorted(away), until)
+        turn = 1
+        while away:
+            data = self._awaited(held, f"{held.point}/{turn}", sorted(away), until)
             if data is None:
                 raise _absent(sorted(away), self._name, held.point)
             said = self._unpacked(data, held.brings)
+            turn += 1
+            if said.left and said.error is not None:
+                self.presence.note(said.member, said.error)
+                if said.member not in away:  # it left after it had brought its message
+                    continue
             away.discard(said.member)
             yield said
 
-    def _awaited(self, key: str, whose: Sequence[int], until: float) -> Any:
-        """Wait for a value; None if the time is up. With a pulse there is no time limit, and the
-        wait raises PeerError when none of the members `whose` gives signs of life."""
+    def _awaited(self, held: Round, key: str, whose: Sequence[int], until: float) -> Any:
+        """Wait for a value that one of the members `whose` sets; None if the time is up. The value
+        says so if one of them is gone. With a pulse there is no time limit, and the wait raises
+        PeerError when none of them gives signs of life."""
         if self._pulse is not None:
             return self._pulse.wait(self.keys, key, whose)
-        return self.keys.wait(key, until - time.monotonic())
+        gone = self.presence.gone(whose)
+        if gone is not None:  # unless the value is there, or another is
+            member, error = gone
+            return self.keys.first(key, _packed(Said(member, error=error, left=True)))
+        with self.presence.waiting(held.point, key, whose, held.leader == self._member):
+            return self.keys.wait(key, until - time.monotonic())
+
+    def _answer_for(self, key: str, member: int, error: PeerError) -> None:
+        """Set a value in the name of a member that is gone."""
+        self.keys.first(key, _packed(Said(member, error=error, left=True)))
+
+    def _tell_for(self, point: str, member: int, error: PeerError) -> None:
+        self._arrive(point, Said(member, error=error, left=True))
 
     def _part(self, held: Round, message: str) -> None:
         """Delete this member's message; the last member also deletes the keys that all read.
@@ -143,7 +191,8 @@ class OverStore(Transport):
                 raise ValueError(f"member is {member!r} of {self._count}")
             who = self._name(member)
             if "error" in data:
-                return Said(member, error=error_from_json(data["error"]))
+                left = data.get("left") is True
+                return Said(member, error=error_from_json(data["error"]), left=left)
             return Said(member, data["value"] if kind is None else from_json(kind, data["value"]))
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise PeerError(
@@ -154,7 +203,8 @@ class OverStore(Transport):
 
 def _packed(said: Said) -> dict[str, Any]:
     if said.error is not None:
-        return {"member": said.member, "error": said.error.to_json()}
+        data = {"member": said.member, "error": said.error.to_json()}
+        return {**data, "left": True} if said.left else data
     return {"member": said.member, "value": said.value}
 
 
@@ -179,6 +229,8 @@ def agree(
     name: Name,
     rank: int | None = None,
     silence: float | None = None,
+    sideways: Store | None = None,
+    has_left: Callable[[int], PeerError | None] | None = None,
 ) -> Meeting:
     """Agree on a meeting of `count` members; see the module's text.
 
@@ -191,6 +243,9 @@ def agree(
         rank: see `Meeting`.
         silence: seconds without a sign of life until a member is given up. Rounds then have no time
             limit. None: each round has its `timeout`.
+        sideways: a client on which nobody waits, to answer for members that are gone. None: only
+            the members' own words count.
+        has_left: the error of a member whose program has ended.
 
     Raises:
         PeerError: members did not come; names them.
@@ -198,22 +253,77 @@ def agree(
     keys = Keys(store, prefix)
     nonce = uuid.uuid4().hex[:12]
     until = time.monotonic() + timeout
+    has_left = has_left or (lambda _: None)
+    process = None if sideways is None else own_process()
     if member == 0:
-        _lead(keys, nonce, count, until, name)
+        _present(keys.sub(nonce), member, process)
+        _lead(keys, nonce, count, until, name, has_left)
         chosen = nonce
     else:
-        chosen = _follow(keys, nonce, member, until, timeout, name)
+        chosen = _follow(
+            keys,
+            nonce,
+            member,
+            until,
+            timeout,
+            name,
+            process,
+            has_left,
+            max(PAUSES[1], count / _ASKED),
+        )
     own = keys.sub(chosen)
     pulse = None if silence is None else Pulse(own, member, count, name, silence)
-    return Meeting(chosen, member, count, OverStore(own, member, count, name, pulse), rank, pulse)
+    transport = OverStore(own, member, count, name, pulse)
+    if process is not None and sideways is not None:
+        presence = OverStore(own.over(sideways), member, count, name).presence
+        presence.watch(_beside(own, member, process))
+        transport = OverStore(own, member, count, name, pulse, presence)
+    return Meeting(chosen, member, count, transport, rank, pulse)
 
 
-def _follow(keys: Keys, nonce: str, member: int, until: float, timeout: float, name: Name) -> str:
+def _present(keys: Keys, member: int, process: tuple[str, int, int] | None) -> None:
+    """Post this member's process, for the members on its host."""
+    if process is not None:
+        host, *rest = process
+        turn = keys.count(f"{host}/turn")
+        keys.set(f"{host}/{turn}", [member, *rest])
+
+
+def _beside(keys: Keys, member: int, process: tuple[str, int, int]) -> dict[int, tuple[int, int]]:
+    """The other members on this host: member → pid and start. All have posted theirs."""
+    host = process[0]
+    found = (keys.peek(f"{host}/{turn + 1}") for turn in range(int(keys.peek(f"{host}/turn"))))
+    return {one[0]: (one[1], one[2]) for one in found if one is not None and one[0] != member}
+
+
+def _follow(
+    keys: Keys,
+    nonce: str,
+    member: int,
+    until: float,
+    timeout: float,
+    name: Name,
+    process: tuple[str, int, int] | None,
+    has_left: Callable[[int], PeerError | None],
+    slowest: float,
+) -> str:
     keys.set(f"nonce/{member}", nonce)
     until += 5  # time for the leader to name the absent members
-    chosen = keys.wait(f"accept/{nonce}", until - time.monotonic())
+
+    chosen, pause, look = None, PAUSES[0], 0.0
+    while chosen is None and time.monotonic() < until:
+        if time.monotonic() >= look:
+            look = time.monotonic() + slowest
+            gone = has_left(0)
+            if gone is not None:
+                raise gone
+        chosen = keys.peek(f"accept/{nonce}")
+        if chosen is None:  # the leader may end before it has opened this meeting
+            time.sleep(pause)
+            pause = min(2 * pause, slowest)
     answer = None
     if chosen is not None:
+        _present(keys.sub(chosen), member, process)
         keys.set(f"{chosen}/ack/{member}", nonce)
         answer = keys.wait(f"{chosen}/go", until - time.monotonic())
     if answer is None:
@@ -226,9 +336,16 @@ def _follow(keys: Keys, nonce: str, member: int, until: float, timeout: float, n
     return str(chosen)
 
 
-def _lead(keys: Keys, chosen: str, count: int, until: float, name: Name) -> None:
+def _lead(
+    keys: Keys,
+    chosen: str,
+    count: int,
+    until: float,
+    name: Name,
+    has_left: Callable[[int], PeerError | None],
+) -> None:
     away = dict.fromkeys(range(1, count), "")  # member → its accepted nonce
-    pause = PAUSES[0]
+    pause, look = PAUSES[0], 0.0
     while away:
         late = time.monotonic() >= until
         for member in list(away):
@@ -238,8 +355,13 @@ def _lead(keys: Keys, chosen: str, count: int, until: float, name: Name) -> None
                 keys.set(f"accept/{nonce}", chosen)
             if nonce is not None and keys.peek(f"{chosen}/ack/{member}") == nonce:
                 del away[member]
+        error: PeerError | None = None
+        if away and time.monotonic() >= look:
+            look = time.monotonic() + 1
+            error = next((e for e in map(has_left, away) if e is not None), None)
         if away and late:
             error = _absent(list(away), name, "agreeing on a session")
+        if error is not None:
             keys.set(f"{chosen}/go", {"error": error.to_json()})
             raise error
         if away:  # c10d logs a warning on every wait that runs out, so none is used

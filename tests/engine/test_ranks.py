@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smckpt
 from smckpt import errors
@@ -275,6 +275,36 @@ def load_in_one(folder: str) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_of_two_ranks_loads_in_one_plain_process(tmp_path: Path, kind: str) -> None:
     expected = run_ranks(save_on_two, 2, str(tmp_path), kind)[0]
     assert same(load_in_one(str(tmp_path)), expected)
+
+
+def save_local(folder: str, wrapper: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    if wrapper == "fsdp2":
+        fully_shard(model)
+    else:
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, use_orig_params=wrapper == "fsdp1", device_id=cpu)
+    smckpt.save(taken_model(model), checkpoint_id=f"{folder}/c")
+    return whole
+
+
+def taken_model(model: nn.Module) -> dict[str, Any]:
+    with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+        return {"model": model.state_dict(), "step": 7}
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "fsdp1 flat"])
+def test_a_local_checkpoint_of_two_ranks_loads_in_one_process_without_a_context(
+    tmp_path: Path, wrapper: str
+) -> None:
+    expected = run_ranks(save_local, 2, str(tmp_path), wrapper)[0]
+    for as_dict in (True, False):
+        model = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+        target = {"model": model.state_dict() if as_dict else model, "step": 0}
+        smckpt.load(target, checkpoint_id=tmp_path / "c", no_dist=as_dict)
+        assert same(model.state_dict(), expected) and target["step"] == 7
 
 
 def local_load_at_another_degree(folder: str) -> str:

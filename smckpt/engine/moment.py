@@ -1,0 +1,371 @@
+"""What tells one save of a queue from the next one, and the refusal of saves that differ.
+
+Ranks meet by the count of their calls. A rank that skips one save would bring its next step where
+the others bring this one. So each rank sends a few numbers with its part, and the coordinator
+compares them: the step, counters in the state and in the metadata, the optimizers' and schedulers'
+own. Only what all ranks have alike counts. Positions of data loaders and random generators do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from smckpt.errors import UsageError, as_checkpoint_error
+from smckpt.layout.entries import Path, dotted
+from smckpt.state_dict.select import Selection
+
+__all__ = [
+    "Moment",
+    "moment_of",
+    "moment_read",
+    "of_moment",
+    "ranks_text",
+    "refuse_different",
+    "tells_nothing",
+]
+
+T = TypeVar("T")
+
+NAMED = 8  # ranks, or counters, that are named one by one
+_DEEP = 5  # how many dicts deep counters are looked for
+
+_COUNTERS = re.compile(
+    r"((global|current|train|training|optimizer|completed|num|total|last)_?)?"
+    r"(step|steps|epoch|iter|iteration|iterations|update|updates)(_(count|num|idx))?"
+    r"|consumed_(train_)?samples"
+)
+# What each rank has of its own: a counter below such a name is not compared,
+_OWN = re.compile(
+    r"load|(?<!meta)(?<!meta_)data|sampler|rng|rand|seed|shard|worker|local|rank|host|stream|reader"
+    r"|(^|_)(dl|ds|manager|metrics)($|_)"
+)
+# nor one beside such a name, which belongs to a position in the data.
+_POSITION = re.compile(r"offset|position|sampler|shard|yield|buffer|examples|(^|_)(pos|index)($|_)")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment of training that a rank saves.
+
+    directory: its checkpoint id; "" if the moment is that of several groups. signs: counters, the
+    most telling first. values: what often changes from step to step; compared only where ranks
+    share no counter. holds: whether the rank has tensors.
+    """
+
+    directory: str = ""
+    signs: dict[str, float] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    holds: bool = True
+
+    def is_beyond(self, refused: Moment | None) -> bool:
+        """Whether this is a later save than the one that was refused."""
+        if refused is None:
+            return False
+        for name, value in refused.signs.items():
+            mine = self.signs.get(name)
+            if mine is not None and mine != value:
+                return mine > value
+        return bool(refused.directory and self.directory) and self.directory != refused.directory
+
+
+def moment_read(data: Any) -> Moment | None:
+    """The moment that an error of a peer carries, if it carries one."""
+    return Moment(**data) if isinstance(data, dict) else None
+
+
+def moment_of(
+    directory: str,
+    step: int | None,
+    metadata: Mapping[str, Any],
+    selection: Selection | None,
+    per_rank: Sequence[str] = (),
+) -> Moment:
+    """The moment of a save.
+
+    Args:
+        selection: its state; None if it could not be selected.
+        per_rank: globs of names that differ between ranks on purpose.
+    """
+    found = _Found()
+    steps: dict[str, float] = {}
+    if selection is not None:
+        found.note_positions(selection)
+        for leaf in selection.objects:
+            found.look(leaf.path, leaf.value)
+        for path, value in _scalars(selection):
+            found.look(path, value)
+        steps = found.steps(selection)
+    found.look(("metadata",), metadata)
+    for path, value in _leaves(metadata, ("metadata",)):
+        if type(value) in (int, bool, str) and not _is_own(path):
+            found.values[dotted(path)] = _short(value)
+    with contextlib.suppress(TypeError):  # the save refuses a step that is no whole number
+        steps = {"step": operator.index(step), **steps}  # type: ignore[arg-type]
+    signs = {**steps, **found.signs}
+
+    def kept(named: dict[str, Any], most: int) -> dict[str, Any]:
+        known = {
+            name: value
+            for name, value in named.items()
+            if not any(fnmatch.fnmatchcase(name, glob) for glob in per_rank)
+        }
+        return dict(list(known.items())[:most])
+
+    holds = selection is None or bool(selection.entries)
+    return Moment(directory, kept(signs, NAMED), kept(found.values, NAMED // 2), holds)
+
+
+class _Found:
+    """Counters and values that were found in a state."""
+
+    def __init__(self) -> None:
+        self.signs: dict[str, float] = {}
+        self.values: dict[str, str] = {}
+        self._steps: dict[Path, float] = {}  # path of an optimizer → its parameters' largest step
+        self._positions: set[Path] = set()  # dicts that hold a position in the data
+
+    def note_positions(self, selection: Selection) -> None:
+        paths = [entry.path for entry in selection.entries]
+        for path in (*paths, *(leaf.path for leaf in selection.objects)):
+            if len(path) > 1 and _POSITION.search(str(path[-1]).lower()):
+                self._positions.add(path[:-1])
+
+    def look(self, path: Path, value: Any) -> None:
+        """Look at a plain value, or at the values in a dict or list."""
+        if len(path) > 2 and path[-1] == "step" and path[-3] == "state":
+            if _is_number(value):
+                self._steps[path[:-3]] = max(self._steps.get(path[:-3], value), value)
+            return
+        if path and path[-1] == "param_groups" and isinstance(value, (list, tuple)):
+            self.values[dotted(path)] = _hyperparameters(value)
+            return
+        if isinstance(value, Mapping):
+            if "last_epoch" in value and ("_step_count" in value or "_last_lr" in value):
+                if _is_number(value["last_epoch"]):
+                    self.signs[dotted((*path, "last_epoch"))] = value["last_epoch"]
+                return
+            if len(path) < _DEEP:
+                own = bool(path) and any(_POSITION.search(str(key).lower()) for key in value)
+                for key, child in value.items():
+                    if not own or isinstance(child, (Mapping, list, tuple)):
+                        self.look((*path, key), child)
+            return
+        if isinstance(value, (list, tuple)):
+            if len(path) < _DEEP and len(value) <= NAMED * NAMED:
+                for index, child in enumerate(value):
+                    if isinstance(child, (Mapping, list, tuple)):
+                        self.look((*path, index), child)
+            return
+        if not path or not _is_number(value) or _is_own(path) or path[:-1] in self._positions:
+            return
+        if _COUNTERS.fullmatch(str(path[-1]).lower()) and "state" not in path[1:-1]:
+            self.signs[dotted(path)] = value
+
+    def steps(self, selection: Selection) -> dict[str, float]:
+        """The steps of the optimizers. Of many optimizers (one for each parameter, say) the largest
+        step counts."""
+        tensors: dict[tuple[Path, Any, Any], list[torch.Tensor]] = {}
+        for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
+            path = entry.path
+            if tensor.numel() != 1 or tensor.is_meta:
+                continue
+            if len(path) > 2 and path[-1] == "step" and path[-3] == "state":
+                of = path[:-3], tensor.device, tensor.dtype
+                tensors.setdefault(of, []).append(tensor.detach().reshape(()))
+        for (path, _, _), steps in tensors.items():
+            most = torch.stack(steps).max().item()
+            self._steps[path] = max(self._steps.get(path, most), most)
+        if len(self._steps) > NAMED // 2:
+            return {"optimizers' step": _whole(max(self._steps.values()))}
+        return {
+            dotted((*path, "step")) if path else "optimizer step": _whole(most)
+            for path, most in sorted(self._steps.items(), key=lambda one: dotted(one[0]))
+        }
+
+
+def _scalars(selection: Selection) -> Iterator[tuple[Path, Any]]:
+    """Counters that are tensors of one element."""
+    for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
+        path = entry.path
+        if tensor.numel() != 1 or tensor.is_meta or "state" in path[1:]:
+            continue
+        if _COUNTERS.fullmatch(str(path[-1]).lower()):
+            yield path, _whole(tensor.detach().reshape(()).item())
+
+
+def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, Mapping) and len(path) < _DEEP:
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, tree
+
+
+def _is_own(path: Path) -> bool:
+    return any(isinstance(key, str) and _OWN.search(key.lower()) for key in path)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _whole(value: float) -> float:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _hyperparameters(groups: Sequence[Any]) -> str:
+    """The hyperparameters of an optimizer: the first learning rate, and a digest of all."""
+    plain = [
+        sorted((str(k), repr(v)) for k, v in group.items() if k != "params" and _is_plain(v))
+        for group in groups
+        if isinstance(group, Mapping)
+    ]
+    digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:8]
+    rate = groups[0].get("lr") if groups and isinstance(groups[0], Mapping) else None
+    return f"lr {rate:.6g} (digest {digest})" if _is_number(rate) else f"digest {digest}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, bool, str)
+
+
+# -- the coordinator -------------------------------------------------------------------------------
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks, for a message: "rank 3", "ranks 0, 2 and 5 more"."""
+    named = ", ".join(map(str, ranks[:NAMED]))
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+
+
+def of_moment(moment: Moment, decide: Callable[[], T]) -> T:
+    """Decide. An error carries the moment of the save that was refused, so that a rank whose save
+    is a later one brings it to the next round."""
+    try:
+        return decide()
+    except Exception as error:
+        ours = as_checkpoint_error(error)
+        if ours.moment is None:
+            ours.moment = vars(moment)
+        if ours is error:
+            raise
+        raise ours from error
+
+
+def tells_nothing(moments: Iterable[Moment]) -> bool:
+    """Whether ranks have tensors, and none of them has a counter."""
+    holders = [moment for moment in moments if moment.holds]
+    return len(holders) > 1 and not any(moment.signs for moment in holders)
+
+
+def refuse_different(
+    moments: Mapping[Any, Moment],
+    name: Any,
+    *,
+    values: bool = False,
+    earlier: Mapping[Any, str] | None = None,
+) -> None:
+    """Refuse saves that differ. The error carries the moment of those that are behind, if that is
+    known: the others were made later, and may meet again in the next round.
+
+    Args:
+        moments: who → its moment.
+        name: what to call a list of those.
+        values: also compare the values, where no counter is common.
+        earlier: who → its directory in the refused save before this one. It tells who is behind.
+
+    Raises:
+        UsageError: they differ.
+    """
+    sign = _first_different({who: moment.signs for who, moment in moments.items()})
+    directories = _grouped({who: moment.directory for who, moment in moments.items()})
+    if sign is None and len(directories) < 2:
+        if not values or _common(moments):
+            return
+        sign = _first_different({who: moment.values for who, moment in moments.items()})
+        if sign is None:
+            return
+    told, behind = [], None
+    if len(directories) > 1:
+        told.append(
+            "the ranks of one group passed different checkpoint ids: " + _listed(directories, name)
+        )
+        behind = _repeated(directories, earlier or {})
+    if sign is not None:
+        field_name, by_value = sign
+        told.append(f"{field_name} is {_listed(by_value, name)}")
+        numbers = [value for value in by_value if not isinstance(value, str)]
+        behind = by_value[min(numbers)] if numbers else behind
+    message = "; ".join(told)
+    if len(directories) < 2:
+        message = f"the ranks would save different steps as one: {message}"
+    if behind is not None:
+        ahead = [who for who in moments if who not in behind]
+        message += f": {name(ahead)} skipped the save that {name(behind)} made"
+    error = UsageError(
+        message,
+        remedy="save on all ranks of process_group or on none, with one checkpoint_id, and pass "
+        "step=; a counter that differs between ranks on purpose goes into "
+        "SaveOptions(per_rank=)",
+        path=next(iter(directories)) or None,
+    )
+    error.moment = vars(Moment() if behind is None else moments[behind[0]])  # none is beyond that
+    raise error
+
+
+def _first_different(
+    fields: Mapping[Any, Mapping[str, Any]],
+) -> tuple[str, dict[Any, list[Any]]] | None:
+    """The first field that has two values: its name, and who has which."""
+    for field_name in dict.fromkeys(key for one in fields.values() for key in one):
+        by_value = _grouped(
+            {who: one[field_name] for who, one in fields.items() if field_name in one}
+        )
+        if len(by_value) > 1:
+            return field_name, by_value
+    return None
+
+
+def _common(moments: Mapping[Any, Moment]) -> bool:
+    """Whether there is a counter that all have which hold tensors."""
+    holders = [set(moment.signs) for moment in moments.values() if moment.holds]
+    return len(holders) < 2 or bool(set.intersection(*holders))
+
+
+def _repeated(directories: Mapping[str, list[Any]], earlier: Mapping[Any, str]) -> list[Any] | None:
+    """Those that come only now to the directory that others brought before."""
+    late = [
+        members
+        for directory, members in directories.items()
+        if any(was == directory for who, was in earlier.items() if who not in members)
+    ]
+    return late[0] if len(late) == 1 else None
+
+
+def _grouped(values: Mapping[Any, Any]) -> dict[Any, list[Any]]:
+    grouped: dict[Any, list[Any]] = {}
+    for who, value in values.items():
+        grouped.setdefault(value, []).append(who)
+    return grouped
+
+
+def _listed(by_value: Mapping[Any, list[Any]], name: Any) -> str:
+    shown = [f"{value} on {name(who)}" for value, who in list(by_value.items())[:4]]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if shown[1:] else shown[0]

@@ -1,0 +1,182 @@
+"""Members that have left a meeting, or whose process is gone.
+
+A member that leaves says so in the rounds that it would hold next. A process that is killed says
+nothing, but its system knows of its end. So a thread of each member waits for the end of the other
+members' processes on the same host, without asking anybody. It answers, in their name, the rounds
+in which somebody waits for them: here, and through the store on other hosts. A process that is
+stopped, or slow, has not ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from smckpt.errors import CheckpointError, PeerError
+
+__all__ = ["Presence", "own_process"]
+
+
+class Presence:
+    """
+    Args:
+        answer: sets the value of a key, if it has none, to a member's departure.
+        tell: brings a member's departure to a round that another process leads.
+        name: what errors call a member.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[str, int, PeerError], None],
+        tell: Callable[[str, int, PeerError], None],
+        name: Callable[[int], str],
+    ) -> None:
+        self._answer = answer
+        self._tell = tell
+        self._name = name
+        self._lock = threading.Lock()
+        self._gone: dict[int, PeerError] = {}
+        self._seen: set[int] = set()  # those whose end this process has seen
+        self._waits: dict[str, tuple[str, frozenset[int], bool]] = {}
+        self._stop: int | None = None  # ends the thread
+
+    def gone(self, members: Any) -> tuple[int, PeerError] | None:
+        """The first of these members that is gone, and the error that says so."""
+        for member in sorted(set(members) & self._gone.keys()):
+            return member, self._gone[member]
+        return None
+
+    def members(self) -> set[int]:
+        """All that are known to be gone."""
+        return set(self._gone)
+
+    def note(self, member: int, error: CheckpointError) -> None:
+        """Another member says that this one has left."""
+        ours = PeerError(error.message, remedy=error.remedy, rank=error.rank, host=error.host)
+        self._gone.setdefault(member, ours)
+
+    def left(self, member: int) -> PeerError:
+        return PeerError(
+            f"{self._name(member)} has left: it closed its manager or its process group, or its "
+            "program ended",
+            remedy="all ranks make the same saves, loads and calls of a manager; find out why that "
+            "rank makes fewer",
+        )
+
+    @contextlib.contextmanager
+    def waiting(self, point: str, key: str, whose: Any, leads: bool) -> Iterator[None]:
+        """While the block waits for `key`, which one of the members `whose` will set."""
+        with self._lock:
+            self._waits[point] = key, frozenset(whose), leads
+            seen = {member: self._gone[member] for member in self._seen}
+        try:
+            for member, error in seen.items():  # it may have ended a moment ago
+                self._settle(point, key, frozenset(whose), leads, member, error)
+            yield
+        finally:
+            with self._lock:
+                self._waits.pop(point, None)
+
+    def watch(self, peers: Mapping[int, tuple[int, int]]) -> None:
+        """Wait, in a thread, for the end of these processes: member → pid and start."""
+        ends: dict[int, int] = {}
+        for member, (pid, start) in peers.items():
+            fd = _opened(pid, start)
+            if fd is not None:
+                ends[fd] = member
+        if not ends:
+            return
+        read, self._stop = os.pipe2(os.O_CLOEXEC)
+        threading.Thread(
+            target=self._serve, args=(ends, read), name="smckpt-presence", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            os.close(stop)  # the thread reads the end of the pipe
+
+    def _serve(self, ends: dict[int, int], read: int) -> None:
+        poll = select.poll()
+        for fd in (*ends, read):
+            poll.register(fd, select.POLLIN | select.POLLHUP)
+        try:
+            while ends:
+                for fd, _ in poll.poll():
+                    if fd == read:
+                        return
+                    poll.unregister(fd)
+                    os.close(fd)
+                    self._ended(ends.pop(fd))
+        finally:
+            for fd in (*ends, read):
+                os.close(fd)
+
+    def _ended(self, member: int) -> None:
+        error = PeerError(
+            f"{self._name(member)} is gone: its process on host {socket.gethostname()} has ended",
+            remedy="look at its log, and at the kernel's (dmesg) for a process that was killed for "
+            "memory; then restart the job",
+        )
+        with self._lock:
+            error = self._gone.setdefault(member, error)
+            self._seen.add(member)
+            waits = list(self._waits.items())
+        for point, (key, whose, leads) in waits:
+            self._settle(point, key, whose, leads, member, error)
+
+    def _settle(
+        self,
+        point: str,
+        key: str,
+        whose: frozenset[int],
+        leads: bool,
+        member: int,
+        error: PeerError,
+    ) -> None:
+        with contextlib.suppress(CheckpointError):  # the store is gone: the wait itself hears so
+            if member in whose:
+                self._answer(key, member, error)
+            elif not leads:
+                self._tell(point, member, error)
+
+
+def own_process() -> tuple[str, int, int] | None:
+    """This process: a name of the system that can see it, its pid and when it began. None where the
+    system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+    started = _start(os.getpid())
+    name = hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:16]
+    return None if started is None else (name, os.getpid(), started)
+
+
+def _start(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _opened(pid: int, start: int) -> int | None:
+    """A descriptor that can be read once the process has ended; None if it cannot be watched."""
+    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if _start(pid) != start:
+        os.close(fd)
+        return None
+    return fd

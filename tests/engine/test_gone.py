@@ -1,0 +1,196 @@
+"""Ranks that leave, or whose process is killed: the others hear so at once, and end by themselves.
+
+The limits are far above what is needed, and the reason is looked for: no test measures.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import os, signal, sys, time, torch, torch.distributed as dist, smckpt
+from pathlib import Path
+from smckpt.engine import api
+from smckpt.engine.commit import Committer
+from smckpt.engine.save import Saver
+from smckpt.engine.worker_client import Worker
+
+moment, ending, victim, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+state = {"a": torch.full((1000,), float(rank))}
+smckpt.save(state, checkpoint_id=folder, step=1)
+dist.barrier()
+
+def die(*_):
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "left":
+        raise SystemExit(0)
+
+if rank == victim and moment == "staging":
+    stage = Saver.stage
+    Saver.stage = lambda *of: die()
+if rank == victim and moment == "writing":
+    call = Worker.call
+    Worker.call = lambda self, command, **more: (
+        die() if command.function == "write_part" else call(self, command, **more))
+if rank == victim and moment == "before its part":
+    write = Saver.write
+    def written(*of):
+        write(*of)
+        die()
+    Saver.write = written
+if rank == victim and moment == "publishing":
+    Committer._publish = lambda *of: die()
+if rank == victim and moment == "before the save":
+    die()
+smckpt.async_save(state, checkpoint_id=folder, step=2)
+if ending == "left":
+    smckpt.maybe_finalize_async_calls()
+if "exception" in sys.argv:
+    while True:
+        dist.all_reduce(torch.ones(1))
+elif "finalize" in sys.argv:
+    smckpt.maybe_finalize_async_calls()
+print("rank", rank, "reached the end", flush=True)
+"""
+
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(3600)
+"""
+
+
+def ranks(tmp_path: Path, *arguments: str, script: str = SCRIPT, count: int = 2) -> tuple[int, str]:
+    """Run ranks without a launcher that would kill them. The exit status of the last of them, and
+    all that they wrote."""
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    host = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    children = []
+    try:
+        assert host.stdout is not None
+        port = host.stdout.readline().strip()
+        for rank in range(count):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+            }
+            log = (tmp_path / f"{rank}.log").open("wb")
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, str(file), *arguments],
+                    env=environment, stdout=log, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+        for child in children:
+            child.wait(seconds(100))
+    finally:
+        for child in (*children, host):
+            child.kill()
+            child.wait()
+    text = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(count))
+    return children[-1].returncode, text
+
+
+@pytest.mark.parametrize(
+    ("moment", "end"),
+    [
+        ("staging", "exit"),
+        ("writing", "finalize"),
+        ("before its part", "exit"),
+        ("before the save", "exit"),
+        ("writing", "exception"),
+        ("publishing", "exit"),
+        ("publishing", "exception"),
+    ],
+)
+def test_survivors_of_a_kill_end_by_themselves(tmp_path: Path, moment: str, end: str) -> None:
+    """In training too, where a collective raises, and in the exit handlers."""
+    victim = 0 if moment == "publishing" else 1
+    _, text = ranks(tmp_path, moment, "killed", str(victim), str(tmp_path / "c"), end)
+    assert f"rank {victim} is gone" in text, text
+
+
+def test_a_killed_coordinator_is_named(tmp_path: Path) -> None:
+    _, text = ranks(tmp_path, "writing", "killed", "0", str(tmp_path / "c"), "exit")
+    assert "rank 0 is gone" in text, text
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_has_left_is_named_at_once(tmp_path: Path, victim: int) -> None:
+    _, text = ranks(tmp_path, "before the save", "left", str(victim), str(tmp_path / "c"))
+    assert f"rank {victim} has left" in text, text
+
+
+def test_a_stopped_rank_is_not_gone(tmp_path: Path) -> None:
+    script = SCRIPT.replace(
+        "smckpt.async_save(state, checkpoint_id=folder, step=2)",
+        "if rank == 1 and os.fork() == 0:\n"
+        "    os.kill(os.getppid(), signal.SIGSTOP)\n"
+        "    time.sleep(3)\n"
+        "    os.kill(os.getppid(), signal.SIGCONT)\n"
+        "    os._exit(0)\n"
+        "smckpt.async_save(state, checkpoint_id=folder, step=2)",
+    )
+    status, text = ranks(tmp_path, "", "", "1", str(tmp_path / "c"), "finalize", script=script)
+    assert status == 0 and "gone" not in text, text
+
+
+MANAGER = """
+import os, sys, time, torch, torch.distributed as dist, smckpt
+how, victim, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(4, 4)
+manager = smckpt.CheckpointManager(folder, interval=1, signals=())
+if how != "restore":
+    manager.restore(into={"model": model})
+    manager.save(1, {"model": model}).wait()
+if rank == victim:
+    if how in ("closed", "all"):
+        manager.close()
+        dist.distributed_c10d._get_default_store().wait(["heard"])
+    elif how == "destroyed":
+        store = dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        store.wait(["heard"])
+    sys.exit(0)
+try:
+    if how == "restore":
+        manager.restore(into={"model": model})
+    elif how == "all":
+        manager.all()
+    else:
+        manager.save(2, {"model": model}).wait()
+except smckpt.errors.CheckpointError as error:
+    print("HEARD", error, flush=True)
+dist.distributed_c10d._get_default_store().set("heard", "1")
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "exit", "destroyed", "all", "restore"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_manager_hears_of_a_rank_that_has_left(tmp_path: Path, how: str, victim: int) -> None:
+    _, text = ranks(tmp_path, how, str(victim), str(tmp_path / "c"), script=MANAGER)
+    assert "HEARD" in text and f"rank {victim} " in text, text

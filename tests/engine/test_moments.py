@@ -1,0 +1,255 @@
+"""Ranks that save unequally often: no checkpoint mixes two steps, and the ranks meet again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import smckpt
+from smckpt import errors
+from smckpt.engine.moment import moment_of
+from smckpt.state_dict.select import Selector
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+
+STEPS = 6
+
+
+class Job:
+    """A rank's training: its only weight is the step."""
+
+    def __init__(self, limit: float = 60) -> None:
+        self.limit = limit
+        self.model = nn.Linear(1, 1, bias=False)
+        self.adam = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.lr = torch.optim.lr_scheduler.StepLR(self.sgd, 1)
+
+    def step(self, step: int) -> None:
+        self.model(torch.ones(1, 1)).sum().backward()
+        self.adam.step()
+        self.sgd.step()
+        self.lr.step()
+        with torch.no_grad():
+            self.model.weight.fill_(float(step))
+
+    def save(self, folder: str, step: int, how: str) -> Any:
+        """Save, so that the thing called `how` is the only one that tells the step."""
+        state: dict[str, Any] = {"w": self.model.weight.detach(), "rank": dist.get_rank()}
+        more: dict[str, Any] = {}
+        place = f"{folder}/c"
+        if how == "step=":
+            more["step"] = step
+        elif how == "in the state":
+            state["global_step"] = step
+        elif how == "a tensor":
+            state["trainer"] = {"step": torch.tensor(step)}
+        elif how == "nested":
+            state["progress"] = {"epoch": step, "note": "here"}
+        elif how == "metadata":
+            more["metadata"] = {"run": {"epoch": step}, "loss": 0.1 * dist.get_rank()}
+        elif how == "metadata text":
+            more["metadata"] = {"note": f"after {step}"}
+        elif how == "optimizer":
+            state["optimizer"] = self.adam.state_dict()
+        elif how == "scheduler":
+            state["scheduler"] = self.lr.state_dict()
+        elif how == "learning rate":
+            state["optimizer"] = self.sgd.state_dict()
+        elif how == "id":
+            place = f"{folder}/c-{step}"
+        elif how == "two ids":
+            place, more["step"] = f"{folder}/c-{step % 2}", step
+        smckpt.async_save(
+            state,
+            checkpoint_id=place,
+            options=smckpt.SaveOptions(timeout=seconds(self.limit)),
+            **more,
+        )
+
+
+def skipping(folder: str, how: str, skipped: dict[int, tuple[int, ...]], limit: float = 60) -> Any:
+    job, said = Job(limit), []
+    for step in range(1, STEPS + 1):
+        job.step(step)
+        if step in skipped.get(dist.get_rank(), ()):
+            continue
+        try:
+            job.save(folder, step, how)
+            smckpt.maybe_finalize_async_calls()
+            said.append((step, ""))
+        except errors.SaveFailedError as error:
+            said.append((step, str(error)))
+    target = {"w": torch.zeros(1, 1)}
+    last = {"id": f"c-{STEPS}", "two ids": f"c-{STEPS % 2}"}.get(how, "c")
+    smckpt.load(target, checkpoint_id=f"{folder}/{last}", check_keys_matched="target")
+    return said, float(target["w"])
+
+
+TELL = ["step=", "in the state", "a tensor", "nested", "metadata", "optimizer", "scheduler"]
+
+
+@pytest.mark.parametrize("how", [*TELL, "two ids"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_skipped_save_fails_alone_by_name_on_all_ranks(
+    tmp_path: Path, how: str, rank: int
+) -> None:
+    told = run_ranks(skipping, 2, str(tmp_path), how, {rank: (2,)})
+    for said, value in told:
+        failed = {step: text for step, text in said if text}
+        assert len(failed) == 1, failed
+        [text] = failed.values()
+        assert f"rank {rank} skipped the save that rank {1 - rank} made" in text
+        assert "2 on rank" in text and "3 on rank" in text
+        assert value == STEPS
+    assert [step for step, text in told[1 - rank][0] if text] == [2]
+    assert [step for step, text in told[rank][0] if text] == [3]  # the next call raises it
+
+
+@pytest.mark.parametrize(
+    ("how", "skipped"),
+    [
+        ("step=", {1: (1,)}),
+        ("step=", {1: (2, 3)}),
+        ("step=", {0: (2,), 1: (4,)}),
+        ("optimizer", {0: (1, 2), 1: (4,)}),
+        ("step=", {0: (2,), 1: (2, 3)}),
+    ],
+)
+def test_saves_go_on_after_several_were_skipped(
+    tmp_path: Path, how: str, skipped: dict[int, tuple[int, ...]]
+) -> None:
+    odd = set(skipped.get(0, ())) ^ set(skipped.get(1, ()))
+    for rank, (said, value) in enumerate(run_ranks(skipping, 2, str(tmp_path), how, skipped)):
+        assert value == STEPS
+        assert said[-1] == (STEPS, "")
+        assert len([text for _, text in said if text]) <= len(odd), (rank, said)
+
+
+@pytest.mark.parametrize("how", ["metadata text", "learning rate", "id"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_only_differs_refuses_mixed_saves(tmp_path: Path, how: str, rank: int) -> None:
+    """It does not tell which rank is behind, so the ranks that differ may all fail."""
+    for said, value in run_ranks(skipping, 2, str(tmp_path), how, {rank: (3,)}, 10):
+        failed = [text for _, text in said if text]
+        assert failed and all("rank 0" in text and "rank 1" in text for text in failed)
+        if how == "id":
+            assert value == STEPS and len(failed) <= 2
+            assert any(f"rank {rank} skipped" in text for text in failed)
+        else:
+            assert value == 2  # the last that both ranks made
+
+
+def a_group_skips(folder: str, who: tuple[int, ...], how: str) -> Any:
+    """Two groups of two ranks; the ranks of `who` skip step 2."""
+    rank, job, said = dist.get_rank(), Job(), []
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for step in range(1, STEPS + 1):
+        job.step(step)
+        if rank in who and step == 2:
+            continue
+        try:
+            smckpt.save(
+                {"w": job.model.weight.detach(), "optimizer": job.adam.state_dict()},
+                checkpoint_id=f"{folder}/c/{rank // 2}",
+                process_group=groups[rank // 2],
+                groups=[[0, 1], [2, 3]],
+                step=step if how == "step=" else None,
+                options=smckpt.SaveOptions(timeout=seconds(60)),
+            )
+            said.append("")
+        except errors.SaveFailedError as error:
+            said.append(str(error))
+    found = smckpt.latest_checkpoint(folder)
+    target = {"w": torch.zeros(1, 1)}
+    smckpt.load(
+        target,
+        checkpoint_id=f"{folder}/c/{rank // 2}",
+        process_group=groups[rank // 2],
+        groups=[[0, 1], [2, 3]],
+        check_keys_matched="target",
+    )
+    return said, float(target["w"]), found is not None
+
+
+@pytest.mark.parametrize("who", [(0,), (3,), (0, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize("how", ["step=", "optimizer"])
+def test_the_groups_of_a_step_meet_again(tmp_path: Path, who: tuple[int, ...], how: str) -> None:
+    for said, value, found in run_ranks(a_group_skips, 4, str(tmp_path), who, how):
+        assert len([text for text in said if text]) in (1, 2), said
+        assert said[-3:] == ["", "", ""]
+        assert value == STEPS and found
+
+
+# -- what differs between ranks on purpose ---------------------------------------------------------
+
+
+class Loader:
+    def __init__(self, rank: int) -> None:
+        self.at = {"epoch": rank, "step": 7 * rank, "sampler": {"epoch": rank}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.at
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state
+
+
+def each_its_own(folder: str) -> str:
+    rank = dist.get_rank()
+    adam = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    for _ in range(1 + rank):
+        adam.param_groups[0]["params"][0].grad = torch.ones(2)
+        adam.step()
+    for turn in range(2):
+        state = {
+            "w": torch.ones(2),
+            "loss": 0.5 + rank,
+            "rank": rank,
+            "rng": {"seed": rank, "step": rank},
+            "dataloader": Loader(rank),
+            "train_iter": {"epoch": rank, "offset": 3 * rank, "noise": torch.ones(rank + 1)},
+            "worker": {"epoch": rank},
+            "local_steps": rank,
+            "own": adam.state_dict(),
+        }
+        smckpt.save(
+            state,
+            checkpoint_id=f"{folder}/c",
+            step=turn,
+            metadata={"host": f"node {rank}", "loss": 0.1 * rank, "rank": rank},
+            options=smckpt.SaveOptions(timeout=seconds(60), per_rank=("own.*",)),
+        )
+    return "fine"
+
+
+def test_what_each_rank_has_of_its_own_is_not_compared(tmp_path: Path) -> None:
+    assert run_ranks(each_its_own, 2, str(tmp_path)) == ["fine", "fine"]
+
+
+def nothing_tells(folder: str) -> int:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smckpt").addHandler(handler)
+    for _ in range(4):
+        smckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{folder}/c")
+    return sum("nothing in the state tells two steps apart" in text for text in heard)
+
+
+def test_where_nothing_tells_a_warning_does_once(tmp_path: Path) -> None:
+    assert run_ranks(nothing_tells, 2, str(tmp_path)) == [1, 0]
+
+
+def test_a_moment_takes_tens_of_bytes() -> None:
+    many = {f"o{n}": {"state": {0: {"step": n}}, "param_groups": []} for n in range(100)}
+    many["counters"] = {f"step_{n}": {"epoch": n} for n in range(100)}
+    moment = moment_of("d", 3, {}, Selector(0).select(many))
+    assert len(str(moment)) < 500
+    assert moment.signs["step"] == 3 and moment.signs["optimizers' step"] == 99

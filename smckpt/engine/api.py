@@ -13,11 +13,12 @@ from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import FoundCheckpoint, latest
 from smckpt.checkpoint.remove import RemoveReport, remove_checkpoint
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
+from smckpt.engine.groups import coordinator_of, other_than_lowest
 from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.engine.load_plan import LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.errors import UsageError
-from smckpt.meeting.group import Group, get_global_ranks, group_of
+from smckpt.meeting.group import get_global_ranks, group_of
 from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, access_to
 from smckpt.storage.budget import Share
@@ -124,7 +125,7 @@ def async_save(
             on_commit=on_commit,
             allow_objects=allow_objects,
             options=options,
-            coordinator_rank=_other_than_lowest(group, coordinator_rank),
+            coordinator_rank=other_than_lowest(group, coordinator_rank),
             s3_region=s3_region,
             s3client_config=s3client_config,
         )
@@ -144,7 +145,7 @@ def async_save(
         directory = _directory(checkpoint_id, storage_writer, "storage_writer")
         request = SaveRequest(
             directory=directory,
-            coordinator=_coordinator(group, coordinator_rank),
+            coordinator=coordinator_of(group, coordinator_rank),
             step=_step_in(state_dict) if step is None else step,
             metadata={} if metadata is None else metadata,
             topology=None if parallel_state is None else parallel_state.to_json(),
@@ -317,7 +318,7 @@ def load(
         return None
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
         _wait_for_own(_directory(checkpoint_id, storage_reader, "storage_reader"))
-        _coordinator(group, coordinator_rank)
+        coordinator_of(group, coordinator_rank)
         _refuse_with_foreign(
             "DCP reader or planner",
             check_keys_matched=None if check_keys_matched is True else check_keys_matched,
@@ -342,7 +343,7 @@ def load(
         return loaded
     try:
         directory = _directory(checkpoint_id, storage_reader, "storage_reader")
-        _coordinator(group, coordinator_rank)
+        coordinator_of(group, coordinator_rank)
         _wait_for_own(directory)
         access = _access(directory, s3_region, s3client_config, storage_reader)
         request = LoadRequest(
@@ -481,23 +482,6 @@ def _dcp() -> Any:
 
 def _is_foreign(other: Any, ours: str) -> bool:
     return other is not None and all(kind.__name__ != ours for kind in type(other).__mro__)
-
-
-def _coordinator(group: Group, coordinator_rank: int | None) -> int:
-    chosen = group.ranks[0] if coordinator_rank is None else coordinator_rank
-    if chosen not in group.ranks:
-        raise UsageError(
-            f"coordinator_rank {chosen} is not a member of the process group {group.ranks}",
-            remedy="pass the global rank of a member, such as min(get_global_ranks(group))",
-            rank=group.rank,
-        )
-    return chosen
-
-
-def _other_than_lowest(group: Group, coordinator_rank: int | None) -> int | None:
-    """The coordinator, if it is not the lowest rank. DCP always takes the lowest."""
-    chosen = _coordinator(group, coordinator_rank)
-    return None if chosen == group.ranks[0] else chosen
 
 
 def _refuse_with_foreign(with_what: str, **given: Any) -> None:

@@ -12,7 +12,14 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.mesh import Mesh
 from smckpt.meeting.group import Group
 
-__all__ = ["Partition", "cells_of", "cuts_of", "partition_of"]
+__all__ = [
+    "Partition",
+    "cells_of",
+    "coordinator_of",
+    "cuts_of",
+    "other_than_lowest",
+    "partition_of",
+]
 
 log = logging.getLogger("smckpt")
 
@@ -131,3 +138,21 @@ def cells_of(cuts: Sequence[tuple[Mesh, tuple[int, ...]]]) -> tuple[tuple[int, .
             signature.append(coordinate and tuple(coordinate[d] for d in dims))
         where.setdefault(tuple(signature), []).append(rank)
     return tuple(sorted(tuple(cell) for cell in where.values()))
+
+
+def coordinator_of(group: Group, coordinator_rank: int | None) -> int:
+    """The rank that publishes for the group; the lowest where the caller names none."""
+    chosen = group.ranks[0] if coordinator_rank is None else coordinator_rank
+    if chosen not in group.ranks:
+        raise UsageError(
+            f"coordinator_rank {chosen} is not a member of the process group {group.ranks}",
+            remedy="pass the global rank of a member, such as min(get_global_ranks(group))",
+            rank=group.rank,
+        )
+    return chosen
+
+
+def other_than_lowest(group: Group, coordinator_rank: int | None) -> int | None:
+    """The coordinator, if it is not the lowest rank. DCP always takes the lowest."""
+    chosen = coordinator_of(group, coordinator_rank)
+    return None if chosen == group.ranks[0] else chosen

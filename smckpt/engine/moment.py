@@ -95,7 +95,7 @@ def moment_of(
         selection: its state; None if it could not be selected.
         per_rank: globs of names that differ between ranks on purpose.
     """
-    found = _Found()
+    found = _Differing()
     steps: dict[str, float] = {}
     if selection is not None:
         found.note_positions(selection)
@@ -124,7 +124,7 @@ def moment_of(
     return Moment(directory, kept(signs, NAMED), kept(found.values, NAMED // 2), holds)
 
 
-class _Found:
+class _Differing:
     """Counters and values that were found in a state."""
 
     def __init__(self) -> None:

@@ -8,9 +8,27 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
 
-__all__ = ["PAUSE", "is_of_store", "may_pass", "storage_error", "twice"]
+__all__ = [
+    "PAUSE",
+    "is_of_store",
+    "may_pass",
+    "name_taken",
+    "refuse_incomplete",
+    "refuse_outside",
+    "refuse_size",
+    "storage_error",
+    "too_long",
+    "too_short",
+    "twice",
+]
 
 Result = TypeVar("Result")
 
@@ -114,3 +132,60 @@ def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
     )
     of_store = is_of_store(error)
     return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path, of_store=of_store)
+
+
+# -- what a store refuses of a file ------------------------------------------------------------
+
+
+def refuse_outside(offset: int, nbytes: int, size: int, path: str) -> None:
+    """Refuse a write outside a file of `size` bytes."""
+    if offset < 0 or offset + nbytes > size:
+        raise UsageError(
+            f"cannot write bytes {offset} to {offset + nbytes} of a file of {size} bytes",
+            remedy="write within the size that create_file was given",
+            path=path,
+        )
+
+
+def refuse_incomplete(written: int, size: int, path: str) -> None:
+    """Refuse to finish a file of `size` bytes if not exactly `size` bytes were written."""
+    if written != size:
+        raise StorageError(
+            f"{written} of {size} bytes were written",
+            remedy="this is a fault of smckpt: please report it",
+            path=path,
+        )
+
+
+def refuse_size(size: int, path: str) -> None:
+    """Refuse to begin a file of a negative size."""
+    if size < 0:
+        raise UsageError(f"a file of {size} bytes", remedy="pass a size >= 0", path=path)
+
+
+def name_taken(path: str) -> StorageError:
+    """The error for a name that must be free and is not."""
+    return StorageError(
+        "cannot create the file: the name exists already",
+        remedy="names are unique to an attempt: do two jobs write here with one session?",
+        path=path,
+    )
+
+
+def too_short(name: str, size: int, needed: int, path: str) -> CorruptCheckpointError:
+    """The error for a file that ends at byte `size`."""
+    return CorruptCheckpointError(
+        f"{name} ends at byte {size}; {needed} were needed",
+        remedy="the file was cut after it was written: use an older checkpoint",
+        path=path,
+    )
+
+
+def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointError:
+    """The error for a file that is larger than `most`."""
+    return CorruptCheckpointError(
+        f"{name} has {size} bytes; it should have at most {most}",
+        remedy="the file was changed after it was written: use an older checkpoint, and find out "
+        "what changed it",
+        path=path,
+    )

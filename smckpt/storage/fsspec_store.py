@@ -19,8 +19,8 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage.base import Access, FileInfo, Storage, too_short
-from smckpt.storage.faults import storage_error
+from smckpt.storage.base import Access, FileInfo, Storage
+from smckpt.storage.faults import storage_error, too_short
 from smckpt.storage.posix import PosixStorage
 from smckpt.storage.preflight import try_out
 from smckpt.storage.spool import SpooledWriter

@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from smckpt.errors import CheckpointError
-from smckpt.storage.base import Access, FileInfo, Storage, refuse_size, too_short
+from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.directory import Directory
 from smckpt.storage.exclusive import publish
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import refuse_size, storage_error, too_short
 from smckpt.storage.posix_read import Descriptor, Reading, not_a_file, open_file
 from smckpt.storage.posix_write import PosixWriter, write_all
 from smckpt.storage.urls import is_below, normal_url, relative_url

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 
 from smckpt.errors import CheckpointError, StorageError
-from smckpt.storage.base import BLOCK, FileWriter, refuse_incomplete, refuse_outside
+from smckpt.storage.base import BLOCK, FileWriter
 from smckpt.storage.directory import Directory
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error
 from smckpt.storage.linux import fallocate
 
 __all__ = ["PosixWriter", "write_all"]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
-from smckpt.storage.base import Storage, name_taken
+from smckpt.storage.base import Storage
+from smckpt.storage.faults import name_taken
 from smckpt.storage.urls import file_url, scheme_of
 
 __all__ = ["refuse_save", "try_out"]

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO
 
-from smckpt.storage.base import FileWriter, refuse_incomplete, refuse_outside, refuse_size
-from smckpt.storage.faults import storage_error
+from smckpt.storage.base import FileWriter
+from smckpt.storage.faults import refuse_incomplete, refuse_outside, refuse_size, storage_error
 from smckpt.storage.outside import guarded, owner_of
 
 __all__ = ["SpooledWriter"]

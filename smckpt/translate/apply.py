@@ -260,7 +260,7 @@ def _made(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
         base = cleanup.enter_context(host.below(folder)) if folder else None
         nbytes = 0
         for name, file in state.items():
-            work = _File(source, chain, name, file, making)
+            work = _NewFile(source, chain, name, file, making)
             if base is not None:
                 try:
                     nbytes += work.made_from(base, done)
@@ -293,7 +293,7 @@ def _rename_whole(host: Directory, begun: str, folder: str) -> None:
 
 
 @dataclass(frozen=True)
-class _File:
+class _NewFile:
     """One file of the new directory."""
 
     source: Storage

@@ -18,7 +18,7 @@ from typing import Any
 
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
-from smckpt.storage.base import name_taken
+from smckpt.storage.faults import name_taken
 from smckpt.storage.urls import file_url, is_local, local_path, normal_url
 from smckpt.translate.config import TEMPLATES
 from smckpt.translate.targets import INDEX, OutputFile

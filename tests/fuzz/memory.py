@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smckpt.errors import CheckpointNotFoundError
-from smckpt.storage.base import Access, FileInfo, FileWriter, Storage, too_short
+from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
+from smckpt.storage.faults import too_short
 
 __all__ = ["Memory", "tree_of"]
 

@@ -22,6 +22,7 @@ import smckpt
 from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.format import parse_name
 from smckpt.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
@@ -33,13 +34,13 @@ from smckpt.integrations.transformers.files import STEP, empty_store
 from smckpt.storage import Storage, access_to
 from smckpt.storage.urls import is_local
 
-__all__ = ["Checkpoints", "Chosen", "agreed", "get_last_checkpoint"]
+__all__ = ["Checkpoints", "StepToResume", "agreed", "get_last_checkpoint", "next_step"]
 
 log = logging.getLogger("transformers.smckpt")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StepToResume:
     """A checkpoint, as the Trainer names it. keys: the top keys of its commit; None: the Trainer
     itself wrote it."""
 
@@ -112,7 +113,7 @@ class Checkpoints:
             return True
         return os.path.isdir(directory)
 
-    def newest(self, run: str, lost: Collection[str] = ()) -> Chosen | None:
+    def newest(self, run: str, lost: Collection[str] = ()) -> StepToResume | None:
         """The newest whole checkpoint that is none of `lost`."""
         for step in reversed(self.steps(run)):
             directory = f"{run.rstrip('/')}/checkpoint-{step}"
@@ -120,10 +121,10 @@ class Checkpoints:
                 continue
             keys = self.keys(directory)
             if keys is not None or is_whole_stock(directory):
-                return Chosen(directory, keys)
+                return StepToResume(directory, keys)
         return None
 
-    def choose(self, asked: str | bool, lost: Collection[str] = ()) -> Chosen | None:
+    def choose(self, asked: str | bool, lost: Collection[str] = ()) -> StepToResume | None:
         """The checkpoint to resume from: the requested one if it is whole, else the newest whole
         one. None: the run was killed before its first commit, and begins anew.
 
@@ -138,7 +139,7 @@ class Checkpoints:
                 keys = self.keys(asked)
                 begun = _begun_by_us(asked) or self.elsewhere(asked)
                 if keys is not None or is_whole_stock(asked) or not begun:
-                    return Chosen(asked, keys)
+                    return StepToResume(asked, keys)
         else:
             run = self.output_dir
         found = self.newest(run, lost)
@@ -209,3 +210,14 @@ def _begun_by_us(directory: str) -> bool:
         return any(parse_name(name) is not None for name in os.listdir(directory))
     except OSError:
         return False
+
+
+def next_step(
+    checkpoints: Checkpoints, asked: Any, lost: dict[str, CheckpointError]
+) -> StepToResume | None:
+    if lost and asked is not True:  # a user who named an older one meant it
+        named = STEP.fullmatch(os.path.basename(asked.rstrip("/")))
+        steps = checkpoints.steps(os.path.dirname(asked.rstrip("/")))
+        if named is None or int(named[1]) != steps[-1]:
+            return None
+    return checkpoints.choose(asked, lost)

@@ -29,7 +29,7 @@ from smckpt.integrations.transformers.files import (
     replace_file,
     send,
 )
-from smckpt.integrations.transformers.resume import Checkpoints, Chosen, agreed
+from smckpt.integrations.transformers.resume import Checkpoints, StepToResume, agreed, next_step
 from smckpt.manager.resume import is_damage
 from smckpt.storage import access_to
 from smckpt.storage.urls import is_local
@@ -46,10 +46,10 @@ _VALUES = ("trainer", "scheduler", "scaler", "rng")  # of a commit, that are no 
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedStep:
     """The checkpoint of smckpt that a run resumes from, and its values that are no tensors."""
 
-    chosen: Chosen
+    chosen: StepToResume
     values: Mapping[str, Any]
 
 
@@ -87,7 +87,7 @@ class SmckptTrainerMixin:
     control: Any
     callback_handler: Any
     _smckpt_beside: Mapping[str, bytes] | None = None
-    _smckpt_resumed: Resumed | None = None
+    _smckpt_resumed: ResumedStep | None = None
     _smckpt_looked_at: bool | None = None  # by a callback of any rank; None: not asked yet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -311,7 +311,7 @@ class SmckptTrainerMixin:
             log.warning("an earlier save was not committed: %s", error)
         checkpoints, asked = self._checkpoints, asked if asked is True else os.fspath(asked)
         while True:
-            chosen = agreed(lambda: _next(checkpoints, asked, lost))
+            chosen = agreed(lambda: next_step(checkpoints, asked, lost))
             if chosen is None:
                 if lost:
                     raise next(iter(lost.values()))
@@ -331,12 +331,12 @@ class SmckptTrainerMixin:
                 continue
             return chosen.directory
 
-    def _bring(self, chosen: Chosen) -> None:
+    def _bring(self, chosen: StepToResume) -> None:
         """Load the values that are no tensors, and write the file that the Trainer reads first."""
         values = self._load(
             None, chosen.directory, only=[key for key in _VALUES if key in (chosen.keys or ())]
         )
-        self._smckpt_resumed = Resumed(chosen, values)
+        self._smckpt_resumed = ResumedStep(chosen, values)
         if "trainer" not in values:
             return
         run = os.path.dirname(chosen.directory)
@@ -495,12 +495,3 @@ def _refuse(arguments: Any, *, deepspeed: Any = None) -> None:
                 f"{name} of TrainingArguments is not honoured by SmckptTrainerMixin",
                 remedy="leave it out, or use the Trainer without the mixin",
             )
-
-
-def _next(checkpoints: Checkpoints, asked: Any, lost: dict[str, CheckpointError]) -> Chosen | None:
-    if lost and asked is not True:  # a user who named an older one meant it
-        named = STEP.fullmatch(os.path.basename(asked.rstrip("/")))
-        steps = checkpoints.steps(os.path.dirname(asked.rstrip("/")))
-        if named is None or int(named[1]) != steps[-1]:
-            return None
-    return checkpoints.choose(asked, lost)

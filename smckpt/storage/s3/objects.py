@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from smckpt.errors import StorageError
-from smckpt.storage.base import too_long
 from smckpt.storage.budget import Share
+from smckpt.storage.faults import too_long
 from smckpt.storage.s3.bodies import Body, Filling
 from smckpt.storage.s3.checksums import Checksum, kept_crc64
 from smckpt.storage.s3.config import S3Config

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
-from smckpt.storage.base import Access, FileInfo, Storage, refuse_size, too_short
+from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.budget import Share, part_size
+from smckpt.storage.faults import refuse_size, too_short
 from smckpt.storage.preflight import try_out
 from smckpt.storage.s3.bodies import split
 from smckpt.storage.s3.config import S3Config

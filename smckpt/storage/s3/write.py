@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from smckpt.storage.base import FileWriter, name_taken, refuse_incomplete, refuse_outside
+from smckpt.storage.base import FileWriter
 from smckpt.storage.budget import part_size
+from smckpt.storage.faults import name_taken, refuse_incomplete, refuse_outside
 from smckpt.storage.s3.faults import code_of, status_of
 from smckpt.storage.s3.objects import Objects, new_mark
 

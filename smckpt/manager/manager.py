@@ -99,8 +99,7 @@ class CheckpointManager:
             hold plain tensors of their own, which no mesh describes. It is recorded. Ranks with the
             same coordinates save together. None: the model's meshes tell.
         options: options of each save; see `SaveOptions`.
-        timeout: seconds for each round in which the ranks agree, also in restores; and for each
-            stage of a save, unless `options` are given.
+        timeout: seconds for each round of the ranks; without `options` for each stage of a save.
         s3_region: as in `async_save`.
         s3client_config: as in `async_save`.
 

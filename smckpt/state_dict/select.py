@@ -18,6 +18,7 @@ from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
 from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.own_methods import is_optimizer, spelled
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
@@ -104,7 +105,8 @@ class Selector:
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
-                    self._visit(value.state_dict(), path, walk)
+                    given = value.state_dict()
+                    self._visit(spelled(given) if is_optimizer(value) else given, path, walk)
         except RecursionError as error:
             raise StateError(
                 "the state dict is nested without end: a dict or list in it holds itself",

@@ -27,6 +27,7 @@ __all__ = [
     "lacking",
     "placement_of",
     "unwrapped",
+    "zeros_on_mesh",
 ]
 
 
@@ -94,6 +95,27 @@ def is_flattening(tensor: torch.Tensor) -> bool:
     """Whether its class says which tensors it holds. (A DTensor has rules of its own.)"""
     kind = type(tensor)
     return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and not is_dtensor(tensor)
+
+
+def zeros_on_mesh(
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    dims: tuple[int | None, ...] | None,
+) -> torch.Tensor:
+    """A DTensor of zeros on the mesh of another.
+
+    Args:
+        dims: the dimension along which each mesh dimension divides it, or None; whole on every rank
+            if they are of another mesh.
+    """
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    _, mesh, _, _ = dtensor_parts(like)
+    known = dims if dims is not None and len(dims) == mesh.ndim else (None,) * mesh.ndim
+    placements = [Replicate() if dim is None else Shard(dim) for dim in known]
+    made: torch.Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return made
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

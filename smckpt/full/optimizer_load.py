@@ -21,7 +21,7 @@ from smckpt.state_dict.optimizers import fill_groups, of_no_parameter, put
 from smckpt.state_dict.own_methods import hand_over
 from smckpt.state_dict.select import geometry_of
 from smckpt.state_dict.slots import SavedTensor, room
-from smckpt.state_dict.tensors import is_dtensor
+from smckpt.state_dict.tensors import is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
 
 __all__ = ["load_full_optimizer", "put_full_optimizer"]
@@ -97,7 +97,8 @@ def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
     if isinstance(outlined, _Coming):
         mesh = parameter is not None and is_dtensor(parameter) and outlined.shape
         shape = tuple(outlined.shape)
-        return SavedTensor(getattr(torch, outlined.dtype), shape, None if mesh else shape)
+        dtype, local = getattr(torch, outlined.dtype), None if mesh else shape
+        return SavedTensor(dtype, shape, local, order=outlined.order)
     if isinstance(outlined, Mapping):
         return {key: _wanted(child, parameter) for key, child in outlined.items()}
     if isinstance(outlined, (list, tuple)):
@@ -143,7 +144,7 @@ def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
         fqn: walked(
             slots,
             lambda v, _: _Coming(
-                tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type
+                tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type, order_of(v)
             ),
         )
         for fqn, slots in given.get("state", {}).items()
@@ -157,6 +158,7 @@ class _Coming(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     device: str
+    order: tuple[int, ...] | None
 
 
 def _from_rank0(whole: Mapping[str, Any], fqn: str, at: Path, coming: _Coming, wire: Wire) -> Any:

@@ -277,12 +277,14 @@ def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Bin
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
     if is_optimizer_dict(tree):
         yield path, tree, bound(tree)
-        return
-    items: Any = ()
-    if isinstance(tree, dict):
+        # a wrapper's dict may hold that of the optimizer inside
+        items: Any = [(k, v) for k, v in tree.items() if k not in ("state", "param_groups")]
+    elif isinstance(tree, dict):
         items = tree.items()
     elif isinstance(tree, (list, tuple)):
         items = enumerate(tree)
+    else:
+        items = ()
     for key, value in items:
         if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
             yield from optimizer_dicts(value, (*path, key))

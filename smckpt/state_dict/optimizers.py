@@ -6,6 +6,7 @@ It does not call `Optimizer.load_state_dict`, which casts state to the parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from smckpt.state_dict.slots import (
     room,
 )
 from smckpt.state_dict.tags import StatefulStateDict, put_back
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
@@ -214,10 +215,10 @@ def _align_full(
     changed = False
 
     def make(tensor: SavedTensor, live: Any, at: Path) -> torch.Tensor:
-        found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype)
-        if found == (tensor.shape, tensor.dtype):
+        found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
+        if found == (tensor.shape, tensor.dtype, tensor.order):
             return live  # type: ignore[no-any-return]
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return replace(tensor, local=None).zeros()
 
     known: set[str] = set()
     for index, parameter in enumerate(binding.parameters() if state.holds else ()):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from smckpt.state_dict.bindings import Binding, tuple_like
+from smckpt.state_dict.bindings import Binding, bound, is_optimizer_dict, tuple_like
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
 __all__ = [
@@ -69,9 +69,21 @@ def stock_methods() -> Iterator[None]:
 def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
     """Give a loaded state dict to the own `load_state_dict` of its optimizer, or of the wrapper
     around it that added keys. The live state is filled already."""
-    more = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    more = {
+        key: _numbered(value) for key, value in tree.items() if key not in ("state", "param_groups")
+    }
     optimizer = binding.optimizer
-    owner = _wrapper_of(optimizer) if more else None
+    numbers = {
+        name: index
+        for index, parameter in enumerate(binding.parameters())
+        for name in binding.names(parameter, index)
+    }
+    other = {
+        key: _with_numbers(tree["state"].get(key, value), numbers)
+        for key, value in optimizer.state.items()
+        if not isinstance(key, torch.Tensor)
+    }
+    owner = _wrapper_of(optimizer) if more or other else None
     if owner is None and has_own_methods(optimizer):
         owner = optimizer
     if owner is None:
@@ -82,15 +94,36 @@ def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
                 ", ".join(map(str, more)),
             )
         return
-    members = {id(p): index for index, p in enumerate(binding.parameters())}
-    groups = [
-        {**group, "params": [members[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    exact = {"state": copied(binding.numbered()), "param_groups": groups, **more}
+    exact = {**_numbered(binding), **more}
+    exact["state"] |= copied(other)
     with stock_methods():
         owner.load_state_dict(copied(exact))
         exactly(owner.state_dict(), exact)
+
+
+def _with_numbers(value: Any, numbers: Mapping[str, int]) -> Any:
+    """State that belongs to no parameter, with numbers for parameters' names among its keys."""
+    if not isinstance(value, dict):
+        return value
+    return {numbers.get(key, key): child for key, child in value.items()}
+
+
+def _numbered(value: Any) -> Any:
+    """The live state of a binding, or of a dict that has one, as torch numbers it; any other value
+    unchanged."""
+    if isinstance(value, dict):
+        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
+            return value
+        more = {k: _numbered(v) for k, v in value.items() if k not in ("state", "param_groups")}
+        return {**_numbered(binding), **more}
+    if not isinstance(value, Binding):
+        return value
+    members = {id(p): index for index, p in enumerate(value.parameters())}
+    groups = [
+        {**group, "params": [members[id(p)] for p in group["params"]]}
+        for group in value.optimizer.param_groups
+    ]
+    return {"state": copied(value.numbered()), "param_groups": groups}
 
 
 def _wrapper_of(optimizer: Any) -> Any:
@@ -116,7 +149,7 @@ def copied(value: Any) -> Any:
     return value
 
 
-_NUMBERS = re.compile(r"\((-?\d+,|-?\d+(, -?\d+)+)\)")
+_NUMBERS = re.compile(r"\((-?\d+,|-?\d+(, -?\d+)+)\)")  # what repr gives for such a tuple
 
 
 def spelled(state: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTS, container_kind
+from smckpt.layout.containers import FACTS, container_kind, order_kind
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
@@ -34,6 +34,7 @@ from smckpt.state_dict.tensors import (
     is_dtensor,
     is_transformed,
     is_wrapper,
+    order_of,
     placement_of,
     unwrapped,
 )
@@ -134,6 +135,10 @@ class Selector:
             if entry is None:
                 continue
             entries.append(entry)
+            if not local.is_contiguous() and (tag is None or tag.after):
+                order = order_of(tensor)
+                if order is not None:
+                    walk.containers[path] = order_kind(order)
             tensors.append(local)
             tags.append(tag)
         optimizers = {}

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTORIES, FACTS
+from smckpt.layout.containers import FACTORIES, FACTS, order_in
 from smckpt.layout.entries import Path
 from smckpt.state_dict.bindings import Binding, tuple_like
 from smckpt.state_dict.tags import tag_of
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, zeros_on_mesh
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros_on_mesh
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
@@ -38,6 +38,15 @@ class SavedTensor:
     placements: tuple[int | None, ...] | None = None
     name: str = ""
     mine: bool = True
+    order: tuple[int, ...] | None = None
+
+    def zeros(self, device: torch.device | None = None) -> torch.Tensor:
+        """Of the shape that this rank takes, in the order of memory that was saved."""
+        shape = self.shape if self.local is None else self.local
+        if self.order is None or len(self.order) != len(shape):
+            return torch.zeros(shape, dtype=self.dtype, device=device or "cpu")
+        made = torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device or "cpu")
+        return made.zero_()
 
 
 class _Absent:
@@ -82,6 +91,7 @@ class SavedState:
                 _placements(geometry),
                 name,
                 rank in row.ranks,
+                order_in(kinds.get(row.path)),
             )
             stored = row.path  # its containers are recorded under this one
             owned = part in _OWNED and len(its) > deep
@@ -259,7 +269,7 @@ def described(value: Any, *, flat: bool = False) -> Any:
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        return SavedTensor(value.dtype, tuple(value.shape), local)
+        return SavedTensor(value.dtype, tuple(value.shape), local, order=order_of(value))
     if isinstance(value, Mapping):
         return {key: described(child, flat=flat) for key, child in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -287,13 +297,17 @@ def room(
     flat = binding is not None and parameter is not None and binding.flat(parameter)
 
     def make(saved: SavedTensor, live: Any, at: Path) -> torch.Tensor:
-        like = bool(saved.shape) and saved.shape in shapes
+        like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
         if isinstance(live, torch.Tensor):
             shape = tuple(live.shape)
-            if parameter is not None and flat and (like or saved.local is None):
+            if parameter is not None and flat and like:
                 fits = shape == tuple(parameter.shape)
             else:
                 fits = shape in (saved.shape, saved.local)
+            if saved.order is not None and not flat and not is_dtensor(live):
+                if fits and live.dtype == saved.dtype and order_of(live) == saved.order:
+                    return live
+                return saved.zeros(live.device)
             if fits and live.dtype == saved.dtype:
                 return live
             if fits:
@@ -305,17 +319,19 @@ def room(
                 and any(dim is not None for dim in saved.placements)
             ):
                 raise _no_room(saved)
-            return torch.zeros(saved.shape, dtype=saved.dtype)
-        if like or (flat and saved.local is None):
+            return saved.zeros()
+        if saved.order is not None and not flat and not is_dtensor(parameter):
+            return saved.zeros(_device(parameter))
+        if like:
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         on_cpu = at[-1:] == ("step",) and not (group.get("fused") or group.get("capturable"))
         device = torch.device("cpu") if on_cpu else _device(parameter)
-        if saved.local is not None:
-            return torch.zeros(saved.local, dtype=saved.dtype, device=device)
+        if saved.local is not None or not saved.shape:
+            return saved.zeros(device)
         if is_dtensor(parameter):
             return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
         if saved.placements is not None:  # whole here, where no mesh divides the parameter
-            return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
+            return saved.zeros(device)
         raise _no_room(saved)
 
     return make

@@ -25,6 +25,7 @@ __all__ = [
     "is_transformed",
     "is_wrapper",
     "lacking",
+    "order_of",
     "placement_of",
     "unwrapped",
     "zeros_on_mesh",
@@ -116,6 +117,15 @@ def zeros_on_mesh(
     placements = [Replicate() if dim is None else Shard(dim) for dim in known]
     made: torch.Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return made
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor in the order of its memory, if that is not the usual one.
+    Matrix products give other bits for other orders."""
+    if tensor.dim() < 2 or is_dtensor(tensor) or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

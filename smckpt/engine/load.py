@@ -361,8 +361,8 @@ class Loader:
         """Copy gathered state (FULL, which one rank holds; torch's own) into the live objects. All
         ranks do it together (collectives run). Loads of other kinds fill the live objects too."""
         if common and len(self.group.ranks) == self.group.world_size:
-            for _, tree in gathered:
-                tree.put_through(tree)
+            for _, put_through in gathered:
+                put_through()
             return
         log.warning(
             "only the gathered copy was filled (of FULL: rank 0's), because %s: call "
@@ -403,7 +403,6 @@ class Loader:
             restore(
                 planned.state_dict,
                 planned.objects,
-                saved_optimizers=planned.catalogue.optimizers,
                 strict=request.strict,
             )
 
@@ -413,7 +412,13 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
     """Undo changes to optimizers if the load fails, here or on a peer. Optimizers get tensors for
     the saved state before the plan is made."""
     before = [
-        (tree, tree["state"], binding.optimizer.state, {p: dict(s) for p, s in live.items()})
+        (
+            tree,
+            tree["state"],
+            list(tree["param_groups"]),
+            live,
+            {key: dict(s) if isinstance(s, dict) else s for key, s in live.items()},
+        )
         for _, tree, binding in optimizer_dicts(state_dict)
         if binding is not None
         for live in [binding.optimizer.state]
@@ -421,8 +426,9 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for tree, state, live, slots in before:
+        for tree, state, groups, live, slots in before:
             tree["state"] = state
+            tree["param_groups"][:] = groups
             live.clear()
             live.update(slots)
         raise

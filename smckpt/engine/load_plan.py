@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +23,9 @@ from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.bindings import optimizer_dicts
-from smckpt.state_dict.optimizers import make_values, named_as_target, prepare_optimizers
+from smckpt.state_dict.optimizers import named_as_target, prepare_optimizers
 from smckpt.state_dict.parts import make_state, match
-from smckpt.state_dict.restore import empty_states, gathered_parts, make_extra_state
+from smckpt.state_dict.restore import gathered_parts, make_extra_state
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
 
@@ -163,18 +163,24 @@ def plan_of(
     )
     by_key = state_dict is not None and catalogue.kind == "LOCAL"
     objects: dict[str, tuple[Path, Any]] | None = None
+    settled: frozenset[Path] = frozenset()
     if state_dict is None:
         state_dict, tensors = whole_state(catalogue, saved, group, coordinates, request.only)
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
         objects = _values(catalogue, saved, selection, state_dict)
-        renewed = prepare_optimizers(
-            state_dict, catalogue.logical, catalogue.held_empty, strict=request.strict
+        renewed, settled = prepare_optimizers(
+            state_dict, catalogue, objects, rank=saved, strict=request.strict
         )
+        objects = {
+            key: found
+            for key, found in objects.items()
+            if found[0][-1:] == (FACTS,) or not _is_under(found[0], settled)
+        }
         renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
         renewed |= make_state(state_dict, objects, catalogue.rows_by_key, saved)
-        if make_values(state_dict, objects) or renewed:
+        if renewed:
             selection = target.selector.select(state_dict)
         match(selection.objects, objects, request.strict)
     by_key = by_key and selection.kind in ("LOCAL", None) and not request.renamed
@@ -186,11 +192,11 @@ def plan_of(
     if objects is not None:
         if request.strict:
             objects = _asked_for(objects, catalogue, tops, request, group)
-        _check_objects(state_dict, selection, objects, request, group)
+        _check_objects(selection, objects, settled, request, group)
     memory = memory_of(selection, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
-        gathered = [(dotted(path), tree) for path, tree in gathered_parts(state_dict)]
+        gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
     spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
     told = Common(spare, tops, tuple(name for name, _ in gathered))
     return LoadPlan(commit, catalogue, state_dict, selection, objects, plan, memory, gathered, told)
@@ -327,17 +333,24 @@ def _values(
     return named_as_target(state_dict, objects, catalogue.optimizers)
 
 
+def _is_under(path: Path, above: Collection[Path]) -> bool:
+    return any(path[:length] in above for length in range(1, len(path) + 1))
+
+
 def _check_objects(
-    state_dict: MutableMapping[str, Any],
     selection: Selection,
     objects: dict[str, tuple[Path, Any]],
+    settled: Collection[Path],
     request: LoadRequest,
     group: Group,
 ) -> None:
-    empty = empty_states(state_dict, objects)
-    here = {leaf.key for leaf in selection.objects if leaf.path[-1:] != (FACTS,)}
-    missing = sorted(here - objects.keys() - empty)
-    extra = sorted(objects.keys() - here - empty)
+    here = {
+        leaf.key
+        for leaf in selection.objects
+        if leaf.path[-1:] != (FACTS,) and not _is_under(leaf.path, settled)
+    }
+    missing = sorted(here - objects.keys())
+    extra = sorted(objects.keys() - here)
     if request.keys == "target":
         for key in extra:
             del objects[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +21,10 @@ from smckpt.full.live import (
     full_state,
     is_transformed,
 )
-from smckpt.full.wire import Attempt, Wire, anywhere
-from smckpt.layout.strided import Box, Piece, execute, meet
-from smckpt.state_dict.bindings import Binding, bind
+from smckpt.full.wire import Attempt, anywhere
+from smckpt.layout.strided import Box
+from smckpt.state_dict.bindings import bind, walked
 from smckpt.state_dict.fsdp1 import Fsdp1View
-from smckpt.state_dict.initial import make_slots
-from smckpt.state_dict.optimizers import fill_groups
-from smckpt.state_dict.select import geometry_of
 from smckpt.state_dict.tags import (
     FullStateDict,
     OptimizerStateDict,
@@ -47,7 +44,7 @@ __all__ = [
     "full_optimizer",
     "gathers",
     "load_full_model",
-    "load_full_optimizer",
+    "rank_of_job",
     "stock_optimizer_state",
     "translated_or_none",
     "wishes_of",
@@ -95,7 +92,7 @@ def wishes_of(config: Any, translation: Mapping[str, Any]) -> FullWishes:
     )
 
 
-def _rank() -> int:
+def rank_of_job() -> int:
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -167,7 +164,7 @@ def _gathered(value: Any, wishes: FullWishes, attempt: Attempt) -> Any:
 
 def _holds(wishes: FullWishes) -> bool:
     """Whether this rank gets the whole state."""
-    return not wishes.rank0_only or _rank() == 0
+    return not wishes.rank0_only or rank_of_job() == 0
 
 
 def _check_whole(value: torch.Tensor) -> None:
@@ -175,7 +172,7 @@ def _check_whole(value: torch.Tensor) -> None:
     tag = tag_of(value)
     if tag is None or tag.geometry is None:
         return
-    pieces = tag.geometry.pieces(_rank())
+    pieces = tag.geometry.pieces(rank_of_job())
     if pieces and pieces[0].box != Box.whole(pieces[0].shape):
         raise UsageError(
             f"{pieces[0].name} is cut by a wrapper whose parts FULL does not gather",
@@ -215,10 +212,12 @@ def full_optimizer(
     sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
     attempt.settle(all_groups)
     if isinstance(view, Fsdp1View):
+        attempt(lambda: _refuse_odd(optimizer))
+        attempt.settle(all_groups)
         state = _fsdp1_full_state(view, optimizer, wishes)
     else:
         for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
-            whole = {k: _gathered(v, wishes, attempt) for k, v in slots.items()}
+            whole = walked(slots, lambda value, _: _gathered(value, wishes, attempt))
             if _holds(wishes):
                 state[fqn] = whole
         attempt.settle(all_groups)
@@ -268,6 +267,28 @@ def _fsdp1_full_state(
     return out
 
 
+def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that torch does not gather for FSDP1.
+
+    Raises:
+        UsageError: it is not shaped like its flat parameter, or belongs to no parameter.
+    """
+    for parameter, slots in optimizer.state.items():
+        odd = [] if isinstance(parameter, torch.Tensor) else [parameter]
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+            shapes = [()] if not isinstance(parameter, torch.Tensor) else [(), parameter.shape]
+            if isinstance(value, (Mapping, list, tuple)) or (
+                isinstance(value, torch.Tensor) and value.shape not in shapes
+            ):
+                odd.append(slot)
+        if odd:
+            raise UsageError(
+                f"FULL does not gather {odd[0]!r} of {type(optimizer).__name__} under FSDP1, which "
+                "is not shaped like its parameter",
+                remedy="save LOCAL or SHARDED, or use fully_shard",
+            )
+
+
 def _slots_of_all_ranks(state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
     """The names of the state tensors of all ranks, in one order. A rank without elements of a
     parameter has none."""
@@ -301,7 +322,7 @@ def stock_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ids = [numbers[id(p)] for p in group["params"]]
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
     return {
-        "state": {numbers[id(p)]: slots for p, slots in optimizer.state.items()},
+        "state": {numbers.get(id(p), p): slots for p, slots in optimizer.state.items()},
         "param_groups": groups,
     }
 
@@ -311,7 +332,7 @@ def load_full_model(view: ModelView, state_dict: Mapping[str, Any], strict: bool
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     attempt = Attempt()
-    if strict and _rank() == 0:
+    if strict and rank_of_job() == 0:
         attempt(lambda: _refuse_missing(view, state_dict))
     attempt.settle()  # torch would raise on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
@@ -351,110 +372,3 @@ def gathers() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
-
-
-def load_full_optimizer(
-    view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
-) -> None:
-    """Put a full optimizer state into the live one. Rank 0 holds it and broadcasts."""
-    import torch.distributed as dist
-
-    whole: dict[str, Any] = dict(given)
-    boxed: list[Any] = [_outline(whole)]
-    if gathers():
-        dist.broadcast_object_list(boxed, src=0)
-    outline = boxed[0]
-    attempt = Attempt()
-    binding: Any = attempt(lambda: bind(optimizer, "SHARDED", view))
-    owners: Any = attempt(lambda: _rooms(binding, outline["state"]))
-    live: Any = attempt(lambda: binding.take()["state"])
-    attempt.settle()
-    wire = Wire()
-    for fqn, slots in outline["state"].items():
-        for slot, described in slots.items():
-            if not isinstance(described, _Coming):
-                optimizer.state[owners[fqn]][slot] = described
-                continue
-            value = _from_rank0(whole, fqn, slot, described, wire)
-            if fqn in live:  # otherwise this rank holds nothing of the parameter
-                _fill(live[fqn][slot], value, fqn)
-    fill_groups(binding, outline["param_groups"])
-
-
-def _rooms(binding: Binding, described: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Make empty live state tensors as described; returns the parameter of each name.
-
-    Raises:
-        KeysMismatchError: the optimizer has no parameter of some name.
-        StateError: nothing says how to make a state tensor.
-    """
-    owners: dict[str, torch.Tensor] = {}
-    state = binding.optimizer.state
-    for index, parameter in enumerate(binding.parameters()):
-        names = binding.names(parameter, index)
-        owners.update(dict.fromkeys(names, parameter))
-        slots = {slot: how for name in names for slot, how in described.get(name, {}).items()}
-        if not slots:
-            state.pop(parameter, None)
-            continue
-        wanted = {
-            slot: (getattr(torch, how.dtype), how.shape)
-            for slot, how in slots.items()
-            if isinstance(how, _Coming)
-        }
-        make_slots(binding.optimizer, parameter, wanted, flat=binding.flat(parameter))
-        for slot, (dtype, _) in wanted.items():
-            state[parameter][slot] = state[parameter][slot].to(dtype)  # as it was saved
-    if unknown := sorted(map(str, described.keys() - owners.keys())):
-        raise KeysMismatchError(
-            f"the optimizer has no parameter {unknown[:12]}, but the state to load does",
-            remedy="load the state of an optimizer over the same parameters",
-        )
-    return owners
-
-
-def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
-    """Copy this rank's part of a whole tensor into the live one."""
-    local, geometry = geometry_of(target, fqn, _rank())
-    room = (
-        local
-        if local.is_contiguous()
-        else torch.empty_like(local, memory_format=torch.contiguous_format)
-    )
-    for piece in geometry.pieces(_rank()):
-        copy = meet(Piece.whole(piece.name, piece.shape), piece)
-        if copy is not None:
-            execute(copy, value, room)
-    if room is not local:
-        local.copy_(room)
-
-
-def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that all ranks need before rank 0 sends the tensors."""
-    state = {
-        fqn: {
-            slot: _Coming(tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type)
-            if isinstance(v, torch.Tensor)
-            else v
-            for slot, v in slots.items()
-        }
-        for fqn, slots in given.get("state", {}).items()
-    }
-    return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
-
-
-class _Coming(NamedTuple):
-    """A tensor that rank 0 will send."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-
-
-def _from_rank0(whole: Mapping[str, Any], fqn: str, slot: str, coming: _Coming, wire: Wire) -> Any:
-    if _rank() == 0:
-        tensor = wire.placed(whole["state"][fqn][slot].contiguous(), coming.device)
-    else:
-        tensor = wire.room(coming.dtype, coming.shape, coming.device)
-    wire.share(tensor, coming.dtype, coming.shape, coming.device)
-    return tensor

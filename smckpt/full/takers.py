@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,11 @@ from smckpt.full.gathered import (
     full_model,
     full_optimizer,
     load_full_model,
-    load_full_optimizer,
     stock_optimizer_state,
     translated_or_none,
 )
 from smckpt.full.live import FullWishes
+from smckpt.full.optimizer_load import load_full_optimizer, put_full_optimizer
 from smckpt.state_dict.context import FULL, Taker
 from smckpt.state_dict.parts import refuse_gathered
 from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag, set_tag
@@ -78,7 +79,9 @@ class FullTaker(Taker):
             named = slots.items() if isinstance(slots, dict) else ()
             refuse_gathered((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)
-        tree.put_through = partial(load_full_optimizer, self.view, optimizer)
+        tree.put_through = partial(put_full_optimizer, self.view, optimizer)
+        groups: Any = tree["param_groups"]
+        groups.binding = replace(groups.binding, put_through=tree.put_through)
         return tree
 
     def load_optimizer(

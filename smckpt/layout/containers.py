@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from typing import Any
 
-__all__ = ["FACTORIES", "FACTS", "container_kind"]
+__all__ = ["FACTORIES", "FACTS", "container_kind", "order_in", "order_kind"]
 
 # The key of what is no tensor in a tensor that holds others, beside its parts.
 FACTS = "__tensor__"
@@ -29,3 +29,18 @@ def container_kind(value: Any) -> str | None:
         known = made in FACTORIES and FACTORIES[made] is value.default_factory
         return f"defaultdict:{made}" if known else None
     return None
+
+
+def order_kind(order: tuple[int, ...]) -> str:
+    """The kind of an array whose dimensions lie in another order in memory: "order:1,0"."""
+    return "order:" + ",".join(map(str, order))
+
+
+def order_in(kind: str | None) -> tuple[int, ...] | None:
+    """The inverse of `order_kind`; None for any other kind."""
+    name, _, dims = (kind or "").partition(":")
+    numbers = dims.split(",")
+    if name != "order" or not all(number.isdecimal() for number in numbers):
+        return None
+    found = tuple(map(int, numbers))
+    return found if sorted(found) == list(range(len(found))) else None

@@ -8,9 +8,11 @@ them. No optimizer is touched for that. The state may also contain the optimizer
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ __all__ = [
     "owner_of",
     "stock",
     "stock_record",
+    "tuple_like",
+    "walked",
 ]
 
 
@@ -39,11 +43,13 @@ class Binding:
     """An optimizer, the kind of state that was taken, and its parameters.
 
     held: by id of the parameter; empty where the model is not known, and names are numbers.
+    put_through: as in `FullStateDict`.
     """
 
     optimizer: torch.optim.Optimizer
     kind: str
     held: dict[int, Held] = field(repr=False)
+    put_through: Callable[[Any], object] | None = field(default=None, repr=False)
 
     @property
     def by_id(self) -> bool:
@@ -51,6 +57,10 @@ class Binding:
 
     def parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def members(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """The parameters, each with its group."""
+        return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
 
     def names(self, parameter: torch.Tensor, index: int) -> tuple[str, ...]:
         found = self.held.get(id(parameter))
@@ -60,6 +70,15 @@ class Binding:
         """Whether it is a flat array of tensors that have shapes (FSDP1)."""
         found = self.held.get(id(parameter))
         return found is not None and found.geometry is not None and found.geometry.flat
+
+    def shapes(self, parameter: torch.Tensor) -> list[tuple[int, ...]]:
+        """The global shapes of the tensors that a parameter holds."""
+        found = self.held.get(id(parameter))
+        if found is None:
+            return [tuple(parameter.shape)]
+        if found.geometry is not None:
+            return [tuple(found.geometry.shape_of(fqn)) for fqn in found.geometry.fqns]
+        return [tuple(member.geometry.shape_of(member.fqn)) for member in found.members]
 
     def record(self) -> dict[str, Any]:
         """The names of the ids, for the manifest."""
@@ -76,10 +95,16 @@ class Binding:
         """
         ids = {id(p): index for index, p in enumerate(self.parameters())}
         state: dict[Any, Any] = {}
+        seen: set[int] = set()
         for parameter, slots in self.optimizer.state.items():
             if not isinstance(parameter, torch.Tensor):
-                state[parameter] = slots  # LBFGS keeps state under a name of its own
+                state[parameter] = slots  # what belongs to no parameter
                 continue
+            if id(parameter) not in ids:
+                raise StateError(
+                    "the optimizer has state of a tensor that is in none of its groups",
+                    remedy="remove it from optimizer.state, or add the tensor to a group",
+                )
             index, held = ids[id(parameter)], self.held.get(id(parameter))
             if held is None and not self.by_id:
                 raise StateError(
@@ -89,15 +114,12 @@ class Binding:
                 )
             if held is not None and held.members and not self.by_id:
                 for member in held.members:
-                    state[member.fqn] = {
-                        slot: _part(value, parameter, self.kind, slot, member)
-                        for slot, value in slots.items()
-                    }
+                    take = partial(_part, parameter=parameter, kind=self.kind, member=member)
+                    state[member.fqn] = walked(slots, take)
                 continue
             key = index if self.by_id or held is None else held.fqns[0]
-            state[key] = {
-                slot: _tagged(value, parameter, held, (slot,)) for slot, value in slots.items()
-            }
+            take = partial(_tagged, parameter=parameter, held=held, seen=seen)
+            state[key] = walked(slots, take)
         return OptimizerStateDict(state=state, param_groups=self._groups(ids))
 
     def numbered(self) -> dict[Any, Any]:
@@ -122,17 +144,45 @@ def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Bindin
     return Binding(optimizer, kind, view.held())
 
 
-def _tagged(value: Any, parameter: torch.Tensor, held: Held | None, after: Path) -> Any:
-    """The value itself; a tensor gets a tag with its parameter. It is the live tensor, and later
-    takes find the same tag. So the dict, not the tag, records the kind of this take."""
+def walked(value: Any, take: Callable[[torch.Tensor, Path], Any], at: Path = ()) -> Any:
+    """The slots of a parameter, with `take(tensor, path)` for each tensor in them."""
+    if isinstance(value, torch.Tensor):
+        return take(value, at)
     if isinstance(value, dict):
-        return {k: _tagged(v, parameter, held, (*after, k)) for k, v in value.items()}
-    if not isinstance(value, torch.Tensor) or held is None:
+        items = {key: walked(child, take, (*at, key)) for key, child in value.items()}
+        if type(value) is dict or not at:
+            return items
+        made = copy.copy(value)  # an OrderedDict, a defaultdict
+        made.update(items)
+        return made
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        found = [walked(child, take, (*at, number)) for number, child in enumerate(value)]
+        if all(new is old for new, old in zip(found, value, strict=True)):
+            return value
+        return found if isinstance(value, list) else tuple_like(value, found)
+    return value
+
+
+def tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple of the same class with other items."""
+    kind: Any = type(values)
+    return kind(*items) if hasattr(values, "_fields") else kind(items)  # type: ignore[no-any-return]
+
+
+def _tagged(
+    value: torch.Tensor, at: Path, *, parameter: torch.Tensor, held: Held | None, seen: set[int]
+) -> torch.Tensor:
+    """The tensor itself, tagged with its parameter. It is the live tensor, and later takes find the
+    same tag. So the dict, not the tag, records the kind of this take."""
+    if held is None:
         return value
     geometry = held.geometry
     if geometry is not None and not _same_extent(value, parameter):
         geometry = None
-    renew_tag(value, held.fqns, geometry, after)
+    if id(value) in seen:  # one tensor in two slots needs two tags
+        value = value.detach()
+    seen.add(id(value))
+    renew_tag(value, held.fqns, geometry, at)
     return value
 
 
@@ -140,14 +190,14 @@ def _same_extent(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return value.dim() > 0 and not is_dtensor(value) and value.shape == parameter.shape
 
 
-def _part(value: Any, parameter: torch.Tensor, kind: str, slot: str, member: Member) -> Any:
+def _part(
+    value: torch.Tensor, at: Path, *, parameter: torch.Tensor, kind: str, member: Member
+) -> torch.Tensor:
     """The part of a flat parameter's state that belongs to one member."""
-    if not isinstance(value, torch.Tensor):
-        return value
     part, geometry = value.detach(), None  # a new object, since each member has its own tag
     if _same_extent(value, parameter):
         part, geometry = part[member.offset : member.offset + member.numel], member.geometry
-    set_tag(part, Tag(kind, (member.fqn,), geometry, (slot,)))
+    set_tag(part, Tag(kind, (member.fqn,), geometry, at))
     return part
 
 
@@ -169,7 +219,7 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     very values of its groups.
     """
     given = state_dict["state"]
-    if not all(isinstance(key, int) for key in given):
+    if given and not any(isinstance(key, int) for key in given):
         return None
     found: dict[int, torch.optim.Optimizer] = {}  # by id of the state, which wrappers share
     for each in gc.get_objects():
@@ -187,10 +237,13 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[int, Any]) -> bool:
+def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[Any, Any]) -> bool:
     parameters = [p for group in groups for p in group["params"]]
+    numbers = {key for key in given if isinstance(key, int)}
+    if any(key >= len(parameters) for key in numbers):
+        return False
     return all(
-        key < len(parameters) and state.get(parameters[key]) is slots
+        state.get(parameters[key] if key in numbers else key) is slots
         for key, slots in given.items()
     )
 
@@ -224,12 +277,14 @@ def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Bin
     """Optimizers' state dicts inside a nested dict: (path, the dict, its binding if it has one)."""
     if is_optimizer_dict(tree):
         yield path, tree, bound(tree)
-        return
-    items: Any = ()
-    if isinstance(tree, dict):
+        # a wrapper's dict may hold that of the optimizer inside
+        items: Any = [(k, v) for k, v in tree.items() if k not in ("state", "param_groups")]
+    elif isinstance(tree, dict):
         items = tree.items()
     elif isinstance(tree, (list, tuple)):
         items = enumerate(tree)
+    else:
+        items = ()
     for key, value in items:
         if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
             yield from optimizer_dicts(value, (*path, key))

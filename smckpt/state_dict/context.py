@@ -268,7 +268,7 @@ def _patched_optimizers(taker: Taker) -> Iterator[None]:
 
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
         found = block.answering(self)
-        return take(self) if found is None else found.state_of_optimizer(self)
+        return take(self) if found is None else _hooked(self, found.state_of_optimizer)
 
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
         found = block.answering(self)
@@ -287,6 +287,20 @@ def _patched_optimizers(taker: Taker) -> Iterator[None]:
         block.ended = True
         _restore(kind, "state_dict", state_dict)
         _restore(kind, "load_state_dict", load_state_dict)
+
+
+def _hooked(
+    optimizer: torch.optim.Optimizer, take: Callable[[torch.optim.Optimizer], dict[str, Any]]
+) -> dict[str, Any]:
+    """The state with what the optimizer's own hooks do to it, as in torch."""
+    own = object.__getattribute__(optimizer, "__dict__")
+    for hook in own.get("_optimizer_state_dict_pre_hooks", {}).values():
+        hook(optimizer)
+    state = take(optimizer)
+    for hook in own.get("_optimizer_state_dict_post_hooks", {}).values():
+        found = hook(optimizer, state)
+        state = state if found is None else found
+    return state
 
 
 def _restore(kind: Any, name: str, ours: Any) -> None:

@@ -9,16 +9,15 @@ load makes that one in the shape of the parameter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from smckpt.errors import StateError, UsageError
+from smckpt.errors import UsageError
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
-__all__ = ["init_optim_state", "make_slots"]
+__all__ = ["init_optim_state"]
 
 
 @neutral()
@@ -73,48 +72,6 @@ def _initialise(
     _momentum_of_sgd(optimizer, group, parameter)
     if parameter in optimizer.state and not optimizer.state[parameter]:
         del optimizer.state[parameter]  # the lookup made an empty dict
-
-
-def make_slots(
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
-    wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    *,
-    flat: bool,
-) -> bool:
-    """Make the missing state tensors of a parameter; returns whether any was made.
-
-    The optimizer's own `_init_group` comes first. A tensor that it does not make (SGD's momentum)
-    gets the shape of the parameter.
-
-    Args:
-        wanted: key of the state → dtype and global shape of the saved tensor.
-        flat: whether the parameter is flat or a view into a flat one; shapes are those of members.
-
-    Raises:
-        StateError: a tensor is not a scalar and does not have the parameter's shape.
-    """
-    made = False
-    if not optimizer.state.get(parameter) and hasattr(optimizer, "_init_group"):
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        _initialise(optimizer, group, parameter)
-        made = bool(optimizer.state.get(parameter))
-    for slot, (dtype, shape) in wanted.items():
-        if isinstance(optimizer.state[parameter].get(slot), torch.Tensor):
-            continue
-        if not tuple(shape):
-            room = torch.zeros((), dtype=dtype, device="cpu")
-        elif flat or tuple(shape) == tuple(parameter.shape):
-            room = torch.zeros_like(parameter.detach(), dtype=dtype)
-        else:
-            raise StateError(
-                f"{type(optimizer).__name__} has no {slot!r} yet, which has the shape {list(shape)}"
-                f" in the checkpoint, for a parameter of shape {list(parameter.shape)}",
-                remedy="take one step before the load, so that the optimizer makes it",
-            )
-        optimizer.state[parameter][slot] = room
-        made = True
-    return made
 
 
 def _momentum_of_sgd(

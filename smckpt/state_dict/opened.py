@@ -14,10 +14,18 @@ from smckpt.state_dict.bindings import (
     owner_of,
     stock,
     stock_record,
+    tuple_like,
 )
 from smckpt.state_dict.materialised import Materialised
 from smckpt.state_dict.modes import mode_of
-from smckpt.state_dict.restore import tuple_like
+from smckpt.state_dict.own_methods import (
+    copied,
+    exactly,
+    has_own_methods,
+    is_optimizer,
+    spelled,
+    unspelled,
+)
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
     OptimizerStateDict,
@@ -42,6 +50,7 @@ class Opened:
         self._copies: dict[int, tuple[Any, Any]] = {}  # by id: the copy and its original
         self._models: dict[int, torch.nn.Module] = {}  # those that may be on the meta device
         self.memory = Materialised()
+        self._objects: list[Any] = []  # those whose state dicts are being opened
 
     def open(self, state_dict: Any) -> Any:
         """The state that a load fills: `state_dict` itself where nothing is replaced."""
@@ -59,6 +68,8 @@ class Opened:
             if (model := model_of(value)) is not None:
                 self._models[id(model)] = model
             return self.memory.twin(value)
+        if is_optimizer_dict(value) and bound(value) is None and self._objects:
+            return self._given(value)
         if isinstance(value, MutableMapping):
             items = {key: self._open(value[key]) for key in sorted(value, key=str)}
             if is_optimizer_dict(value) and bound(value) is None:
@@ -82,17 +93,46 @@ class Opened:
 
     def _taken(self, value: Any) -> Any:
         given = value.state_dict()
-        inner = self._open(given)
         if isinstance(value, torch.nn.Module):
             self._models[id(value)] = value
-        if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(inner):
-            if stock_record(inner) is not None:
-                return stock(value, inner)
-            if bound(inner) is not None:
-                return inner
-            # Names from elsewhere, such as those of torch's get_optimizer_state_dict, which an
-            # object's own state_dict may call: only its own load_state_dict knows them.
-        return self._copy(StatefulStateDict(inner), given) if isinstance(inner, dict) else inner
+        if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(given):
+            if bound(given) is not None:
+                return self._open(given)
+            if stock_record(given) is not None and not has_own_methods(value):
+                return stock(value, {key: self._open(child) for key, child in given.items()})
+            # Only its own load_state_dict knows what it added, or names from elsewhere, such as
+            # those of torch's get_optimizer_state_dict.
+        if is_optimizer(value):
+            given = spelled(given)
+        self._objects.append(value)
+        try:
+            inner = self._open(given)
+        finally:
+            self._objects.pop()
+        if not isinstance(inner, dict):
+            return inner
+        if not isinstance(inner, StatefulStateDict):
+            inner = self._copy(StatefulStateDict(inner), given)
+        inner.of_optimizer = is_optimizer(value)
+        return inner
+
+    def _given(self, value: dict[str, Any]) -> StatefulStateDict:
+        """A copy of an optimizer's dict that an object gave and will load."""
+        made = StatefulStateDict(
+            {
+                **{key: self._open(child) for key, child in value.items()},
+                "state": copied(value["state"]),
+                "param_groups": [dict(group) for group in value["param_groups"]],
+            }
+        )
+        sizes = [len(group["params"]) for group in value["param_groups"]]
+        inside = [v for v in vars(self._objects[-1]).values() if is_optimizer(v)]
+        for each in (self._objects[-1], *inside, owner_of(value)):
+            groups = each.param_groups if is_optimizer(each) else ()
+            if [len(group["params"]) for group in groups] == sizes:
+                made.groups = groups
+                break
+        return self._copy(made, value)  # type: ignore[no-any-return]
 
     def _copy(self, made: Any, of: Any) -> Any:
         self._copies[id(made)] = made, of
@@ -111,7 +151,12 @@ class Opened:
                 _, given = self._copies.get(id(filled), (filled, filled))
                 state = self._into(given, filled)
                 with mode_of(given):
-                    value.load_state_dict(state)
+                    if is_optimizer(value):
+                        exact = unspelled(copied(filled))
+                        value.load_state_dict(unspelled(state))
+                        exactly(value.state_dict(), exact)
+                    else:
+                        value.load_state_dict(state)
             return value
         if isinstance(filled, OptimizerStateDict) and id(filled) in self._copies:
             return self._numbered(value, filled)

@@ -6,59 +6,76 @@ It does not call `Optimizer.load_state_dict`, which casts state to the parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.errors import StateError, TensorMismatchError
+from smckpt.checkpoint.parameter_names import are_groups
+from smckpt.errors import CorruptCheckpointError, StateError, TensorMismatchError
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.bindings import Binding, has_no_elements, optimizer_dicts
-from smckpt.state_dict.initial import make_slots
-from smckpt.state_dict.tags import put_back
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.bindings import (
+    Binding,
+    has_no_elements,
+    is_optimizer_dict,
+    optimizer_dicts,
+)
+from smckpt.state_dict.slots import (
+    ABSENT,
+    Room,
+    SavedState,
+    SavedTensor,
+    aligned,
+    described,
+    room,
+)
+from smckpt.state_dict.tags import StatefulStateDict, put_back
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.catalogue import Catalogue
 
 __all__ = [
     "copy_exactly",
     "fill_groups",
     "fill_optimizer",
-    "make_values",
     "named_as_target",
+    "of_no_parameter",
     "prepare_optimizers",
+    "put",
+    "renamed_groups",
 ]
-
-
-# dtype, global shape, name of a saved state tensor
-Wanted = tuple[torch.dtype, tuple[int, ...], str]
 
 
 def prepare_optimizers(
     state_dict: MutableMapping[str, Any],
-    saved: Mapping[str, Any],
-    held_empty: Callable[[str], bool],
+    catalogue: Catalogue,
+    values: Mapping[str, tuple[Path, Any]],
     *,
+    rank: int,
     strict: bool = True,
-) -> bool:
-    """Give live optimizers exactly the state tensors that the checkpoint has.
-
-    A parameter without state gets the tensors that were saved. A parameter without saved state
-    loses its state. A state tensor of another dtype is replaced.
+) -> tuple[bool, frozenset[Path]]:
+    """Give live optimizers exactly the state that the checkpoint has: its structure, its values,
+    and tensors to fill. A parameter without saved state loses its state.
 
     Args:
         state_dict: the target of a load. This replaces the dicts of optimizers in it.
-        saved: logical name → an object with `path` and `dtype` (the catalogue's).
-        held_empty: whether a saved rank held an array of this name without elements.
+        values: what was saved and is no tensor, with the target's names for parameters.
+        rank: the saved rank whose own values this rank takes.
 
     Returns:
-        Whether the tensors in `state_dict` changed.
+        Whether `state_dict` changed, and the paths of the states and groups that now have all
+        saved values.
 
     Raises:
         StateError: nothing says how to make a state tensor, or in which optimizer.
     """
-    renewed = False
+    renewed, settled = False, set()
     for path, tree, binding in optimizer_dicts(state_dict):
-        slots = _saved_slots(saved, path)
-        if binding is None:
-            if slots and not tree["state"] and strict:
+        saved = SavedState(catalogue, values, path, rank)
+        owners = saved.owners()
+        if binding is None and not isinstance(tree, StatefulStateDict):
+            if strict and not tree["state"] and any(saved.tensors([owner]) for owner in owners):
                 raise StateError(
                     f"{dotted(path)} holds no state, and its optimizer is not known: there is no "
                     "room for the saved state",
@@ -66,57 +83,207 @@ def prepare_optimizers(
                     "inside sm_state_dict_type, or call init_optim_state(optimizer) first",
                 )
             continue
-        if binding.kind == "FULL":
-            renewed |= _align_full(binding, tree["state"], slots, strict)
-            continue
-        changed = False
-        for index, parameter in enumerate(binding.parameters()):
-            wanted: dict[str, Wanted] = {}
-            for name in binding.names(parameter, index):
-                wanted.update(slots.get(name, {}))
-            wanted = wanted or slots.get(str(index), {})  # saved without names
-            if has_no_elements(parameter) and not _has_state_where_empty(
-                binding, parameter, [name for *_, name in wanted.values()], held_empty
-            ):
-                wanted = {}
-            changed |= _align(binding, parameter, wanted, strict)
-        if changed or not tree["state"]:
-            fresh = binding.take()
-            tree["state"] = fresh["state"]
+        if not owners and not saved.has_groups:
+            continue  # it was not saved, which is refused by name
+        record = catalogue.optimizers.get(dotted(path))
+        other = _of_no_parameter(saved, record)
+        if binding is None:
+            _align_given(tree, saved, strict)
             renewed = True
-    return renewed
+        elif binding.kind == "FULL":
+            renewed |= _align_full(binding, tree["state"], saved, other, strict)
+        elif _align_live(binding, saved, other, catalogue.held_empty, strict) or not tree["state"]:
+            tree["state"] = binding.take()["state"]
+            renewed = True
+        settled.add((*path, "state"))
+        if saved.whole_groups is not ABSENT and not are_groups(saved.whole_groups):
+            raise CorruptCheckpointError(
+                f"{dotted((*path, 'param_groups'))} is no list of groups of parameters",
+                remedy="use an older checkpoint",
+            )
+        if (groups := saved.groups()) is not None:
+            _align_groups(tree["param_groups"], renamed_groups(groups, tree, record))
+            settled.add((*path, "param_groups"))
+            renewed = True
+    for path, given in _given_by_optimizers(state_dict):
+        more = SavedState(catalogue, values, path, rank).more()
+        kept = {key for key, value in given.items() if isinstance(value, StatefulStateDict)}
+        kept |= {"state", "param_groups"} if is_optimizer_dict(given) else set()
+        for key in [key for key in given if str(key) not in more and key not in kept]:
+            if strict and more:
+                del given[key]
+        for key in more.keys() - kept:
+            given[key] = aligned(more[key], given.get(key), room(None, None, {}), keep=not strict)
+            settled.add((*path, key))
+            renewed = True
+    return renewed, frozenset(settled)
+
+
+def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, StatefulStateDict]]:
+    """The state dicts that optimizers gave and will load themselves."""
+    if isinstance(tree, StatefulStateDict) and tree.of_optimizer:
+        yield path, tree
+        return
+    pairs: Any = ()
+    if isinstance(tree, dict):
+        pairs = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        pairs = enumerate(tree)
+    for key, value in pairs:
+        if isinstance(value, (dict, list, tuple)):
+            yield from _given_by_optimizers(value, (*path, key))
+
+
+def _of_no_parameter(saved: SavedState, record: Mapping[str, Any] | None) -> list[str]:
+    """The saved keys of the state that name no parameter of any rank."""
+    names = {str(name) for found in (record or {"ids": []})["ids"] for name in found}
+    owners = saved.owners()
+    if not names and not any(owner.isdecimal() for owner in owners):
+        return []  # saved by names that are not recorded
+    return [
+        owner
+        for owner in owners
+        if owner not in names and not owner.isdecimal() and saved.mine(owner)
+    ]
+
+
+def _align_live(
+    binding: Binding,
+    saved: SavedState,
+    other: Sequence[str],
+    held_empty: Callable[[str], bool],
+    strict: bool,
+) -> bool:
+    """Give the live optimizer the saved slots. Returns whether any changed."""
+    state, changed = binding.optimizer.state, False
+    for index, (parameter, group) in enumerate(binding.members()):
+        keys = (*binding.names(parameter, index), index)
+        wanted = saved.slots(keys)
+        if has_no_elements(parameter) and not _has_state_where_empty(
+            binding, parameter, [tensor.name for tensor in saved.tensors(keys)], held_empty
+        ):
+            wanted = ABSENT
+        if wanted is ABSENT:
+            if state.get(parameter) and strict:
+                del state[parameter]
+                changed = True
+            continue
+        changed |= put(state, parameter, wanted, room(binding, parameter, group), strict)
+    live = {str(key): key for key in state if not isinstance(key, torch.Tensor)}
+    for owner in other:
+        key = live.pop(owner, owner)
+        changed |= put(state, key, saved.slots([owner]), room(None, None, {}), strict)
+    for key in live.values() if strict else ():
+        del state[key]
+        changed = True
+    return changed
+
+
+def put(state: Any, key: Any, wanted: Any, make: Room, strict: bool = True) -> bool:
+    """Give one owner its saved slots, in the dict that it has. Returns whether any changed."""
+    live = state.get(key)
+    new = aligned(wanted, live, make, keep=not strict)
+    if new is live:
+        return False
+    if isinstance(live, dict) and isinstance(new, Mapping):
+        new = dict(new)
+        live.clear()
+        live.update(new)
+    else:
+        state[key] = new
+    return True
+
+
+def _align_given(tree: StatefulStateDict, saved: SavedState, strict: bool) -> None:
+    """The same for a dict that its object will load."""
+    live = {str(key): key for key in tree["state"]}
+    state = {} if strict else dict(tree["state"])
+    for owner in saved.owners():
+        key = live.get(owner, int(owner) if owner.isdecimal() else owner)
+        if not saved.mine(owner) and owner not in live:
+            continue
+        parameter, group = tree.owner_of(key)
+        make = room(None, parameter, group)
+        state[key] = aligned(saved.slots([owner]), tree["state"].get(key), make, keep=not strict)
+    tree["state"] = state
+
+
+def _align_full(
+    binding: Binding, state: Any, saved: SavedState, other: Sequence[str], strict: bool
+) -> bool:
+    """The same for full state, on the rank that holds it. Its tensors are not live."""
+    changed = False
+
+    def make(tensor: SavedTensor, live: Any, at: Path) -> torch.Tensor:
+        found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
+        if found == (tensor.shape, tensor.dtype, tensor.order):
+            return live  # type: ignore[no-any-return]
+        return replace(tensor, local=None).zeros()
+
+    known: set[str] = set()
+    for index, parameter in enumerate(binding.parameters() if state.holds else ()):
+        for name in binding.names(parameter, index):
+            wanted = saved.slots([name])
+            known.add(name)
+            if wanted is not ABSENT:
+                changed |= put(state, name, wanted, make, strict)
+            elif strict and name in state:
+                del state[name]
+                changed = True
+    for owner in other if state.holds else ():
+        known.add(owner)
+        changed |= put(state, owner, saved.slots([owner]), make, strict)
+    for name in [name for name in state if str(name) not in known] if strict else ():
+        del state[name]
+        changed = True
+    return changed
+
+
+def _align_groups(target: list[Any], groups: list[dict[str, Any]]) -> None:
+    """Put the saved groups into a state dict, with tensors to fill."""
+    make = room(None, None, {})
+    mine = [*target, *({} for _ in groups)]
+    target[:] = [
+        dict(aligned(group, {**live}, make)) for group, live in zip(groups, mine, strict=False)
+    ]
 
 
 def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
     """Put a state dict of the binding's form into its live optimizer, bit for bit."""
-    live = binding.take()
-    state = given["state"]
-    for key in [k for k in live["state"] if k not in state]:
-        _forget(binding, key)
+    state, live = given["state"], binding.optimizer.state
+    wanted: dict[int, Any] = {}
+    owners: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+    others: dict[Any, Any] = {}
     for key, slots in state.items():
-        owner = _owner(binding, key)
-        wanted = {
-            slot: (value.dtype, tuple(value.shape))
-            for slot, value in slots.items()
-            if isinstance(value, torch.Tensor)
-        }
-        if make_slots(binding.optimizer, owner, wanted, flat=binding.flat(owner)):
-            live = binding.take()
-        here = live["state"].get(key, {})
-        for slot, value in slots.items():
-            mine = here.get(slot)
-            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
-                whole = binding.optimizer.state[owner][slot]
-                if mine.dtype != value.dtype and whole.shape == mine.shape:
-                    # An fp32 momentum beside bf16 parameters stays fp32.
-                    binding.optimizer.state[owner][slot] = value.detach().clone()
-                    continue
-                copy_exactly(mine, value, f"{key}.{slot}")
-            else:
-                binding.optimizer.state[owner][slot] = (
-                    value.detach().clone() if isinstance(value, torch.Tensor) else value
-                )
+        owner = _owner(binding, key, slots)
+        if owner is None:
+            others[key] = slots
+        else:
+            owners[id(owner[0])] = owner
+            flat = binding.flat(owner[0])
+            wanted[id(owner[0])] = described(slots, flat=flat)
+    for key in [key for key in live if id(key) not in wanted and key not in others]:
+        del live[key]
+    for number, (parameter, group) in owners.items():
+        put(live, parameter, wanted[number], room(binding, parameter, group))
+    for key, value in others.items():
+        put(live, key, described(value), room(None, None, {}))
+    here = binding.take()["state"]
+    numbered = binding.numbered()
+    for key, slots in state.items():
+        _copy_all(slots, here[key] if key in here else numbered.get(key), str(key))
     fill_groups(binding, given["param_groups"])
+
+
+def _copy_all(given: Any, live: Any, name: str) -> None:
+    if isinstance(given, torch.Tensor):
+        copy_exactly(live, given, name)
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            _copy_all(value, live[key], f"{name}.{key}")
+    elif isinstance(given, (list, tuple)):
+        for number, value in enumerate(given):
+            _copy_all(value, live[number], f"{name}.{number}")
 
 
 def copy_exactly(live: Any, given: Any, name: str) -> None:
@@ -164,83 +331,25 @@ def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
                 mine[key] = value
 
 
-def _owner(binding: Binding, key: Any) -> torch.Tensor:
-    for index, parameter in enumerate(binding.parameters()):
+def _owner(binding: Binding, key: Any, slots: Any) -> tuple[Any, Mapping[str, Any]] | None:
+    """The parameter of a key, with its group; None if what was kept belongs to no parameter."""
+    for index, (parameter, group) in enumerate(binding.members()):
         if key == index or key in binding.names(parameter, index):
-            return parameter
-    raise StateError(
-        f"the optimizer has no parameter {key!r}",
-        remedy="load the state of the optimizer that was saved",
-    )
+            return parameter, group
+    if not of_no_parameter(binding, key, slots):
+        raise StateError(
+            f"the optimizer has no parameter {key!r}",
+            remedy="load the state of the optimizer that was saved",
+        )
+    return None
 
 
-def _forget(binding: Binding, key: Any) -> None:
-    binding.optimizer.state.pop(_owner(binding, key), None)
-
-
-def _saved_slots(saved: Mapping[str, Any], path: Path) -> dict[str, dict[str, Wanted]]:
-    """Parameter name → {key of the state: (dtype, shape)} of the optimizer at `path`."""
-    prefix = tuple(map(str, (*path, "state")))
-    deep, first = len(prefix) + 2, prefix[0]
-    out: dict[str, dict[str, Wanted]] = {}
-    for name, tensor in saved.items():
-        its = tensor.path
-        if len(its) != deep or str(its[0]) != first:
-            continue
-        *above, owner, slot = map(str, its)
-        if tuple(above) == prefix:
-            wanted = (getattr(torch, tensor.dtype), tuple(tensor.shape), name)
-            out.setdefault(owner, {})[slot] = wanted
-    return out
-
-
-def _align(
-    binding: Binding, parameter: torch.Tensor, wanted: dict[str, Wanted], strict: bool
-) -> bool:
-    """Give `parameter` state tensors of the saved names and dtypes. Returns whether any changed."""
-    optimizer = binding.optimizer
-    live = optimizer.state.get(parameter, {})
-    if not wanted:
-        tensors = any(isinstance(v, torch.Tensor) for v in live.values())
-        if tensors and strict:
-            del optimizer.state[parameter]
-            return True
-        return False
-    if all(_has(live, slot, dtype) for slot, (dtype, _, _) in wanted.items()):
-        return False  # the common case: the optimizer has stepped, or init_optim_state filled it
-    shapes = {slot: (dtype, shape) for slot, (dtype, shape, _) in wanted.items()}
-    changed = make_slots(optimizer, parameter, shapes, flat=binding.flat(parameter))
-    live = optimizer.state[parameter]
-    for slot, (dtype, _) in shapes.items():
-        value = live.get(slot)
-        if isinstance(value, torch.Tensor) and value.dtype != dtype:
-            live[slot] = value.to(dtype)
-            changed = True
-    return changed
-
-
-def _align_full(
-    binding: Binding, state: Any, slots: dict[str, dict[str, Wanted]], strict: bool
-) -> bool:
-    """As `_align`, for full state on the rank that holds it. Its tensors are not live."""
-    changed = False
-    for index, parameter in enumerate(binding.parameters() if state.holds else ()):
-        for name in binding.names(parameter, index):
-            wanted, mine = slots.get(name, {}), state.get(name, {})
-            if strict and not wanted and any(isinstance(v, torch.Tensor) for v in mine.values()):
-                del state[name]
-                changed = True
-            for slot, (dtype, shape, _) in wanted.items():
-                here = mine.get(slot)
-                if not isinstance(here, torch.Tensor) or here.dtype != dtype:
-                    state.setdefault(name, {})[slot] = torch.zeros(shape, dtype=dtype)
-                    changed = True
-    return changed
-
-
-def _has(slots: Mapping[str, Any], slot: str, dtype: torch.dtype) -> bool:
-    value = slots.get(slot)
-    return isinstance(value, torch.Tensor) and value.dtype == dtype
+def of_no_parameter(binding: Binding, key: Any, slots: Any) -> bool:
+    """Whether a key of the state that is no parameter's may stand there: the optimizer has it, or
+    it does not look like a parameter's."""
+    if key in binding.optimizer.state or (binding.by_id and not isinstance(key, int)):
+        return True
+    return not isinstance(slots, Mapping) and not isinstance(key, int)
 
 
 def _has_state_where_empty(
@@ -257,7 +366,45 @@ def _has_state_where_empty(
     return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))
 
 
-# -- plain values among the state, such as an integer step ----------------------------------------
+def renamed_groups(saved: list[Any], tree: dict[str, Any], record: Any) -> list[dict[str, Any]]:
+    """Saved groups in the target's order, with the target's names of parameters.
+
+    Groups are matched by the names of their parameters where both sides have names, else by
+    position.
+    """
+    target = tree["param_groups"]
+    binding = getattr(target, "binding", None)
+    if binding is None or record is None or len(saved) != len(target):
+        groups = [dict(g) for g in saved]
+        for group, mine in zip(groups, target, strict=False):
+            group["params"] = mine["params"]
+        return groups
+    names = record["ids"]
+
+    def members(group: Mapping[str, Any]) -> set[str]:
+        out: set[str] = set()
+        for p in group["params"]:
+            known = isinstance(p, int) and 0 <= p < len(names)
+            out.update(names[p] if known else (str(p),))
+        return out
+
+    mine_names = [list(binding.names(p, i)) for i, p in enumerate(binding.parameters())]
+    at = 0
+    out = []
+    by_members = [(members(g), g) for g in saved]
+    for position, (mine, live) in enumerate(
+        zip(target, binding.optimizer.param_groups, strict=True)
+    ):
+        count = len(live["params"])
+        wanted = {n for names_ in mine_names[at : at + count] for n in names_}
+        at += count
+        found = max(by_members, key=lambda pair: len(pair[0] & wanted), default=None)
+        chosen = found[1] if found is not None and found[0] & wanted else saved[position]
+        out.append({**chosen, "params": mine["params"]})
+    return out
+
+
+# -- what is no tensor, by the target's names -----------------------------------------------------
 
 
 Objects = dict[str, tuple[Path, Any]]
@@ -281,56 +428,35 @@ def named_as_target(
             continue  # both are by id, like their tensors
         ids = record.get("ids", [])
         owners = _owners(binding)
-        for key in list(out):
-            its, value = out[key]
-            if not _is_slot(its, path):
-                continue
-            *_, owner, slot = its
+        for key, (its, value) in _of_owners(out, path):
+            owner = its[len(path) + 1]
             known = isinstance(owner, int) and 0 <= owner < len(ids)
             saved = ids[owner] if known else [owner]
             targets = [t for name in saved for t in owners.get(str(name), ())]
             if not targets:
                 continue
-            del out[key]
+            out.pop(key, None)
             for target, here in dict(targets).items():
                 if here:
-                    new = (*path, "state", target, slot)
+                    new = (*path, "state", target, *its[len(path) + 2 :])
                     out[dotted(new)] = (new, value)
     return out
 
 
-def make_values(
-    state_dict: MutableMapping[str, Any], objects: Mapping[str, tuple[Path, Any]]
-) -> bool:
-    """Give live optimizers the saved values that they lack; returns whether `state_dict` has more
-    values now. `prepare_optimizers` does the same for tensors."""
-    made = False
-    for path, tree, binding in optimizer_dicts(state_dict):
-        if binding is None or binding.kind == "FULL":
-            continue
-        parameters = {t: p for p, t in _targets(binding)}
-        changed = False
-        for its, value in objects.values():
-            if _is_slot(its, path) and its[-2] in parameters:
-                slots = binding.optimizer.state[parameters[its[-2]]]
-                if its[-1] not in slots:
-                    slots[its[-1]] = value
-                    changed = True
-        if changed:
-            tree["state"] = binding.take()["state"]
-            made = True
-    return made
-
-
-def _is_slot(its: Path, path: Path) -> bool:
-    return len(its) == len(path) + 3 and its[: len(path) + 1] == (*path, "state")
-
-
-def _targets(binding: Binding) -> Iterator[tuple[Any, Any]]:
-    """(parameter, key): each key under which the target's state has the parameter."""
-    for index, parameter in enumerate(binding.parameters()):
-        for target in (index,) if binding.by_id else binding.names(parameter, index):
-            yield parameter, target
+def _of_owners(objects: Objects, path: Path) -> list[tuple[str, tuple[Path, Any]]]:
+    """The values in an optimizer's state, each with its owner. A state without tensors was saved as
+    one value, which this takes apart."""
+    above = (*path, "state")
+    whole = objects.get(dotted(above))
+    if whole is not None and isinstance(whole[1], Mapping):
+        del objects[dotted(above)]
+        for owner, slots in whole[1].items():
+            objects[dotted((*above, owner))] = ((*above, owner), slots)
+    return [
+        (key, found)
+        for key, found in objects.items()
+        if len(found[0]) > len(above) and found[0][: len(above)] == above
+    ]
 
 
 def _owners(binding: Binding) -> dict[str, list[tuple[Any, bool]]]:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTS, container_kind
+from smckpt.layout.containers import FACTS, container_kind, order_kind
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
 from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.own_methods import is_optimizer, spelled
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
@@ -33,6 +34,7 @@ from smckpt.state_dict.tensors import (
     is_dtensor,
     is_transformed,
     is_wrapper,
+    order_of,
     placement_of,
     unwrapped,
 )
@@ -104,7 +106,8 @@ class Selector:
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
-                    self._visit(value.state_dict(), path, walk)
+                    given = value.state_dict()
+                    self._visit(spelled(given) if is_optimizer(value) else given, path, walk)
         except RecursionError as error:
             raise StateError(
                 "the state dict is nested without end: a dict or list in it holds itself",
@@ -132,6 +135,10 @@ class Selector:
             if entry is None:
                 continue
             entries.append(entry)
+            if not local.is_contiguous() and (tag is None or tag.after):
+                order = order_of(tensor)
+                if order is not None:
+                    walk.containers[path] = order_kind(order)
             tensors.append(local)
             tags.append(tag)
         optimizers = {}

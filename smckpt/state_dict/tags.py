@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,7 +197,19 @@ class ModelStateDict(RememberingDict):
 
 class StatefulStateDict(RememberingDict):
     """An object's state dict, in the object's place during a load. A save stored it by itself, not
-    as part of the value around it."""
+    as part of the value around it.
+
+    groups: those of the optimizer whose state it is, if it is one's. of_optimizer: an optimizer
+    gave it, so a load gives it exactly the keys that were saved.
+    """
+
+    of_optimizer = False
+    groups: Sequence[Mapping[str, Any]] = ()
+
+    def owner_of(self, key: Any) -> tuple[torch.Tensor | None, Mapping[str, Any]]:
+        """The parameter that has this number, and its group."""
+        members = [(p, group) for group in self.groups for p in group["params"]]
+        return members[key] if isinstance(key, int) and key < len(members) else (None, {})
 
 
 class OptimizerStateDict(RememberingDict):

@@ -25,8 +25,10 @@ __all__ = [
     "is_transformed",
     "is_wrapper",
     "lacking",
+    "order_of",
     "placement_of",
     "unwrapped",
+    "zeros_on_mesh",
 ]
 
 
@@ -94,6 +96,36 @@ def is_flattening(tensor: torch.Tensor) -> bool:
     """Whether its class says which tensors it holds. (A DTensor has rules of its own.)"""
     kind = type(tensor)
     return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and not is_dtensor(tensor)
+
+
+def zeros_on_mesh(
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    dims: tuple[int | None, ...] | None,
+) -> torch.Tensor:
+    """A DTensor of zeros on the mesh of another.
+
+    Args:
+        dims: the dimension along which each mesh dimension divides it, or None; whole on every rank
+            if they are of another mesh.
+    """
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    _, mesh, _, _ = dtensor_parts(like)
+    known = dims if dims is not None and len(dims) == mesh.ndim else (None,) * mesh.ndim
+    placements = [Replicate() if dim is None else Shard(dim) for dim in known]
+    made: torch.Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return made
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor in the order of its memory, if that is not the usual one.
+    Matrix products give other bits for other orders."""
+    if tensor.dim() < 2 or is_dtensor(tensor) or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -131,14 +131,19 @@ def _built(kind: Any, model: nn.Module) -> Any:
     return kind(tensors, **given)
 
 
-def everyone() -> dict[str, Build]:
-    """By "package: name": the optimizers of torch and of the packages that are installed."""
-    found = {f"torch.optim: {name}": build for name, build in _of_torch().items()}
+def everyone(only: str = "") -> dict[str, Build]:
+    """By "package: name": the optimizers of torch and of the packages that are installed.
+
+    Args:
+        only: a name, whose package alone is asked.
+    """
+    found: dict[str, Build] = {}
     for package, more in (
+        ("torch.optim", _of_torch),
         ("schedulefree", _of_schedulefree),
         ("pytorch_optimizer", _of_pytorch_optimizer),
     ):
-        if importlib.util.find_spec(package) is not None:
+        if only.partition(":")[0] in ("", package) and importlib.util.find_spec(package):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found |= {f"{package}: {name}": build for name, build in more().items()}

@@ -1,0 +1,170 @@
+"""A full optimizer state, back into the live optimizer of all ranks.
+
+Rank 0 holds the state. It sends the outline first, by which all ranks make room, and then tensor
+after tensor. Each rank keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from smckpt.errors import KeysMismatchError
+from smckpt.full.gathered import gathers, rank_of_job
+from smckpt.full.wire import Attempt, Wire
+from smckpt.layout.entries import Path
+from smckpt.layout.strided import Piece, execute, meet
+from smckpt.state_dict.bindings import Binding, bind, tuple_like, walked
+from smckpt.state_dict.optimizers import fill_groups, of_no_parameter, put
+from smckpt.state_dict.own_methods import hand_over
+from smckpt.state_dict.select import geometry_of
+from smckpt.state_dict.slots import SavedTensor, room
+from smckpt.state_dict.tensors import is_dtensor, order_of
+from smckpt.state_dict.views import ModelView
+
+__all__ = ["load_full_optimizer", "put_full_optimizer"]
+
+
+def put_full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> None:
+    """As `load_full_optimizer`, with what the optimizer's own methods add."""
+    load_full_optimizer(view, optimizer, given)
+    hand_over(bind(optimizer, "SHARDED", view), given)
+
+
+def load_full_optimizer(
+    view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> None:
+    """Put a full optimizer state into the live one. Rank 0 holds it and broadcasts."""
+    import torch.distributed as dist
+
+    whole: dict[str, Any] = dict(given)
+    boxed: list[Any] = [_outline(whole)]
+    if gathers():
+        dist.broadcast_object_list(boxed, src=0)
+    outline = boxed[0]
+    attempt = Attempt()
+    binding: Any = attempt(lambda: bind(optimizer, "SHARDED", view))
+    attempt(lambda: _rooms(binding, outline["state"]))
+    live: Any = attempt(lambda: binding.take()["state"])
+    attempt.settle()
+    wire = Wire()
+    for fqn, slots in outline["state"].items():
+        for at, coming in _leaves(slots):
+            value = _from_rank0(whole, fqn, at, coming, wire)
+            if fqn in live:  # otherwise this rank holds nothing of the parameter
+                _fill(_leaf(live[fqn], at), value, fqn)
+    fill_groups(binding, outline["param_groups"])
+
+
+def _rooms(binding: Binding, outlined: Mapping[str, Any]) -> None:
+    """Give the live optimizer the slots of the outline, with empty tensors.
+
+    Raises:
+        KeysMismatchError: the optimizer has no parameter of some name.
+        StateError: nothing says how to make a state tensor.
+    """
+    known: set[Any] = set()
+    state = binding.optimizer.state
+    for index, (parameter, group) in enumerate(binding.members()):
+        names = binding.names(parameter, index)
+        known.update(names)
+        found = [outlined[name] for name in names if name in outlined]
+        if not found:
+            state.pop(parameter, None)
+            continue
+        put(state, parameter, _wanted(found[0], parameter), room(binding, parameter, group))
+    others = outlined.keys() - known
+    if unknown := sorted(
+        str(key) for key in others if not of_no_parameter(binding, key, outlined[key])
+    ):
+        raise KeysMismatchError(
+            f"the optimizer has no parameter {unknown[:12]}, but the state to load does",
+            remedy="load the state of an optimizer over the same parameters",
+        )
+    for spare in [k for k in state if not isinstance(k, torch.Tensor) and k not in others]:
+        del state[spare]
+    for other in others:
+        put(state, other, _wanted(outlined[other], None), room(None, None, {}))
+
+
+def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
+    """The outline with a `SavedTensor` for each tensor. A whole tensor that is not shaped like its
+    DTensor parameter comes to all ranks."""
+    if isinstance(outlined, _Coming):
+        mesh = parameter is not None and is_dtensor(parameter) and outlined.shape
+        shape = tuple(outlined.shape)
+        dtype, local = getattr(torch, outlined.dtype), None if mesh else shape
+        return SavedTensor(dtype, shape, local, order=outlined.order)
+    if isinstance(outlined, Mapping):
+        return {key: _wanted(child, parameter) for key, child in outlined.items()}
+    if isinstance(outlined, (list, tuple)):
+        items = [_wanted(child, parameter) for child in outlined]
+        return items if isinstance(outlined, list) else tuple_like(outlined, items)
+    return outlined
+
+
+def _leaves(value: Any, at: Path = ()) -> Iterator[tuple[Path, _Coming]]:
+    if isinstance(value, _Coming):
+        yield at, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, child in pairs:
+            yield from _leaves(child, (*at, key))
+
+
+def _leaf(value: Any, at: Path) -> Any:
+    for key in at:
+        value = value[key]
+    return value
+
+
+def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
+    """Copy this rank's part of a whole tensor into the live one."""
+    local, geometry = geometry_of(target, fqn, rank_of_job())
+    room = (
+        local
+        if local.is_contiguous()
+        else torch.empty_like(local, memory_format=torch.contiguous_format)
+    )
+    for piece in geometry.pieces(rank_of_job()):
+        copy = meet(Piece.whole(piece.name, piece.shape), piece)
+        if copy is not None:
+            execute(copy, value, room)
+    if room is not local:
+        local.copy_(room)
+
+
+def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that all ranks need before rank 0 sends the tensors."""
+    state = {
+        fqn: walked(
+            slots,
+            lambda v, _: _Coming(
+                tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type, order_of(v)
+            ),
+        )
+        for fqn, slots in given.get("state", {}).items()
+    }
+    return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
+
+
+class _Coming(NamedTuple):
+    """A tensor that rank 0 will send."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    order: tuple[int, ...] | None
+
+
+def _from_rank0(whole: Mapping[str, Any], fqn: str, at: Path, coming: _Coming, wire: Wire) -> Any:
+    if rank_of_job() == 0:
+        tensor = wire.placed(_leaf(whole["state"][fqn], at).contiguous(), coming.device)
+    else:
+        tensor = wire.room(coming.dtype, coming.shape, coming.device)
+    wire.share(tensor, coming.dtype, coming.shape, coming.device)
+    return tensor

@@ -1,0 +1,278 @@
+"""What an optimizer says is its state is saved and comes back, into a fresh optimizer too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import smckpt
+from tests.support.optimizers import net, step
+
+KINDS = ("object", "dict", "LOCAL", "SHARDED", "FULL")
+
+
+class Base(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, **defaults: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.begin(self.state[parameter], parameter)
+                self.go_on(group, self.state[parameter], parameter)
+                parameter.sub_(0.01)
+
+    def begin(self, slots: Any, parameter: torch.Tensor) -> None:
+        slots["m"] = torch.zeros_like(parameter)
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None: ...
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def begins(**what: Callable[[torch.Tensor], Any]) -> type[Base]:
+    class Made(Base):
+        def begin(self, slots: Any, parameter: torch.Tensor) -> None:
+            slots.update({name: make(parameter) for name, make in what.items()})
+
+    return Made
+
+
+class Counts(Base):
+    def begin(self, slots: Any, parameter: torch.Tensor) -> None:
+        slots["n"] = 0
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        slots["n"] += 1
+
+
+class History(Base):
+    """A list that grows, of tensors that two slots share."""
+
+    def begin(self, slots: Any, parameter: torch.Tensor) -> None:
+        slots["all"] = []
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        slots["last"] = parameter.clone()
+        slots["all"] = [*slots["all"], slots["last"], None, len(slots["all"])]
+
+
+class InGroups(Base):
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        group["d"] = torch.tensor(3.0)
+        group["many"] = [torch.ones(2), 5]
+
+
+class Ungrouped(Base):
+    """A tensor at first, which becomes a number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, d=torch.tensor(1.0))
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        group["d"] = 2.0
+
+
+class OfNone(Base):
+    """State under keys that are no parameters."""
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        self.state["tensor"] = torch.tensor([4.0])
+        self.state["number"] = 7  # type: ignore[assignment]
+        self.state["nested"] = {"ema": [0.5, torch.ones(3)]}
+
+
+class Total(Base):
+    """Adds a key to its dict, in a new dict."""
+
+    total = 0
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        self.total += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total, "far": {"deep": torch.ones(2)}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        state_dict = dict(state_dict)
+        self.total = state_dict.pop("total")
+        assert torch.equal(state_dict.pop("far")["deep"], torch.ones(2))
+        super().load_state_dict(state_dict)
+
+
+class Hooked(Base):
+    """Adds a key by torch's hooks."""
+
+    total = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.register_state_dict_post_hook(self._add)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        self.total += 1
+
+    @staticmethod
+    def _add(self: Any, state_dict: Any) -> None:
+        state_dict["total"] = self.total
+
+    @staticmethod
+    def _take(self: Any, state_dict: Any) -> None:
+        self.total = state_dict.pop("total")
+
+
+class Outer(torch.optim.Optimizer):
+    """A wrapper that keeps a counter of its own beside the state of the optimizer inside."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside, self.total = inside, 0
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inside.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inside.state
+
+    def step(self, closure: Any = None) -> None:
+        self.total += 1
+        self.inside.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inside.state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.total = state_dict["total"]
+        self.inside.load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
+
+
+def ones(*shape: int, **how: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: torch.ones(shape, **how)
+
+
+CASES: dict[str, Any] = {
+    "rows and columns": begins(r=lambda p: torch.ones(p.shape[0]), c=lambda p: p.sum(-1)),
+    "a matrix of each side": begins(q=lambda p: [torch.eye(n) for n in p.shape]),
+    "a tuple": begins(m=lambda p: (torch.ones_like(p), 5, torch.ones(2))),
+    "a named tuple": begins(m=lambda p: (torch.ones_like(p), {"deep": [torch.ones(1)]})),
+    "a dict": begins(m=lambda p: {"a": torch.ones_like(p), "b": 3, 4: torch.ones(2)}),
+    "codes": begins(code=lambda p: p.new_ones(p.shape, dtype=torch.uint8), most=ones(2)),
+    "a history": begins(h=lambda p: torch.ones(4, *p.shape)),
+    "one element": begins(w=ones(1), empty=ones(0)),
+    "other values": begins(m=torch.ones_like, none=lambda _: None, text=lambda _: "x"),
+    "sizes": begins(m=torch.ones_like, shape=lambda p: p.shape, none=lambda _: []),
+    "float64": begins(m=lambda p: torch.ones_like(p, dtype=torch.float64)),
+    "numbers only": Counts,
+    "a growing list": History,
+    "tensors in groups": InGroups,
+    "a number in groups": Ungrouped,
+    "of no parameter": OfNone,
+    "a key of its own": Total,
+    "hooks": Hooked,
+    "a wrapper": lambda parameters: Outer(torch.optim.SGD(parameters, 0.1, momentum=0.9)),
+}
+
+
+def everything(optimizer: Any) -> Any:
+    given = optimizer.state_dict()
+    return copy.deepcopy({**given, "total": getattr(optimizer, "total", None)})
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and (one.dtype, one.shape) == (other.dtype, other.shape)
+            and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def taken(model: nn.Module, optimizer: Any, kind: str) -> dict[str, Any]:
+    if kind == "object":
+        return {"model": model, "optimizer": optimizer}
+    if kind == "dict":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with smckpt.sm_state_dict_type(model, getattr(smckpt, kind)):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def made(build: Any, seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3, bias=False).to(dtype)
+    return model, build(model.parameters())
+
+
+def resumed(folder: Path, cases: Any, kind: str, steps: int, dtype: torch.dtype) -> list[str]:
+    """The cases that differ after a save of all of them and a load into others."""
+    saved = {case: made(CASES[case], 0, dtype) for case in cases}
+    for _, optimizer in saved.values():
+        for _ in range(2):
+            optimizer.step()
+        if dtype is not torch.float32:  # state that torch's own load would round
+            for slots in (s for s in optimizer.state.values() if isinstance(s, dict) and "m" in s):
+                slots |= {"m": slots["m"].float() + 1 / 3}
+    wanted = {case: everything(optimizer) for case, (_, optimizer) in saved.items()}
+    state = {case: taken(*pair, kind) for case, pair in saved.items()}
+    smckpt.save(state, checkpoint_id=folder)
+    del saved, state, optimizer
+    others = {case: made(CASES[case], 1, dtype) for case in cases}
+    for number, (_, optimizer) in enumerate(others.values()):
+        optimizer.param_groups[0]["lr"] = 0.5 + number  # a dict outside a block is known by them
+        for _ in range(steps):
+            optimizer.step()
+    smckpt.load({case: taken(*pair, kind) for case, pair in others.items()}, checkpoint_id=folder)
+    found = [case for case in cases if not same(everything(others[case][1]), wanted[case])]
+    for _, optimizer in others.values():
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_an_optimizers_state_comes_back(tmp_path: Path, kind: str, steps: int) -> None:
+    assert resumed(tmp_path, CASES, kind, steps, torch.float32) == []
+
+
+ROUNDED = ("a key of its own", "hooks", "other values", "sizes", "of no parameter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_not_rounded_to_the_parameters_dtype(tmp_path: Path, kind: str) -> None:
+    assert resumed(tmp_path, ROUNDED, kind, 0, torch.bfloat16) == []
+
+
+def test_lbfgs_comes_back_with_another_history(tmp_path: Path) -> None:
+    def trained(seed: int, steps: int) -> tuple[nn.Module, Any]:
+        model = net(seed)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=5)
+        for number in range(steps):
+            step(model, optimizer, number)
+        return model, optimizer
+
+    for kind in ("object", "LOCAL", "SHARDED"):
+        model, optimizer = trained(0, 3)
+        smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path / kind)
+        for steps in (0, 1, 5):
+            other, resumed = trained(1, steps)
+            smckpt.load(taken(other, resumed, kind), checkpoint_id=tmp_path / kind)
+            assert same(everything(resumed), everything(optimizer))

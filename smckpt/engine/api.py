@@ -221,6 +221,12 @@ def maybe_finalize_async_calls(
     return done
 
 
+def prepare_queue(queue: str, process_group: Any) -> None:
+    """Start the worker of a queue, which takes seconds on a busy host, before its first save."""
+    if (group := group_of(process_group)) is not None:
+        _RUNTIME.queue(group, queue).prepare()
+
+
 def leave_queue(queue: str, timeout: float) -> None:
     """End a queue, in which this process saves no more. Its peers hear so."""
     _RUNTIME.drop(queue, timeout)

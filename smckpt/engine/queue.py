@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -68,6 +69,12 @@ class SaveQueue:
         self._pid = os.getpid()
 
     # -- the front: called by the training thread -------------------------------------------
+
+    def prepare(self) -> None:
+        """Start the worker, without a wait. A failure is that of the first save, which tries it
+        again."""
+        with contextlib.suppress(CheckpointError):
+            self._worker.start()
 
     def submit(
         self,

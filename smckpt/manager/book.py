@@ -11,6 +11,7 @@ from functools import partial
 from smckpt.checkpoint.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.prefixes import is_prefix
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from smckpt.manager.record import mark_of
 from smckpt.manager.template import Template
 from smckpt.storage import Storage
 from smckpt.storage.faults import twice
@@ -92,6 +93,10 @@ class Book:
                     path=file_url(here.url, name),
                 )
                 yield Damaged(step, path, error)
+
+    def bytes_of(self, run: str | None) -> int:
+        """The size of the steps that a run has saved."""
+        return sum(found.nbytes for found in self.all() if mark_of(found) == run)
 
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """The committed steps, newest first. Each is read when the caller takes it. One that the

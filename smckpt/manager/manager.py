@@ -9,12 +9,20 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.engine.api import async_save, leave_queue, load, maybe_finalize_async_calls
+from smckpt.engine.api import (
+    async_save,
+    leave_queue,
+    load,
+    maybe_finalize_async_calls,
+    prepare_queue,
+)
 from smckpt.engine.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.engine.replicas import ReplicationGroup
 from smckpt.errors import UsageError
@@ -148,7 +156,7 @@ class CheckpointManager:
         self._schedule = Schedule(self._membership, interval, timeout)
         self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
         self._groups: ReplicationGroup | None = None
-        self._rounds = 0
+        self._rounds = count(1)  # the ranks call it alike
         self._prepared = False  # it is known that there is room
         self._timed = False  # the first save
         self._closed = self._announced = False
@@ -247,16 +255,12 @@ class CheckpointManager:
             degrees = degrees_text(self._degrees, [name for _, name in told.values()])
             sizes = {rank: size for rank, (size, _) in told.items()}
             line = Outlook(degrees, self._watch.save_seconds)
-            check_room(self.root, sizes, len(group.ranks), self._keep, self._saved_bytes, line)
+            saved = partial(self._book.bytes_of, self._keeper.run)
+            check_room(self.root, sizes, len(group.ranks), self._keep, saved, line)
 
         meeting = self._membership.meeting(self._timeout)
-        meeting.round(self._point("room"), mine, decide, timeout=self._timeout)
+        meeting.round(f"room/{next(self._rounds)}", mine, decide, timeout=self._timeout)
         self._prepared = True
-
-    def _saved_bytes(self) -> int:
-        """Of this run's steps."""
-        run = self._keeper.run
-        return sum(found.nbytes for found in self._book.all() if mark_of(found) == run)
 
     def _committed(self, place: str) -> Callable[[SaveHandle], None]:
         def committed(handle: SaveHandle) -> None:
@@ -334,7 +338,7 @@ class CheckpointManager:
 
         meeting = self._membership.meeting(self._timeout)
         self._book.forget()
-        point = self._point("restore")
+        point = f"restore/{next(self._rounds)}"
         resumed = resume(meeting, point, self._book, fill, self._timeout)
         found = resumed.found
         if found is None:
@@ -420,7 +424,7 @@ class CheckpointManager:
             return [one.to_json() for one in self._book.all(sure=True)]
 
         meeting = self._membership.meeting(self._timeout)
-        told = meeting.round(self._point("all"), lambda: None, look, timeout=self._timeout)
+        told = meeting.round(f"all/{next(self._rounds)}", lambda: None, look, timeout=self._timeout)
         return [FoundCheckpoint.from_json(each) for each in told]
 
     # -- the end -----------------------------------------------------------------------------
@@ -453,7 +457,7 @@ class CheckpointManager:
     def _announce_end(self) -> None:
         """Peers that wait for another call of this rank hear that none comes."""
         if not self._announced and os.getpid() == self._pid:
-            self._announced, number = True, self._rounds + 1
+            self._announced, number = True, next(self._rounds)
             whats = f"groups/{number}", f"room/{number}", f"all/{number}", f"restore/{number}/0"
             self._membership.announce([*map(Round, whats)], ends=not self._closed)
 
@@ -476,19 +480,14 @@ class CheckpointManager:
     def _group(self, state: Any) -> ReplicationGroup:
         """The ranks that save together with this one, found once from the model."""
         if self._groups is None:
-            meeting = self._membership.meeting(self._timeout)
-            point = self._point("groups")
-            self._groups = agreed_group(
-                meeting, point, state, self._degrees, self._template, self._timeout
-            )
+            meeting, point = self._membership.meeting(self._timeout), f"groups/{next(self._rounds)}"
+            how = self._degrees, self._template, self._timeout
+            self._groups = agreed_group(meeting, point, state, *how)
+            prepare_queue(QUEUE, self._groups.process_group)  # the first save need not wait
         return self._groups
 
     def _directory(self, place: str) -> str:
         return f"{self.root.rstrip('/')}/{place}" if place else self.root
-
-    def _point(self, what: str) -> str:
-        self._rounds += 1
-        return f"{what}/{self._rounds}"
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -23,7 +23,9 @@ from smckpt import (
     find_checkpoints,
     verify_checkpoint,
 )
+from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.manager.manager import QUEUE
 from tests.support.launch import run_ranks
 
 
@@ -431,3 +433,16 @@ def test_what_one_rank_cannot_save_all_ranks_hear_of(tmp_path: Path) -> None:
         assert "step is -1" in three
         assert "optimizer" in four
     assert [one.step for one in find_checkpoints(tmp_path)] == [2]
+
+
+def test_the_worker_of_the_first_save_starts_while_the_run_restores(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        assert not _RUNTIME.queues(None, QUEUE)
+        manager.restore(into=objects(0))
+        (queue,) = _RUNTIME.queues(None, QUEUE)
+        worker = queue._worker  # type: ignore[attr-defined]
+        first = worker.pid
+        assert worker.alive
+        manager.save(1, objects(0)).wait()
+        assert worker.pid == first
+    assert not worker.alive

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
+from smckpt.errors import UsageError
+from smckpt.integrations import versions
 from smckpt.run.places import Provided, refuse_version
 
 __all__ = ["TESTED", "put"]
 
-TESTED = ("2.6",)
+TESTED = versions.TESTED["lightning"]
 _STRATEGIES = {"fsdp": "FSDPStrategy", "model_parallel": "ModelParallelStrategy"}
 
 
@@ -32,6 +38,7 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     told = "resumes from what was committed, random numbers included"
     provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, told)
     _put_strategies(provided, ours)
+    _put_other_name(provided)
 
 
 def _put_strategies(provided: Provided, ours: Any) -> None:
@@ -49,3 +56,49 @@ def _put_strategies(provided: Provided, ours: Any) -> None:
             entry["strategy"] = stock
 
         provided.by(undo, f"replaced the strategy {name!r}: {told}")
+
+
+_NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def _put_other_name(provided: Provided) -> None:
+    """Let the package pytorch_lightning be lightning.pytorch. It holds the same code a second time,
+    whose classes these are not.
+
+    Raises:
+        UsageError: it is imported already, so the script would run on it.
+    """
+    for name in _NAMES:
+        if name in sys.modules:
+            raise UsageError(
+                f"{name} is imported already, and smckpt's classes are those of {_NAMES[name]}",
+                remedy=f"provide before it is imported, or import {_NAMES[name]}",
+            )
+    finder = _OtherName()
+    sys.meta_path.insert(0, finder)
+
+    def undo() -> None:
+        sys.meta_path.remove(finder)
+        for name in [one for one in sys.modules if one.partition(".")[0] in _NAMES]:
+            del sys.modules[name]
+
+    provided.by(undo, "provided pytorch_lightning: it is lightning.pytorch")
+
+
+class _OtherName(MetaPathFinder, Loader):
+    """Imports a module of lightning under the name that it has in the package's other edition."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        top, dot, below = fullname.partition(".")
+        if top not in _NAMES:
+            return None
+        module = importlib.import_module(_NAMES[top] + dot + below)
+        return ModuleSpec(fullname, self, loader_state=(module, module.__spec__))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = spec.loader_state[0]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        _, module.__spec__ = module.__spec__.loader_state

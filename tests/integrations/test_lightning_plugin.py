@@ -180,7 +180,7 @@ def test_lightnings_names_are_replaced_and_taken_back() -> None:
     before = names()
     with provide(["lightning"]) as provided:
         assert all(a is not b for a, b in zip(names(), before, strict=True))
-        assert len(provided.lines) == 9
+        assert len(provided.lines) == 10
         assert isinstance(Trainer(accelerator="cpu").strategy.checkpoint_io, SmckptCheckpointIO)
     assert names() == before
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import smckpt
+from smckpt.errors import CheckpointNotFoundError
 from smckpt.integrations.transformers import get_last_checkpoint
 from smckpt.storage import open_storage
 from tests.support.small_trainer import DATA, Begins, Opens, heard, same, trainer, weights
@@ -63,6 +64,8 @@ def test_urls_stand_where_the_trainer_takes_directories(
     assert get_last_checkpoint(s3_root) == f"{s3_root}/checkpoint-4"
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
+        trainer(tmp_path / "local", 6).train(f"{s3_root}/elsewhere/checkpoint-2")
     begins = Begins()
     trainer(tmp_path / "local", 6, begins).train(f"{s3_root}/checkpoint-2")
     assert begins.step == 2

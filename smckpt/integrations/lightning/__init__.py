@@ -7,20 +7,26 @@ strategies, which do not use plugins. `SmckptCheckpointConnector` finds where to
 
 from __future__ import annotations
 
-from smckpt.integrations.lightning.connector import SmckptCheckpointConnector
-from smckpt.integrations.lightning.names import provide_s3
-from smckpt.integrations.lightning.nemo import NeMoCheckpointConnector, NeMoModelCheckpoint
-from smckpt.integrations.lightning.plugin import (
+from importlib.metadata import version
+
+from smckpt.integrations.versions import refuse_untested
+
+refuse_untested("lightning", version("lightning"))
+
+from smckpt.integrations.lightning.connector import SmckptCheckpointConnector  # noqa: E402
+from smckpt.integrations.lightning.names import provide_s3  # noqa: E402
+from smckpt.integrations.lightning.nemo import NeMoCheckpointConnector, NeMoModelCheckpoint  # noqa: E402
+from smckpt.integrations.lightning.plugin import (  # noqa: E402
     S3CheckpointIO,
     SmckptCheckpointIO,
     load_any,
 )
-from smckpt.integrations.lightning.s3 import S3Utils
-from smckpt.integrations.lightning.strategies import (
+from smckpt.integrations.lightning.s3 import S3Utils  # noqa: E402
+from smckpt.integrations.lightning.strategies import (  # noqa: E402
     SmckptFSDPStrategy,
     SmckptModelParallelStrategy,
 )
-from smckpt.integrations.lightning.trainer import SmckptTrainer
+from smckpt.integrations.lightning.trainer import SmckptTrainer  # noqa: E402
 
 __all__ = [
     "NeMoCheckpointConnector",

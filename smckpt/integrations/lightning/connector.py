@@ -17,8 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.objects import decode_object, encode_object
-from smckpt.integrations.lightning.saves import Saves
+from smckpt.integrations.lightning.saves import Saves, written_by_lightning
 from smckpt.manager.state import random_state, set_random_state
+from smckpt.storage.urls import is_local
 
 __all__ = ["SmckptCheckpointConnector"]
 
@@ -76,12 +77,19 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
             if callback.dirpath:
                 found += saves.find(os.fspath(callback.dirpath), 1)
-        if found:
-            return max(found, key=lambda one: (one.step or 0, one.committed_at)).path
-        path = super()._parse_ckpt_path(  # what Lightning itself wrote
-            self.trainer.state.fn, "last", model_provided=True, model_connected=True
-        )
-        return path if path is None or os.path.isfile(path) else None
+        ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
+        stock = self._newest_of_lightning()
+        if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
+            return stock
+        return None if ours is None else ours.path
+
+    def _newest_of_lightning(self) -> str | None:
+        """The newest that Lightning itself wrote, by the names that it looks for."""
+        found = set[str]()
+        for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
+            if is_local(os.fspath(callback.dirpath or "")):
+                found |= callback._find_last_checkpoints(self.trainer)
+        return max(filter(written_by_lightning, found), key=_modified, default=None)
 
     def _random_states(self) -> dict[str, str]:
         """By rank: of all ranks, where rank 0 saves alone."""
@@ -118,6 +126,10 @@ def _saves_of(trainer: Any) -> Saves:
         if isinstance(saves := getattr(owner, "saves", None), Saves):
             return saves
     return Saves({})
+
+
+def _modified(path: str) -> int:
+    return os.stat(path).st_mtime_ns
 
 
 def _is_model_checkpoint(callback: Any) -> bool:

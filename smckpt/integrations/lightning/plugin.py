@@ -66,8 +66,10 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
                 earlier one.
         """
         refuse_storage_options(storage_options)
+        state = state_of(checkpoint)
+        self.saves.make_room(os.fspath(path))
         self.saves.save(
-            state_of(checkpoint),
+            state,
             os.fspath(path),
             wait=not self.async_checkpointing,
             step=checkpoint.get("global_step"),

@@ -8,6 +8,7 @@ is committed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -76,6 +77,24 @@ class Saves:
         handle.add_done_callback(lambda done: self._ended(number, done, settled))
         if wait:
             handle.wait()
+
+    def make_room(self, path: str) -> None:
+        """Move what Lightning itself wrote at the path of the next save aside: a file, a directory
+        or a link. It goes when that save is committed.
+
+        Its new name has a number, as Lightning numbers names that are taken. So `"last"` finds it
+        if the save never ends.
+        """
+        if not is_local(path) or not (os.path.islink(path) or written_by_lightning(path)):
+            return
+        stem, extension = os.path.splitext(path)
+        numbers = itertools.count(1)
+        aside = next(
+            name for one in numbers if not os.path.lexists(name := f"{stem}-v{one}{extension}")
+        )
+        os.rename(path, aside)
+        with self._lock:
+            self._dropped.append((self._begun + 1, aside))
 
     def drop(self, path: str) -> None:
         """Remove a checkpoint, as soon as the save before this call is committed. If that fails,

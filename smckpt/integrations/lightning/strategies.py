@@ -82,8 +82,11 @@ class _ThroughSmckpt:
             SaveFailedError: as `SmckptCheckpointIO.save_checkpoint`, on all ranks.
         """
         refuse_storage_options(storage_options)
+        state = state_of(checkpoint)
+        if self.is_global_zero:
+            self.saves.make_room(os.fspath(filepath))
         self.saves.save(
-            state_of(checkpoint),
+            state,
             self.broadcast(os.fspath(filepath)),  # type: ignore[attr-defined]
             wait=not self.async_checkpointing,
             step=checkpoint.get("global_step"),

@@ -106,6 +106,12 @@ class Checkpoints:
             return None
         return tuple(sorted(found))
 
+    def begun(self, directory: str) -> bool:
+        """Whether a save has begun in a directory."""
+        if self.elsewhere(directory) and self.storage(directory).names():
+            return True
+        return os.path.isdir(directory)
+
     def newest(self, run: str, lost: Collection[str] = ()) -> Chosen | None:
         """The newest whole checkpoint that is none of `lost`."""
         for step in reversed(self.steps(run)):
@@ -138,6 +144,12 @@ class Checkpoints:
         found = self.newest(run, lost)
         if found is not None and isinstance(asked, str) and not lost:
             log.warning("%s is not whole: resuming from %s", asked, found.directory)
+        if found is None and isinstance(asked, str) and not self.begun(asked):
+            raise CheckpointNotFoundError(
+                "there is no checkpoint",
+                remedy="pass one that `smckpt ls` shows, or resume_from_checkpoint=True",
+                path=self.place(asked),
+            )
         if found is None and not lost and self.steps(run):
             log.warning("no checkpoint in %s is whole: training begins anew", self.place(run))
         return found

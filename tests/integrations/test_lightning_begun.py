@@ -1,0 +1,122 @@
+"""A run that Lightning's own classes began goes on here, under both names of the package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import smckpt
+from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
+from smckpt.integrations.versions import ANY_VERSION
+from tests.support import child
+
+PLAIN: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "limit_train_batches": 4, "limit_val_batches": 0,
+}  # fmt: skip
+
+
+class Begins(Callback):  # type: ignore[misc]
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.step = trainer.global_step
+        self.weights = {name: one.clone() for name, one in pl_module.state_dict().items()}
+
+
+def fit(kind: Any, folder: Path, epochs: int, at: Any = None, save_last: Any = True) -> Any:
+    begins = Begins()
+    saved = ModelCheckpoint(dirpath=folder, save_top_k=-1, save_last=save_last)
+    plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
+    made = kind(max_epochs=epochs, callbacks=[saved, begins], plugins=plugins, **PLAIN)
+    model = BoringModel()
+    made.fit(model, ckpt_path=at)
+    begins.ended = {name: one.clone() for name, one in model.state_dict().items()}
+    return begins
+
+
+@pytest.mark.parametrize("before", [True, "link"])
+@pytest.mark.parametrize("after", [True, "link"])
+@pytest.mark.parametrize("at", ["last", "last.ckpt", "epoch=0-step=4.ckpt"])
+def test_a_run_that_lightning_began_goes_on(
+    tmp_path: Path, before: Any, after: Any, at: str
+) -> None:
+    begun = fit(Trainer, tmp_path, 1, save_last=before)
+    path = at if at == "last" else str(tmp_path / at)
+    went_on = fit(SmckptTrainer, tmp_path, 3, path, save_last=after)
+    assert went_on.step == 4
+    assert all(torch.equal(one, begun.ended[name]) for name, one in went_on.weights.items())
+    newest = max(smckpt.find_checkpoints(tmp_path), key=lambda one: one.step or 0)
+    assert newest.step == 12
+    if before is after is True and at != "epoch=0-step=4.ckpt":  # they have one path
+        assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+        assert (tmp_path / "last.ckpt").is_dir()
+    again = fit(SmckptTrainer, tmp_path, 4, "last", save_last=after)
+    assert again.step == 12
+
+
+def test_what_lightning_wrote_is_found_until_the_save_over_it_is_committed(tmp_path: Path) -> None:
+    fit(Trainer, tmp_path, 1)
+    plugin = SmckptCheckpointIO()
+    plugin.saves.make_room(str(tmp_path / "last.ckpt"))  # and then the job was killed
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "probe-0123456789ab.json").touch()
+    assert fit(SmckptTrainer, tmp_path, 2, "last").step == 4
+
+
+def test_the_newer_of_both_writers_is_the_last(tmp_path: Path) -> None:
+    fit(SmckptTrainer, tmp_path, 1)
+    fit(Trainer, tmp_path, 2)
+    assert fit(SmckptTrainer, tmp_path, 3, "last").step == 8
+
+
+@pytest.mark.parametrize("package", ["lightning", "transformers", "accelerate"])
+def test_an_import_refuses_a_version_that_was_not_tested(package: str) -> None:
+    code = """
+    import importlib, importlib.metadata, sys
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.9.1" if name == sys.argv[1] else real(name)
+    try:
+        importlib.import_module(f"smckpt.integrations.{sys.argv[1]}")
+    except ValueError as error:
+        print(error)
+    """
+    importlib.import_module(f"smckpt.integrations.{package}")  # this version was
+    refused = child.run(code, package)
+    assert f"{package} 0.9.1 was not tested" in refused and ANY_VERSION in refused
+    assert child.run(code, package, **{ANY_VERSION: "1"}) == ""
+
+
+def test_the_packages_other_name_saves_through_smckpt_too(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        pytest.skip("needs pytorch_lightning")
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import sys
+import lightning.pytorch
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.demos.boring_classes import BoringModel
+from lightning_fabric.utilities.seed import seed_everything
+assert pl.Trainer is lightning.pytorch.Trainer
+seed_everything(1)
+saved = ModelCheckpoint(dirpath=sys.argv[1], save_last=True)
+made = pl.Trainer(max_epochs=int(sys.argv[2]), callbacks=[saved], accelerator="cpu", logger=False,
+    limit_train_batches=4, limit_val_batches=0, enable_progress_bar=False)
+made.fit(BoringModel(), ckpt_path="last")
+print("ended at", made.global_step)
+"""
+    )
+    by = ("-m", "smckpt.run", "--for", "lightning")
+    for epochs in (1, 2):
+        done = child.script(script, str(tmp_path / "run"), str(epochs), by=by)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert f"ended at {4 * epochs}" in done.stdout
+        found = smckpt.find_checkpoints(tmp_path / "run")
+        assert max(one.step or 0 for one in found) == 4 * epochs

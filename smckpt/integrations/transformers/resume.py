@@ -33,7 +33,7 @@ from smckpt.integrations.transformers.files import STEP, empty_store
 from smckpt.storage import Storage, access_to
 from smckpt.storage.urls import is_local
 
-__all__ = ["Checkpoints", "Chosen", "agreed", "get_last_checkpoint"]
+__all__ = ["Checkpoints", "Chosen", "Resumed", "agreed", "get_last_checkpoint"]
 
 log = logging.getLogger("transformers.smckpt")
 
@@ -45,6 +45,14 @@ class Chosen:
 
     directory: str
     keys: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint of smckpt that a run resumes from, and its values that are no tensors."""
+
+    chosen: Chosen
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

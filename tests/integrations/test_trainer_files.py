@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import smckpt
-from smckpt.errors import CheckpointError, UsageError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.integrations.transformers import SmckptTrainer, SmckptTrainerMixin
 from tests.support import child
 from tests.support.small_trainer import (
@@ -218,6 +218,23 @@ def test_all_ranks_go_on_from_the_one_before_a_damaged_one(
     begun = child.script(script, str(tmp_path), how, "begun", ranks=2)
     assert begun.returncode == 0, begun.stderr[-4000:]
     assert child.told(begun) == [{"step": 6}, {"step": 6}]
+
+
+def test_damage_that_training_meets_later_does_not_begin_it_again(tmp_path: Path) -> None:
+    class Reads(TrainerCallback):
+        begun = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.begun += 1
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise CorruptCheckpointError("of another run", remedy="look there", path="elsewhere")
+
+    trainer(tmp_path, 4).train()
+    reads = Reads()
+    with pytest.raises(CorruptCheckpointError, match="of another run"):
+        trainer(tmp_path, 6, reads).train(True)
+    assert reads.begun == 1
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_by_name_is_not_replaced(tmp_path: Path) -> None:

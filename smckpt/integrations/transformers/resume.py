@@ -34,7 +34,14 @@ from smckpt.integrations.transformers.files import STEP, empty_store
 from smckpt.storage import Storage, access_to
 from smckpt.storage.urls import is_local
 
-__all__ = ["Checkpoints", "StepToResume", "agreed", "get_last_checkpoint", "next_step"]
+__all__ = [
+    "Checkpoints",
+    "ResumedStep",
+    "StepToResume",
+    "agreed",
+    "get_last_checkpoint",
+    "next_step",
+]
 
 log = logging.getLogger("transformers.smckpt")
 
@@ -46,6 +53,14 @@ class StepToResume:
 
     directory: str
     keys: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ResumedStep:
+    """The checkpoint of smckpt that a run resumes from, and its values that are no tensors."""
+
+    chosen: StepToResume
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

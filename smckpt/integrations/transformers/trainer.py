@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,13 @@ from smckpt.integrations.transformers.files import (
     replace_file,
     send,
 )
-from smckpt.integrations.transformers.resume import Checkpoints, StepToResume, agreed, next_step
+from smckpt.integrations.transformers.resume import (
+    Checkpoints,
+    ResumedStep,
+    StepToResume,
+    agreed,
+    next_step,
+)
 from smckpt.manager.resume import is_damage
 from smckpt.storage import access_to
 from smckpt.storage.urls import is_local
@@ -43,14 +48,6 @@ stock_log = logging.get_logger("transformers.trainer")
 _OTHER_WRITERS = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 _WRITERS = ("save_model", "_save", *_OTHER_WRITERS)
 _VALUES = ("trainer", "scheduler", "scaler", "rng")  # of a commit, that are no tensors
-
-
-@dataclass(frozen=True)
-class ResumedStep:
-    """The checkpoint of smckpt that a run resumes from, and its values that are no tensors."""
-
-    chosen: StepToResume
-    values: Mapping[str, Any]
 
 
 class SmckptTrainerMixin:
@@ -88,6 +85,7 @@ class SmckptTrainerMixin:
     callback_handler: Any
     _smckpt_beside: Mapping[str, bytes] | None = None
     _smckpt_resumed: ResumedStep | None = None
+    _smckpt_loading = False  # until a resume has filled the model and the optimizer
     _smckpt_looked_at: bool | None = None  # by a callback of any rank; None: not asked yet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -170,7 +168,7 @@ class SmckptTrainerMixin:
                     getattr(self, name)(directory)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's method. A URL gets a copy of what the Trainer writes."""
+        """The Trainer's method. A URL gets a copy of what it writes."""
         directory = self.args.output_dir if output_dir is None else os.fspath(output_dir)
         copied = not _internal_call and self.args.should_save and not is_local(directory)
         before = stamps(directory) if copied else {}
@@ -283,14 +281,15 @@ class SmckptTrainerMixin:
         self._smckpt_looked_at = None
         asked, lost = resume_from_checkpoint, dict[str, CheckpointError]()
         while True:
+            self._smckpt_resumed, self._smckpt_loading = None, bool(asked)
             if asked:
                 resume_from_checkpoint = self._chosen(asked, lost)
             try:
                 out = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
                 break
             except CheckpointError as error:
-                resumed, self._smckpt_resumed = self._smckpt_resumed, None
-                if resumed is None or not is_damage(error):
+                resumed = self._smckpt_resumed
+                if resumed is None or not self._smckpt_loading or not is_damage(error):
                     raise
                 lost[resumed.chosen.directory] = error
                 if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
@@ -320,7 +319,6 @@ class SmckptTrainerMixin:
             if lost:
                 log.warning("%s cannot be loaded: %s", [*lost][-1], [*lost.values()][-1])
             if chosen.keys is None:
-                self._smckpt_resumed = None
                 return chosen.directory
             try:
                 self._bring(chosen)
@@ -387,7 +385,7 @@ class SmckptTrainerMixin:
         self._load(target, directory, check_keys_matched=matched)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        keys = None if checkpoint is None else self._keys(checkpoint)
+        keys = self._keys(checkpoint)
         if checkpoint is None or keys is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif "optimizer" not in keys:
@@ -402,21 +400,21 @@ class SmckptTrainerMixin:
             self._load(target, checkpoint)
             self.lr_scheduler.load_state_dict(self._value(checkpoint, "scheduler"))
 
+        self._smckpt_loading = False
+
     def _load_scaler(self, checkpoint: str | None) -> None:
-        keys = None if checkpoint is None else self._keys(checkpoint)
+        keys = self._keys(checkpoint)
         if checkpoint is None or keys is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
         elif "scaler" in keys and getattr(self.accelerator, "scaler", None) is not None:
             self.accelerator.scaler.load_state_dict(self._value(checkpoint, "scaler"))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        keys = None if checkpoint is None else self._keys(checkpoint)
+        keys = self._keys(checkpoint)
         if checkpoint is None or keys is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif "rng" in keys:
             set_rng_state(self._value(checkpoint, "rng"))
-
-    # -- the end of training -----------------------------------------------------------------
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """In transformers 5. It removes and shows checkpoints: all must be committed."""
@@ -442,8 +440,6 @@ class SmckptTrainerMixin:
                 ):
                     checkpoints.remove(os.path.join(run, f"checkpoint-{step}"))
 
-    # -- where, and of what ------------------------------------------------------------------
-
     @property
     def _wrapped(self) -> Any:
         return self.model if self.model_wrapped is None else self.model_wrapped
@@ -458,8 +454,10 @@ class SmckptTrainerMixin:
     def _place(self, directory: str) -> str:
         return self._checkpoints.place(directory)
 
-    def _keys(self, directory: str) -> tuple[str, ...] | None:
+    def _keys(self, directory: str | None) -> tuple[str, ...] | None:
         """The top keys of a commit of smckpt; None: the Trainer itself wrote the checkpoint."""
+        if directory is None:
+            return None
         resumed = self._smckpt_resumed
         if resumed is not None and resumed.chosen.directory == directory:
             return resumed.chosen.keys

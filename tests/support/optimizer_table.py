@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import re
 import sys
 import tempfile
 import warnings
@@ -199,7 +200,8 @@ def written(found: dict[str, dict[str, dict[str, str]]]) -> str:
         lines.append(f"| {name} | {' | '.join(marks)} |")
     bad = losses(found)
     lines += ["", "Where stock resumes and smckpt does not:", ""]
-    lines += [f"- {' '.join(each.split())[:300]}" for each in bad] or ["- none"]
+    shown_of = (re.sub(r"\[host [^]]*\] ", "", " ".join(each.split()))[:300] for each in bad)
+    lines += [f"- {each}" for each in shown_of] or ["- none"]
     return "\n".join(lines) + "\n"
 
 

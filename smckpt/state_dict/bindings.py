@@ -215,11 +215,10 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     """The live optimizer whose own `state_dict()` gave this dict by numbers; None if it is unknown.
 
     The values of the dict's state are the very dicts that the optimizer has, so a copy of the dict
-    never leads to it. A dict without state leads to the only optimizer without state that has the
-    very values of its groups.
+    never leads to it. A dict without state leads to none: its groups' values may be another's too.
     """
     given = state_dict["state"]
-    if given and not any(isinstance(key, int) for key in given):
+    if not any(isinstance(key, int) for key in given):
         return None
     found: dict[int, torch.optim.Optimizer] = {}  # by id of the state, which wrappers share
     for each in gc.get_objects():
@@ -229,8 +228,7 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
         groups, state = own.get("param_groups"), own.get("state")
         if not isinstance(groups, list) or not isinstance(state, dict):
             continue
-        matches = _has_slots(groups, state, given) if given else not state
-        if matches and (given or _same_groups(groups, state_dict["param_groups"])):
+        if _has_slots(groups, state, given):
             inner = type(each).state_dict is torch.optim.Optimizer.state_dict
             if id(state) not in found or inner:
                 found[id(state)] = each
@@ -245,15 +243,6 @@ def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[Any, Any]) 
     return all(
         state.get(parameters[key] if key in numbers else key) is slots
         for key, slots in given.items()
-    )
-
-
-def _same_groups(live: Any, given: Any) -> bool:
-    return len(live) == len(given) and all(
-        mine.keys() == theirs.keys()
-        and len(mine["params"]) == len(theirs["params"])
-        and all(value is theirs[key] for key, value in mine.items() if key != "params")
-        for mine, theirs in zip(live, given, strict=True)
     )
 
 

@@ -70,8 +70,8 @@ EXPORTED = [
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
     of(
-        "export: rotary parameters for each type of layer", "translate/config.py",
-        '    if local or str(values.get("model_type")).startswith(_BY_LAYER):', "    if False:",
+        "export: rotary parameters for each type of layer", "translate/rope.py",
+        "    if _LOCAL in values or kind in _BY_LAYER:", "    if False:",
         CONFIG + "test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer",
     ),
     of(
@@ -100,8 +100,8 @@ EXPORTED = [
         EXPORT + "test_an_overwritten_directory_keeps_no_older_settings_of_generation",
     ),
     of(
-        "export: a copy of another rank's file", "translate/rank_files.py",
-        "    if sums in seen:\n", "    if False:\n",
+        "export: a copy of another rank's file", "translate/rank_copies.py",
+        "                if (first.stage, first.parts) != (other.stage, other.parts):\n", "                if False:\n",
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),
     of(

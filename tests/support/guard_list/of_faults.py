@@ -220,8 +220,8 @@ WRONG_CLOCKS = [
     ),
     of(
         "clock: steps are ordered by their numbers", "manager/book.py",
-        "return sorted(((step, way) for step, way in steps if step is not None), reverse=True)",
-        "return sorted(((s, w) for s, w in steps if s is not None), key=lambda one: -found_at(self.root.join(one[1])).committed_at)",
+        "found = sorted(((step, way) for step, way in steps if step is not None), reverse=True)",
+        "found = sorted(((s, w) for s, w in steps if s is not None), key=lambda one: -found_at(self.root.join(one[1])).committed_at)",
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),
     of(
@@ -285,7 +285,7 @@ FORKED = [
     ),
     of(
         "fork: a signal to a child is its own", "manager/notice.py",
-        "            after_in_child=partial(_called, Watch.forget, watch),\n", "",
+        "            after_in_child=partial(called, Watch.forget, watch),\n", "",
         FORKS + "test_a_signal_to_a_child_is_no_notice_to_its_parent",
     ),
     of(

@@ -9,14 +9,16 @@ from smckpt.cli.output import bytes_text, count_text, print_json, print_line, pr
 __all__ = ["convert"]
 
 _SHOWN = 8  # names of a line
+_FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "torchtitan")
 
 
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option("--to", "to", type=click.Choice(["smckpt", "dcp", "torch"]), required=True,
+@click.option("--to", "to", type=click.Choice(_FORMATS), required=True,
               help="The format to write: smckpt's; a directory of torch.distributed.checkpoint; "
-              "one file of torch.save.")  # fmt: skip
+              "one file of torch.save; or what a framework itself resumes from, of a checkpoint "
+              "that smckpt saved in that framework.")  # fmt: skip
 @click.option("--shard", type=click.IntRange(1), default=1, show_default=True,
               help="With --to smckpt: the number of ranks. 1: whole tensors (FULL).")  # fmt: skip
 @click.option("--rank", type=click.IntRange(0),

@@ -9,40 +9,29 @@ from __future__ import annotations
 import fnmatch
 import io
 import os
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from smckpt.calls import alone
 from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.meter import Meter, Progress
-from smckpt.checkpoint.nested import kind_of, nested
-from smckpt.checkpoint.parameter_names import under_names
+from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.per_rank import differing_names
 from smckpt.checkpoint.reshard import write_resharded
-from smckpt.checkpoint.whole import WholeTensor, WholeTensors
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Path, dotted
-from smckpt.layout.leaves import flattened
-from smckpt.layout.strided import Box
 from smckpt.storage import Access, access_to
-from smckpt.storage.directory import Directory
-from smckpt.storage.exclusive import publish
-from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
+from smckpt.translate.new_target import NewTarget
+from smckpt.translate.stock_format import FRAMEWORKS, StockFormat
+from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMATS", "ConvertReport", "convert"]
 
-FORMATS = ("smckpt", "dcp", "torch")
-UNFINISHED = ".unfinished"
+FORMATS = ("smckpt", "dcp", "torch", *FRAMEWORKS)
 _GENERATORS = "manager.random."  # `CheckpointManager` saves each rank's random generators below it
-_AT_ONCE = 64 << 20  # bytes
-_Read: TypeAlias = Callable[[WholeTensor, Box, memoryview], None]  # fills memory with a box
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,15 @@ def convert(
         else:
             if shard != 1:
                 raise UsageError(f"shard={shard!r} with to={to!r}", remedy='pass it to="smckpt"')
-            made = work.to_torch(os.fspath(target), to, rank)
+            if to in FRAMEWORKS:
+                if rank is not None:
+                    raise UsageError(
+                        f"rank={rank!r} with to={to!r}",
+                        remedy="leave it out: each rank's own state is written",
+                    )
+                made = work.to_framework(os.fspath(target), to)
+            else:
+                made = work.to_torch(os.fspath(target), to, rank)
     finally:
         catalogue.readers.close()
     return ConvertReport(
@@ -179,59 +176,35 @@ class _Work:
         )
 
     def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
-        if not is_local(target):
-            raise UsageError(
-                f"torch writes {to} to disks only",
-                remedy="convert to a local path, and copy it from there", path=target,
-            )  # fmt: skip
-        target = os.path.abspath(local_path(target))
+        target = _local(target, to)
         self._refuse_unread()
         self._refuse_differing(rank)
         first = self._catalogue.object_ranks[0] if rank is None else rank
-        reads = WholeTensors(self._catalogue, first, self._threads)
-        tensors = [t for t in reads.tensors if not self._left_out(t.name)]
-        values = self._named_values(first)
-        meter = Meter(self._progress, sum(tensor.nbytes for tensor in tensors))
-
-        def read(tensor: WholeTensor, box: Box, memory: memoryview) -> None:
-            reads.read(tensor, box, memory)
-            meter.add(len(memory))
-
+        whole = WholeState(
+            self._catalogue, first, self._threads, left_out=self._left_out, progress=self._progress
+        )
         changed: tuple[str, ...] = ()
-        with _Beside(target, directory=to == "dcp") as place:
-            state = self._state(tensors, values, read, to)
+        with NewTarget(target, directory=to == "dcp") as place:
             if to == "dcp":
-                changed = _to_dcp(place.path(), tensors, state, read)
+                changed = whole.write_dcp(place.path(), whole.nested(held=whole.is_in_tuple))
             else:
-                _to_file(place, tensors, state, read)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return _Converted(target, 1, len(tensors), len(values), nbytes, changed)
+                _refuse_unsafe(whole.leaves(), self._catalogue.url)
+                with place.file() as file:
+                    whole.write_torch(file, whole.nested())
+        return _converted(target, 1, whole, changed)
 
-    def _state(
-        self, tensors: Sequence[WholeTensor], values: Mapping[Path, Any], read: _Read, to: str
-    ) -> dict[str, Any]:
-        """The nested state, with a placeholder for each tensor. Arrays of NumPy are in memory, for
-        the format has them among the values; so is, for DCP, what tuples hold."""
-        from smckpt.translate.torch_write import Placeholder
-
-        leaves: dict[Path, Any] = dict(values)
-        for number, tensor in enumerate(tensors):
-            path, array = tensor.path, kind_of(self._catalogue, tensor.path) == "ndarray"
-            inner = to == "dcp" and any(
-                kind_of(self._catalogue, path[:depth]) == "tuple" for depth in range(len(path))
-            )
-            if array or inner:
-                if tensor.nbytes > _AT_ONCE:
-                    _refuse([tensor.name], f"has {tensor.nbytes} bytes, and torch keeps it among "
-                            "the values", "save it as a tensor, outside of tuples",
-                            self._catalogue.url)  # fmt: skip
-                leaves[path] = _in_memory(tensor, read, array)
-            else:
-                leaves[path] = Placeholder(number, tensor.dtype, tensor.shape)
-        if to == "torch":
-            plain = {path: v for path, v in leaves.items() if not isinstance(v, Placeholder)}
-            _refuse_unsafe(plain, self._catalogue.url)
-        return nested(self._catalogue, leaves)
+    def to_framework(self, target: str, framework: str) -> _Converted:
+        target = _local(target, framework)
+        stock = StockFormat.of(framework)
+        ranks = self._catalogue.object_ranks
+        whole = WholeState(
+            self._catalogue, ranks[0], self._threads, left_out=self._left_out,
+            progress=self._progress,
+        )  # fmt: skip
+        stock.refuse(whole, framework)
+        with NewTarget(target, directory=not stock.one_file) as place:
+            changed = stock.write(whole, place)
+        return _converted(target, len(ranks), whole, changed)
 
     # -- what is carried -----------------------------------------------------------------------
 
@@ -243,17 +216,6 @@ class _Work:
 
     def _values(self, rank: int) -> dict[str, tuple[Path, Any]]:
         return self._catalogue.objects(rank)
-
-    def _named_values(self, rank: int) -> dict[Path, Any]:
-        """The values of a rank, and those that only the lowest rank saved. An optimizer's
-        parameters have their names."""
-        found: dict[Path, Any] = {}
-        for saved in dict.fromkeys((rank, self._catalogue.object_ranks[0])):
-            for path, value in self._values(saved).values():
-                for place, named in under_names(self._catalogue.optimizers, path, value):
-                    if not self._left_out(dotted(place)):
-                        found.setdefault(place, named)
-        return found
 
     def _refuse_unread(self) -> None:
         if isinstance(self._catalogue, ForeignCatalogue):
@@ -277,88 +239,35 @@ class _Work:
                     self._catalogue.url)  # fmt: skip
 
 
+def _converted(target: str, ranks: int, whole: WholeState, changed: tuple[str, ...]) -> _Converted:
+    nbytes = sum(tensor.nbytes for tensor in whole.tensors)
+    return _Converted(target, ranks, len(whole.tensors), len(whole.values), nbytes, changed)
+
+
+def _local(target: str, to: str) -> str:
+    if not is_local(target):
+        raise UsageError(
+            f"torch writes {to} to disks only",
+            remedy="convert to a local path, and copy it from there", path=target,
+        )  # fmt: skip
+    return os.path.abspath(local_path(target))
+
+
 def _refuse(names: Sequence[str], what: str, remedy: str, path: str) -> NoReturn:
     more = f" and {len(names) - 8} more" if names[8:] else ""
     raise StateError(f"{', '.join(names[:8])}{more} {what}", remedy=remedy, path=path)
-
-
-def _in_memory(tensor: WholeTensor, read: _Read, array: bool) -> Any:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    made = torch.empty(tensor.shape, dtype=dtype)
-    if tensor.nbytes:
-        data: Any = made.reshape(-1).view(torch.uint8).numpy()
-        read(tensor, Box.whole(tensor.shape), memoryview(data))
-    return made.numpy() if array else made
-
-
-def _to_file(
-    place: _Beside, tensors: Sequence[WholeTensor], state: dict[str, Any], read: _Read
-) -> None:
-    from smckpt.translate.torch_write import Placeholder, write_archive
-
-    numbers = [leaf.number for leaf in _placeholders(state) if isinstance(leaf, Placeholder)]
-    written = [tensors[number] for number in sorted(numbers)]
-    buffer = memoryview(bytearray(min(_AT_ONCE, max((t.nbytes for t in written), default=0))))
-
-    def pieces(tensor: WholeTensor) -> Iterator[memoryview]:
-        for box in tensor.chunks(_AT_ONCE) if tensor.nbytes else ():
-            memory = buffer[: box.numel * tensor.itemsize]
-            read(tensor, box, memory)
-            yield memory
-
-    with place.file() as file:
-        write_archive(file, state, {n: pieces(tensors[n]) for n in sorted(numbers)})
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _placeholders(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _placeholders(inner)
-    else:
-        yield value
-
-
-def _to_dcp(
-    place: str, tensors: Sequence[WholeTensor], state: dict[str, Any], read: _Read
-) -> tuple[str, ...]:
-    """Write the state as DCP flattens it; gives the names whose form that changes."""
-    import torch
-
-    from smckpt.translate.dcp.write import write_dcp
-    from smckpt.translate.torch_write import Placeholder
-
-    parts: dict[Path, WholeTensor] = {}
-    values: dict[Path, Any] = {}
-    for path, leaf in flattened((), state, (Placeholder, torch.Tensor)):
-        if isinstance(leaf, Placeholder):
-            parts[path] = tensors[leaf.number]
-        else:
-            values[path] = leaf
-    write_dcp(place, parts, values, read)
-    return tuple(sorted(set(_changed((), state))))
-
-
-def _changed(path: Path, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        if not value or any(type(key) is not str for key in value):
-            yield dotted(path)
-        for key, inner in value.items():
-            yield from _changed((*path, str(key)), inner)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _changed((*path, index), inner)
 
 
 def _refuse_unsafe(values: Mapping[Path, Any], url: str) -> None:
     """Refuse values that `torch.load(weights_only=True)` would not read."""
     import torch
 
+    from smckpt.translate.torch_write import Placeholder
+
     unsafe = []
     for path, value in values.items():
+        if isinstance(value, Placeholder):
+            continue
         data = io.BytesIO()
         torch.save(value, data)
         data.seek(0)
@@ -369,85 +278,3 @@ def _refuse_unsafe(values: Mapping[Path, Any], url: str) -> None:
     if unsafe:
         what = "hold objects that torch.load(weights_only=True) does not read"
         _refuse(unsafe, what, 'leave them out: ignore=[…]; or pass to="dcp", which holds them', url)
-
-
-class _Beside:
-    """A new file or directory beside `target` that becomes it at the end of the block, unless it
-    fails or something is there by then.
-
-    Nothing is reached through a link that somebody puts there meanwhile: the directory above both,
-    which the user named, stays open, and so does what is made in it.
-    """
-
-    def __init__(self, target: str, *, directory: bool) -> None:
-        self._target, self._directory = target, directory
-        self._name = os.path.basename(target)
-        self._begun = f"{self._name}.{secrets.token_hex(6)}{UNFINISHED}"
-
-    def __enter__(self) -> _Beside:
-        above = os.path.dirname(self._target)
-        try:
-            self._above = Directory.open(above, make=True)
-        except OSError as error:
-            raise storage_error(error, above, "make the directory") from error
-        try:
-            if self._is_taken():
-                raise self._taken()
-            if self._directory:
-                self._made = self._above.make(self._begun)
-            else:
-                self._fd = self._above.create(self._begun)
-        except BaseException as error:
-            self._above.close()
-            if isinstance(error, OSError):
-                raise storage_error(error, self._target, "write") from error
-            raise
-        return self
-
-    def file(self) -> BinaryIO:
-        """The new file, which its `with` block closes."""
-        return open(os.dup(self._fd), "wb")
-
-    def path(self) -> str:
-        """A path of the new directory, for writers that take no descriptor."""
-        path = f"/proc/self/fd/{self._made.fd}"  # leads to the open directory, and not by a name
-        return path if os.path.isdir(path) else self._made.path
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            if error is None:
-                self._publish()
-            elif isinstance(error, OSError):
-                raise storage_error(error, self._target, "write") from error
-        finally:
-            if self._directory:
-                self._made.close()
-            else:
-                os.close(self._fd)
-            with self._above, suppress(OSError):
-                self._above.remove_all(self._begun)
-
-    def _publish(self) -> None:
-        try:
-            if self._directory:
-                self._made.sync()
-                self._above.rename(self._begun, self._name)  # refused unless the target is empty
-            elif not publish(self._above, self._begun, self._name):
-                raise self._taken()
-            self._above.sync()
-        except OSError as error:
-            if self._above.status(self._name) is not None:
-                raise self._taken() from error
-            raise storage_error(error, self._target, "name the finished checkpoint") from error
-
-    def _is_taken(self) -> bool:
-        there = self._above.status(self._name)
-        if there is None or not (self._directory and stat.S_ISDIR(there.st_mode)):
-            return there is not None
-        with self._above.below(self._name) as directory:
-            return bool(directory.names())
-
-    def _taken(self) -> UsageError:
-        return UsageError(
-            "something is there already", remedy="choose another target", path=self._target
-        )

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["Placeholder", "write_archive"]
+__all__ = ["Placeholder", "bytes_of", "write_archive"]
 
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of a storage in the file, as torch's, so that a mapped tensor is aligned
@@ -57,6 +57,13 @@ def write_archive(
         for number, pieces in storages.items():
             _put(archive, file, f"data/{number}", pieces)
         _put(archive, file, "version", [_VERSION])
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in memory, row-major."""
+    plain = tensor.detach().cpu().contiguous()
+    data: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _put(

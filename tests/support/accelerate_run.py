@@ -3,8 +3,9 @@
 Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cuda". WHAT: "die"
 (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
 then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
-(accelerate's own class trains to step 4), "loaded" (only load the newest in OUT, and print what is
-not as it was saved). With ACCELERATE_ROOT in the environment checkpoints are
+(accelerate's own class trains to step 4), "back" (accelerate's own class goes on in OUT, then
+trains in OUT-straight without a stop; print both), "loaded" (only load the newest in OUT, and print
+what is not as it was saved). With ACCELERATE_ROOT in the environment checkpoints are
 below it, and the last part of "resume" is left out; under FSDP1 too, where accelerate 1.15 does not
 bring the moments back that it saved.
 """
@@ -130,6 +131,11 @@ def main() -> None:
         raise AssertionError("it lives")
     if what == "stock":
         train(made(out, how, Accelerator), resume=False, last=4)
+        return
+    if what == "back":
+        resumed = train(made(out, how, Accelerator), resume=True)
+        straight = train(made(f"{out}-straight", how, Accelerator), resume=False)
+        print(f"told {json.dumps({'resumed': resumed, 'straight': straight})}", flush=True)
         return
     if what == "loaded":
         told = train(made(out, how, SmckptAccelerator), resume=True, loaded=True)

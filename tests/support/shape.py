@@ -36,7 +36,8 @@ LATER = (
     # conversions to and from DCP and torch.save, and loads of what they wrote
     "checkpoint/nested.py", "checkpoint/whole.py", "cli/convert.py", "layout/leaves.py",
     "translate/convert.py", "translate/foreign_catalogue.py", "translate/state_files.py",
-    "translate/torch_values.py", "translate/torch_write.py",
+    "translate/torch_values.py", "translate/torch_write.py", "translate/new_target.py",
+    "translate/whole_state.py", "translate/stock_format.py",
     # whether a step loads on other degrees; the page of all checkpoints; Lustre; progress
     "checkpoint/per_rank.py", "checkpoint/restorable.py", "cli/browse", "cli/histogram.py",
     "cli/timeline.py", "storage/lustre.py", "engine/telling.py",

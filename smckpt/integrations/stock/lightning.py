@@ -1,0 +1,41 @@
+"""A `.ckpt` as Lightning's own `Trainer.save_checkpoint` writes it."""
+
+from __future__ import annotations
+
+from smckpt.errors import UsageError
+from smckpt.integrations.stock.optimizers import numbered
+from smckpt.integrations.stock.sharded import is_sharded
+from smckpt.translate.new_target import NewTarget
+from smckpt.translate.stock_format import StockFormat
+from smckpt.translate.whole_state import WholeState
+
+__all__ = ["FORMAT"]
+
+
+def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
+    try:  # the names under which the door saves are known in a package that imports Lightning
+        from smckpt.integrations.lightning.contents import checkpoint_of
+    except ImportError as error:
+        raise UsageError(
+            "Lightning is not installed here", remedy="convert where the training runs"
+        ) from error
+    try:
+        checkpoint = checkpoint_of(whole.nested())
+    except UsageError as error:
+        raise UsageError(
+            error.message,
+            remedy="if you trust the checkpoint, convert it in Python: name the types with "
+            "torch.serialization.add_safe_globals, then call smckpt.convert",
+            path=whole.catalogue.url,
+        ) from error
+    # Lightning's sharded strategies read one file too, with parameters under their names
+    if "optimizer_states" in checkpoint and not is_sharded(whole, "model"):
+        checkpoint["optimizer_states"] = [numbered(each) for each in checkpoint["optimizer_states"]]
+    with place.file() as file:
+        whole.write_torch(file, checkpoint)
+    return ()
+
+
+FORMAT = StockFormat(
+    "SmckptCheckpointIO", frozenset({"lightning", "lightning_kinds"}), _write, one_file=True
+)

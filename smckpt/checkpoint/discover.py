@@ -19,7 +19,7 @@ from smckpt.checkpoint.prefixes import is_prefix
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
-from smckpt.storage.urls import normal_url, relative_url
+from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
 __all__ = ["FoundCheckpoint", "find_checkpoints", "latest"]
 
@@ -142,7 +142,17 @@ def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list
     unread = [error for error in refused.values() if _may_be_ours(error)]
     if sure and unread and not found:
         raise unread[0]
-    return _in_order(found)
+    return _in_order(_once(found))
+
+
+def _once(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """Each directory once: a link beside it, such as `latest`, is no other checkpoint."""
+    kept: dict[str, FoundCheckpoint] = {}
+    for one in found:
+        real = os.path.realpath(local_path(one)) if is_local(one) else str(one)
+        if real not in kept or os.path.basename(one) == os.path.basename(real):
+            kept[real] = one
+    return list(kept.values())
 
 
 def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None:

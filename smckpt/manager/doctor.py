@@ -148,7 +148,11 @@ def _unfinished(
     parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
     written = any(p.kind in ("data", "part", "manifest") for _, p in parsed)
     if not written and not any(p.kind == "lease" for _, p in parsed):
-        return None
+        if not any(p.kind == "probe" for _, p in parsed):
+            return None
+        why = "a save has tried the directory, and has written nothing yet"
+        remedy = "if no job saves here, it was killed: the next save to this directory removes it"
+        return Condition(place, _step_in(place), "unfinished", why, remedy)
     try:
         found = unfinished_step(storage)
     except CheckpointError as error:

@@ -255,3 +255,19 @@ def test_only_so_many_levels_below_the_root_are_looked_at(tmp_path: Path) -> Non
     single(tmp_path / "a" / "b", 1)
     assert len(find_checkpoints(str(tmp_path), depth=2)) == 1
     assert find_checkpoints(str(tmp_path), depth=1) == []
+
+
+@pytest.mark.parametrize("above", ["", "linked"])
+def test_a_link_beside_a_step_is_no_other_checkpoint(tmp_path: Path, above: str) -> None:
+    root = tmp_path / "runs"
+    for step in (1, 2):
+        Group(root / str(step), (0, 1), session=f"{step:012x}").save(step=step)
+    (root / "latest").symlink_to("2")
+    (root / "1st").symlink_to(root / "1")
+    Group(tmp_path / "elsewhere", (0, 1), session="e" * 12).save(step=3)
+    (root / "archived").symlink_to(tmp_path / "elsewhere")
+    if above:
+        (tmp_path / above).symlink_to(root)
+        root = tmp_path / above
+    found = find_checkpoints(root)
+    assert [Path(one).name for one in found] == ["1", "2", "archived"]

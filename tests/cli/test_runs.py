@@ -179,3 +179,11 @@ def test_prune_deletes_nothing_where_the_newest_is_not_whole(root: Path) -> None
     done = command("prune", root, "--keep-last", "1", "--yes")
     assert "not whole" in done.stderr + done.stdout
     assert sorted(os.listdir(root)) == ["10", "20", "30"]
+
+
+@pytest.mark.parametrize("name", ["doctor", "status"])
+def test_a_save_that_was_killed_before_it_wrote_is_seen(root: Path, name: str) -> None:
+    (root / "40").mkdir()
+    (root / "40" / "probe-0123456789ab.json").write_bytes(b"x")
+    done = command(name, root)
+    assert "40: unfinished: a save has tried the directory" in done.stdout, done.stdout

@@ -20,7 +20,7 @@ from smckpt.state_dict.bindings import Binding, bind, tuple_like, walked
 from smckpt.state_dict.optimizers import fill_groups, of_no_parameter, put
 from smckpt.state_dict.own_methods import hand_over
 from smckpt.state_dict.select import geometry_of
-from smckpt.state_dict.slots import SavedTensor, room
+from smckpt.state_dict.slots import SavedSlot, room
 from smckpt.state_dict.tensors import is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
 
@@ -92,13 +92,13 @@ def _rooms(binding: Binding, outlined: Mapping[str, Any]) -> None:
 
 
 def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
-    """The outline with a `SavedTensor` for each tensor. A whole tensor that is not shaped like its
+    """The outline with a `SavedSlot` for each tensor. A whole tensor that is not shaped like its
     DTensor parameter comes to all ranks."""
     if isinstance(outlined, _Coming):
         mesh = parameter is not None and is_dtensor(parameter) and outlined.shape
         shape = tuple(outlined.shape)
         dtype, local = getattr(torch, outlined.dtype), None if mesh else shape
-        return SavedTensor(dtype, shape, local, order=outlined.order)
+        return SavedSlot(dtype, shape, local, order=outlined.order)
     if isinstance(outlined, Mapping):
         return {key: _wanted(child, parameter) for key, child in outlined.items()}
     if isinstance(outlined, (list, tuple)):

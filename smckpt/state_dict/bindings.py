@@ -29,6 +29,7 @@ __all__ = [
     "bound",
     "has_no_elements",
     "is_optimizer_dict",
+    "live_optimizers",
     "optimizer_dicts",
     "owner_of",
     "stock",
@@ -211,6 +212,14 @@ def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
     return OptimizerStateDict({**state_dict, "param_groups": groups})
 
 
+def live_optimizers() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """All optimizers of this process, each with its own attributes; a wrapper's `getattr` may give
+    those of another one. Nothing registers optimizers, so that none is changed."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            yield each, object.__getattribute__(each, "__dict__")
+
+
 def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     """The live optimizer whose own `state_dict()` gave this dict by numbers; None if it is unknown.
 
@@ -221,10 +230,7 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
     if not any(isinstance(key, int) for key in given):
         return None
     found: dict[int, torch.optim.Optimizer] = {}  # by id of the state, which wrappers share
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.optim.Optimizer):
-            continue
-        own = object.__getattribute__(each, "__dict__")  # a wrapper shows what another one has
+    for each, own in live_optimizers():
         groups, state = own.get("param_groups"), own.get("state")
         if not isinstance(groups, list) or not isinstance(state, dict):
             continue

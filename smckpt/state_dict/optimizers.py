@@ -23,8 +23,8 @@ from smckpt.state_dict.bindings import (
 from smckpt.state_dict.slots import (
     ABSENT,
     Room,
+    SavedSlot,
     SavedState,
-    SavedTensor,
     aligned,
     described,
     room,
@@ -214,7 +214,7 @@ def _align_full(
     """The same for full state, on the rank that holds it. Its tensors are not live."""
     changed = False
 
-    def make(tensor: SavedTensor, live: Any, at: Path) -> torch.Tensor:
+    def make(tensor: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
         if found == (tensor.shape, tensor.dtype, tensor.order):
             return live  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ bfloat16 parameters) is put back to the saved bits.
 from __future__ import annotations
 
 import ast
-import gc
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,13 @@ from typing import Any
 
 import torch
 
-from smckpt.state_dict.bindings import Binding, bound, is_optimizer_dict, tuple_like
+from smckpt.state_dict.bindings import (
+    Binding,
+    bound,
+    is_optimizer_dict,
+    live_optimizers,
+    tuple_like,
+)
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
 __all__ = [
@@ -129,10 +134,9 @@ def _numbered(value: Any) -> Any:
 def _wrapper_of(optimizer: Any) -> Any:
     """The only live optimizer that has this one inside, and loads in a manner of its own."""
     found = []
-    for each in gc.get_objects():
-        if not is_optimizer(each) or each is optimizer:
+    for each, own in live_optimizers():
+        if each is optimizer:
             continue
-        own = object.__getattribute__(each, "__dict__")
         if any(value is optimizer for value in own.values()) and has_own_methods(each):
             found.append(each)
     return found[0] if len(found) == 1 else None

@@ -23,11 +23,11 @@ from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros
 if TYPE_CHECKING:
     from smckpt.checkpoint.catalogue import Catalogue
 
-__all__ = ["ABSENT", "Room", "SavedState", "SavedTensor", "aligned", "described", "room"]
+__all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None."""
@@ -84,7 +84,7 @@ class SavedState:
             row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
             geometry = row.geometry
             local = tuple(geometry.local_shape(row.ranks[0])) if geometry.per_rank else None
-            leaf = SavedTensor(
+            leaf = SavedSlot(
                 getattr(torch, row.dtype),
                 tuple(geometry.shape_of(fqn)),
                 local,
@@ -152,7 +152,7 @@ class SavedState:
         key = ("state", owner)
         return key in self._values or any(t.mine for t in self._tensors.get(key, {}).values())
 
-    def tensors(self, names: Iterable[Any]) -> list[SavedTensor]:
+    def tensors(self, names: Iterable[Any]) -> list[SavedSlot]:
         keys = [("state", str(name)) for name in names]
         return [leaf for key in keys for leaf in self._tensors.get(key, {}).values()]
 
@@ -186,7 +186,7 @@ def _placements(geometry: Any) -> tuple[int | None, ...] | None:
 
 
 def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
-    if at in leaves and (isinstance(leaves[at], SavedTensor) or len(leaves) == 1):
+    if at in leaves and (isinstance(leaves[at], SavedSlot) or len(leaves) == 1):
         return leaves[at]
     depth = len(at)
     keys = dict.fromkeys(path[depth] for path in leaves if path[:depth] == at and len(path) > depth)
@@ -211,7 +211,7 @@ def _contained(items: dict[Any, Any], kind: str | None) -> Any:
 
 # -- live state of that structure ----------------------------------------------------------------
 
-Room = Callable[[SavedTensor, Any, Path], torch.Tensor]
+Room = Callable[[SavedSlot, Any, Path], torch.Tensor]
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -223,7 +223,7 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         make: the tensor for a saved one, given the live value and its path in the slots.
         keep: keep what is live only, at the top.
     """
-    if isinstance(saved, SavedTensor):
+    if isinstance(saved, SavedSlot):
         return make(saved, live, at)
     if isinstance(saved, Mapping):
         if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
@@ -260,7 +260,7 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
 
 
 def described(value: Any, *, flat: bool = False) -> Any:
-    """A state dict's value with a `SavedTensor` for each tensor.
+    """A state dict's value with a `SavedSlot` for each tensor.
 
     Args:
         flat: its parameter is flat, so a tensor may be the part of a flat one.
@@ -269,7 +269,7 @@ def described(value: Any, *, flat: bool = False) -> Any:
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        return SavedTensor(value.dtype, tuple(value.shape), local, order=order_of(value))
+        return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value))
     if isinstance(value, Mapping):
         return {key: described(child, flat=flat) for key, child in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -296,7 +296,7 @@ def room(
             shapes |= set(binding.shapes(parameter))
     flat = binding is not None and parameter is not None and binding.flat(parameter)
 
-    def make(saved: SavedTensor, live: Any, at: Path) -> torch.Tensor:
+    def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
         if isinstance(live, torch.Tensor):
             shape = tuple(live.shape)
@@ -341,7 +341,7 @@ def _device(parameter: torch.Tensor) -> torch.device:
     return dtensor_parts(parameter)[0].device if is_dtensor(parameter) else parameter.device
 
 
-def _no_room(saved: SavedTensor) -> StateError:
+def _no_room(saved: SavedSlot) -> StateError:
     return StateError(
         f"the optimizer has no {saved.name!r} yet, which has the shape {list(saved.shape)} in the "
         "checkpoint, and nothing here tells how ranks divide it",

@@ -127,7 +127,9 @@ def print_table(
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(
+            visible(column), justify="right" if column in right else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*("-" if cell is None else visible(str(cell)) for cell in row))
     if title:

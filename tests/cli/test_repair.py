@@ -80,7 +80,7 @@ def test_the_doctor_names_the_command_and_the_command_mends(root: Path) -> None:
     assert sick.returncode == 1 and "restorable: 10, step 10" in sick.stdout
     assert command("repair", *named_by(sick.stdout), "--yes").returncode == 0
     well = command("doctor", root)
-    assert (well.returncode, well.stdout) == (0, "restorable: 20, step 20\n")
+    assert well.returncode == 0 and well.stdout.startswith("restorable: 20, step 20; ")
     copy_checkpoint(root / "20", root.parent / "copy")
     next((root / "20").glob("data-*r00001-0.safetensors")).unlink()
     sick = command("doctor", root)

@@ -26,6 +26,9 @@ left, armed = [int(os.environ["KILL_MOMENT"])], []
 def wrapped(call):
     def counted(*arguments, **named):
         path = os.fspath(arguments[0]) if isinstance(arguments[0], (str, os.PathLike)) else ""
+        beside = named.get("dir_fd", named.get("src_dir_fd"))
+        if beside is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{beside}"), path)
         ours = os.path.basename(path).startswith((".epoch-", ".manifest-", ".record-"))
         if ours and os.environ["KILL_IN"] in path:
             armed.append(True)

@@ -81,9 +81,11 @@ def convert(
             torchtitan's, Megatron-core's); a file of `torch.save` or safetensors; a directory of
             Hugging Face.
         target: for "smckpt" an empty directory, on disk or in S3. For "dcp" a directory that is
-            made, or is empty. For "torch" a file that does not exist.
+            made, or is empty. For "torch" and "lightning" a file that does not exist.
         to: "smckpt", "dcp" (which `torch.distributed.checkpoint.load` reads) or "torch" (one file,
-            which `torch.load(weights_only=True)` reads).
+            which `torch.load(weights_only=True)` reads). "trainer", "accelerate", "lightning" and
+            "torchtitan": what that framework itself resumes from, with the state of each rank; of
+            a checkpoint that smckpt saved in that framework.
         shard: for "smckpt": the number of ranks, as `smckpt reshard` writes them; 1: kind FULL.
         rank: the saved rank whose values are taken where ranks hold different ones. None: such
             names are refused.
@@ -97,7 +99,7 @@ def convert(
     Raises:
         CheckpointNotFoundError: no checkpoint of a known format is at `source`.
         StateError: values cannot be carried, because the format holds no such objects, or because
-            ranks hold different ones; the message names them.
+            ranks hold different ones; the message names them. Or it has no state of the framework.
         UsageError: an argument is wrong; `target` is there already.
         CorruptCheckpointError: the source is damaged; nothing is left at `target`.
     """

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import smckpt
+from smckpt.cli.convert import convert as command
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.translate.convert import FORMATS
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child
 from tests.support.launch import run_ranks
@@ -291,6 +293,50 @@ def test_stock_lightning_goes_on_from_one_file(tmp_path: Path) -> None:
     assert "best_model_score" in callbacks and callbacks == repr(own["callbacks"])
 
 
+SHARDED = """
+import json, sys
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tests.support import lightning_run
+
+# without random numbers, which Lightning itself does not bring back
+torch.nn.Dropout = lambda rate: torch.nn.Identity()
+torch.randn_like = torch.zeros_like
+folder, what = sys.argv[1:]
+if what != "ours":
+    lightning_run.ours.SmckptTrainer = Trainer
+    lightning_run.ours.SmckptModelParallelStrategy = ModelParallelStrategy
+lightning_run.seed_everything(0, verbose=False)
+trainer, model = lightning_run.trainer(folder, "fsdp2", 0), lightning_run.Model()
+if what == "ours":
+    trainer.fit_loop.epoch_loop.max_steps = 4
+path = what if what.endswith(".ckpt") else None
+trainer.fit(model, lightning_run.Batches(), ckpt_path=path)
+ended = lightning_run.ended(trainer, model)
+chosen = {key: ended[key] for key in ("digest", "losses", "lr", "seen", "epoch", "sharded")}
+print(f"told {json.dumps(chosen)}", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_stock_lightning_shards_what_one_file_has(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SHARDED)
+    told(str(script), tmp_path / "run", "ours", ranks=2)
+    target = tmp_path / "back" / "step=4.ckpt"
+    smckpt.convert(tmp_path / "run" / "step=4.ckpt", target, to="lightning")
+    back = told(str(script), tmp_path / "back", target, ranks=2)
+    alone = told(str(script), tmp_path / "own", "alone", ranks=2)
+    for rank in (*back, *alone):
+        assert rank["sharded"] == "DTensor"
+        rank["losses"] = rank["losses"][-5:]
+    assert len(back) == 2
+    assert sorted(back, key=lambda one: one["digest"]) == sorted(
+        alone, key=lambda one: one["digest"]
+    )
+
+
 class Width:
     """A hyper-parameter that only code can make."""
 
@@ -378,6 +424,11 @@ def test_what_another_saved_is_refused_by_name(tmp_path: Path, to: str, by: str)
     other = "torchtitan" if to != "torchtitan" else "trainer"
     assert (f"--to {other}" in str(caught.value)) == (by == "another door")
     assert not [*(tmp_path / "out").glob("*")]
+
+
+def test_the_command_knows_every_format() -> None:
+    (option,) = (one for one in command.params if one.name == "to")
+    assert tuple(option.type.choices) == FORMATS
 
 
 @pytest.mark.parametrize("more", [{"shard": 2}, {"rank": 0}])

@@ -87,6 +87,8 @@ class PosixWriter(FileWriter):
                 self._directory.rename(self._begun, self._name)
                 self._begun = self._name
                 self._done()
+            # a descriptor outlives its directory, and syncs what nobody can reach
+            os.stat(self._name, dir_fd=self._directory.fd, follow_symlinks=False)
             self._directory.sync()
             self._directory.close()  # an export keeps its writers
         except FileNotFoundError as error:

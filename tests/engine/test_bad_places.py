@@ -74,7 +74,7 @@ def test_a_mount_that_cannot_create_exclusively_commits_nothing_and_says_so(tmp_
         place = sys.argv[1]
         refuse.refuse({"link": errno.EPERM, "linkat": errno.EPERM, "renameat2": errno.EINVAL})
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=place)  # under a guard file
-        refuse.refuse({"rename": errno.ENOSYS})
+        refuse.refuse({"rename": errno.ENOSYS, "renameat": errno.ENOSYS})
         try:
             smckpt.save({"a": torch.zeros(10)}, checkpoint_id=place, queue="with a new worker")
         except smckpt.SaveFailedError as error:

@@ -292,7 +292,7 @@ def test_a_refused_load_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
     smckpt.save(state_of(model, optimizer, scheduler), checkpoint_id=tmp_path)
     other, fresh, its = trained(seed=1)
     fresh.state.clear()
-    target = {**state_of(other, fresh, its), "extra": torch.ones(1)}
+    target = {**state_of(other, fresh, its), "optimizer": fresh, "extra": torch.ones(1)}
     with pytest.raises(errors.KeysMismatchError, match="extra"):
         smckpt.load(target, checkpoint_id=tmp_path)
     assert not fresh.state

@@ -92,11 +92,18 @@ def skipping(folder: str, how: str, skipped: dict[int, tuple[int, ...]], limit: 
     return said, float(target["w"])
 
 
+IN_CI = {("step=", 0), ("optimizer", 1), ("two ids", 1)}
 TELL = ["step=", "in the state", "a tensor", "nested", "metadata", "optimizer", "scheduler"]
 
 
-@pytest.mark.parametrize("how", [*TELL, "two ids"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        pytest.param(how, rank, marks=() if (how, rank) in IN_CI else pytest.mark.long)
+        for how in (*TELL, "two ids")
+        for rank in (0, 1)
+    ],
+)
 def test_a_skipped_save_fails_alone_by_name_on_all_ranks(
     tmp_path: Path, how: str, rank: int
 ) -> None:
@@ -116,10 +123,10 @@ def test_a_skipped_save_fails_alone_by_name_on_all_ranks(
     ("how", "skipped"),
     [
         ("step=", {1: (1,)}),
-        ("step=", {1: (2, 3)}),
+        pytest.param("step=", {1: (2, 3)}, marks=pytest.mark.long),
         ("step=", {0: (2,), 1: (4,)}),
-        ("optimizer", {0: (1, 2), 1: (4,)}),
-        ("step=", {0: (2,), 1: (2, 3)}),
+        pytest.param("optimizer", {0: (1, 2), 1: (4,)}, marks=pytest.mark.long),
+        pytest.param("step=", {0: (2,), 1: (2, 3)}, marks=pytest.mark.long),
     ],
 )
 def test_saves_go_on_after_several_were_skipped(
@@ -132,6 +139,7 @@ def test_saves_go_on_after_several_were_skipped(
         assert len([text for _, text in said if text]) <= len(odd), (rank, said)
 
 
+@pytest.mark.long  # a stage of each refused save waits to its end
 @pytest.mark.parametrize("how", ["metadata text", "learning rate", "id"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_only_differs_refuses_mixed_saves(tmp_path: Path, how: str, rank: int) -> None:
@@ -178,8 +186,14 @@ def a_group_skips(folder: str, who: tuple[int, ...], how: str) -> Any:
     return said, float(target["w"]), found is not None
 
 
-@pytest.mark.parametrize("who", [(0,), (3,), (0, 1), (2, 3), (1, 2)])
-@pytest.mark.parametrize("how", ["step=", "optimizer"])
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [
+        pytest.param(how, who, marks=() if (how, who) == ("step=", (1, 2)) else pytest.mark.long)
+        for how in ("step=", "optimizer")
+        for who in [(0,), (3,), (0, 1), (2, 3), (1, 2)]
+    ],
+)
 def test_the_groups_of_a_step_meet_again(tmp_path: Path, who: tuple[int, ...], how: str) -> None:
     for said, value, found in run_ranks(a_group_skips, 4, str(tmp_path), who, how):
         assert len([text for text in said if text]) in (1, 2), said

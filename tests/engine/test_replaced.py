@@ -14,28 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import smckpt
 from smckpt import errors
+from smckpt.engine import load_plan
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
 
-class WhileLoading(TorchDispatchMode):
-    """Calls `act` each time that a load makes the one slot of a fresh optimizer: the commit is
-    chosen then, and none of its files of data is opened."""
+class WhileLoading:
+    """Calls `act` each time that a load is about to make room in an optimizer: the commit is chosen
+    then, and none of its files of data is opened."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        super().__init__()
         self.act = act
         self.calls = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zeros_like.default:
-            self.calls += 1
-            self.act()
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> WhileLoading:
+        self.real = load_plan.prepare_optimizers
+        load_plan.prepare_optimizers = self.acting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        load_plan.prepare_optimizers = self.real
+
+    def acting(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.act()
+        return self.real(*args, **kwargs)
 
 
 def state(value: int) -> dict[str, Any]:

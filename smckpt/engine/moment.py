@@ -174,11 +174,18 @@ class _Differing:
         """The steps of the optimizers. Of many optimizers (one for each parameter, say) the largest
         step counts."""
         tensors: dict[tuple[Path, Any, Any], list[torch.Tensor]] = {}
+        held: dict[Path, bool] = {}  # a parameter's state → whether this rank has elements of it
+        for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
+            path = entry.path
+            if len(path) > 2 and path[-3] == "state" and path[-1] != "step":
+                held[path[:-1]] = held.get(path[:-1], False) or tensor.numel() > 0
         for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
             path = entry.path
             if tensor.numel() != 1 or tensor.is_meta:
                 continue
-            if len(path) > 2 and path[-1] == "step" and path[-3] == "state":
+            if len(path) < 3 or path[-1] != "step" or path[-3] != "state":
+                continue
+            if held.get(path[:-1], True):  # without elements a rank may count no steps
                 of = path[:-3], tensor.device, tensor.dtype
                 tensors.setdefault(of, []).append(tensor.detach().reshape(()))
         for (path, _, _), steps in tensors.items():

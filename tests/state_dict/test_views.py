@@ -37,6 +37,8 @@ def test_private_names_of_fsdp1_stand_in_its_view_alone() -> None:
 def test_no_state_is_found_by_a_search_of_the_heap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for the optimizer of a dict from outside a block."""
+
     def searched(*_: Any) -> list[Any]:
         raise AssertionError("a search of the heap")
 
@@ -46,10 +48,19 @@ def test_no_state_is_found_by_a_search_of_the_heap(
     optimizer.step()
     for name in ("get_objects", "get_referrers"):
         monkeypatch.setattr(gc, name, searched)
-    smckpt.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
-    optimizer.param_groups[0]["lr"] = 9.0
-    smckpt.load({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    for number, form in enumerate(("object", "LOCAL", "SHARDED")):
+
+        def state(form: str = form) -> Any:
+            if form == "object":
+                return {"optimizer": optimizer}
+            with smckpt.sm_state_dict_type(model, getattr(smckpt, form)):
+                return {"optimizer": optimizer.state_dict()}
+
+        optimizer.param_groups[0]["lr"] = 0.1
+        smckpt.save(state(), checkpoint_id=tmp_path / str(number))
+        optimizer.param_groups[0]["lr"] = 9.0
+        smckpt.load(state(), checkpoint_id=tmp_path / str(number))
+        assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("error", [TypeError("x"), ValueError("x"), KeyError("x")], ids=repr)

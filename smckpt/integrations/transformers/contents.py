@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from smckpt.state_dict.fsdp1 import Fsdp1View
+
 __all__ = ["adapter_only", "rng_state", "set_rng_state"]
 
 # What wrappers put into the names of modules, and leave out of the names of a state dict.
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = Fsdp1View.components
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # training changes them
 
 

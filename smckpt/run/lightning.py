@@ -82,7 +82,7 @@ def _put_other_name(provided: Provided) -> None:
         for name in [one for one in sys.modules if one.partition(".")[0] in _NAMES]:
             del sys.modules[name]
 
-    provided.by(undo, "provided pytorch_lightning: it is lightning.pytorch")
+    provided.by(undo, "provided the package pytorch_lightning: it is lightning.pytorch")
 
 
 class _OtherName(MetaPathFinder, Loader):

@@ -86,7 +86,12 @@ def test_a_check_fails_on_its_fault(
 ) -> None:
     tree = tmp_path / "tree"
     files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=seconds(60),
     )
     for name in filter(None, files.stdout.split("\0")):
         if name.startswith(("smckpt/", "docs/", "tests/support/")) or "/" not in name:

@@ -18,6 +18,7 @@ from torch import nn
 
 import smckpt
 from smckpt import errors
+from tests.support.limits import seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def described(*arguments: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=seconds(300),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

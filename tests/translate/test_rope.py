@@ -12,6 +12,7 @@ import pytest
 
 from smckpt.translate.config import read_config
 from tests.support import interpreters
+from tests.support.limits import seconds
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -113,7 +114,10 @@ print(json.dumps(found))
 
 def frequencies(python: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [python, "-c", FREQUENCIES, str(folder)], capture_output=True, text=True, timeout=600
+        [python, "-c", FREQUENCIES, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=seconds(600),
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -33,6 +33,9 @@ _BLOCK_FILES = 1 << 30  # bytes of a file of checksums: of a data file of 128 Ti
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) of bytes
 
 
+_REMEDY = "repair the checkpoint from a copy: `smckpt repair STEP --from COPY`"
+
+
 @dataclass(frozen=True)
 class Damage:
     """A file of the checkpoint that differs from what was written.
@@ -215,7 +218,7 @@ def _of_part(
 
     def read() -> None:
         if not right(storage.read(part.name, most=MAX_JSON_BYTES)):
-            raise CorruptCheckpointError("differs from what was written")
+            raise CorruptCheckpointError("differs from what was written", remedy=_REMEDY)
 
     try:
         sound(storage, read)
@@ -311,7 +314,9 @@ class _FileLook:
         def read() -> bytes:
             data = self._storage.read(name, most=max(8 * count, 1))
             if not right(data):
-                raise CorruptCheckpointError("the checksums do not belong to the data file")
+                raise CorruptCheckpointError(
+                    "the checksums do not belong to the data file", remedy=_REMEDY
+                )
             return data
 
         try:

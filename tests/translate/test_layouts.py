@@ -252,7 +252,8 @@ def test_the_wrong_degree_is_refused(tmp_path, hub):
 
 def test_a_degree_that_divides_nothing_is_refused(tmp_path, hub):
     model, state = hub("llama")
-    paths = written(tmp_path / "in", [ref.mcore(state, 1, 0)] * 3)
+    ranks = [{k: v + r for k, v in ref.mcore(state, 1, 0).items()} for r in range(3)]
+    paths = written(tmp_path / "in", ranks)
     with pytest.raises((errors.TopologyError, errors.TensorMismatchError), match="3"):
         export_hf(paths, tmp_path / "hf", tp=3, config=model.config)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from smckpt.checkpoint.strict_json import read_json
 from smckpt.errors import UsageError
-from smckpt.storage.urls import is_plain_name
 from smckpt.translate.families import find_family
 from smckpt.translate.rope import agree, complete_rope
 
@@ -240,6 +239,8 @@ def code_files(directory: Path) -> list[Path]:
 
 def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
     """The modules in a directory, and those that they import from beside them."""
+    from smckpt.storage.urls import is_plain_name  # the child that compares needs no store
+
     found: dict[str, Path] = {}
     while wanted:
         name = wanted.pop()

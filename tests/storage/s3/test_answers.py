@@ -104,7 +104,9 @@ def test_an_answer_whose_headers_break_off_is_asked_for_again(
 
 
 SPOILED = (
-    "empty", "page", "half", "packed", "header Content-Length => x1", "header ETag => ",
+    "empty", "page", "half", "packed", "header ETag => ",
+    # the answer's end is not known: each waits for a minute of silence
+    pytest.param("header Content-Length => x1", marks=pytest.mark.long),
     "without ETag", "without Content-Length", "header Content-Type => text/html",
     "header Content-Range => bytes x-y/z",
 )  # fmt: skip

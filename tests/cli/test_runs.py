@@ -58,9 +58,7 @@ def test_a_sound_root_is_restorable_at_its_newest(root: Path) -> None:
 @pytest.mark.parametrize("kind", ["data-*.safetensors", "data-*.crc", "part-*"])
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_a_flipped_byte_makes_the_step_no_restorable_one(root: Path, kind: str, at: float) -> None:
-    found = next((root / "30").glob(kind), None)
-    if found is None:
-        pytest.skip(f"this save has no {kind}")
+    found = next((root / "30").glob(kind))
     content = bytearray(found.read_bytes())
     content[round(at * (len(content) - 1))] ^= 1
     found.write_bytes(content)

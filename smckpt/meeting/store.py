@@ -144,10 +144,15 @@ class OverStore(Transport):
             turn += 1
             if said.left and said.error is not None:
                 self.presence.note(said.member, said.error)
-                if said.member not in away:  # it left after it had brought its message
-                    continue
-            away.discard(said.member)
-            yield said
+            if said.member in away:
+                away.discard(said.member)
+                yield said
+            elif not said.left or turn > self._count**2:  # each may post that any other has left
+                raise PeerError(
+                    f"{self._name(said.member)} brought two messages to one round, {held.point}",
+                    remedy="all ranks must run one version of smckpt, and no other program write "
+                    "to the job's store",
+                )
 
     def _awaited(self, held: Round, key: str, whose: Sequence[int], until: float) -> Any:
         """Wait for a value that one of the members `whose` sets; None if the time is up. The value

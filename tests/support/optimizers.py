@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +30,8 @@ def step(model: nn.Module, optimizer: Any, seed: int, shape: tuple[int, ...] = (
     """One step of whatever form the optimizer wants."""
     device = next(model.parameters()).device
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-    torch.manual_seed(seed)  # some draw numbers in their step
+    torch.manual_seed(seed)  # some draw numbers in their step, of numpy too
+    np.random.seed(seed)
     graph = type(optimizer).__name__ in ("AdaHessian", "SophiaH")
 
     def loss() -> torch.Tensor:

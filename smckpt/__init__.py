@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
+from smckpt.checkpoint.readers import Reader, register_reader
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
@@ -182,3 +183,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _of_others(storage: Any) -> Any:
+    """The engine, a room below the translator, opens checkpoints of other systems by this."""
+    from smckpt.translate.foreign_catalogue import foreign_catalogue
+
+    return foreign_catalogue(storage)
+
+
+register_reader("others", Reader(_of_others))

@@ -62,6 +62,16 @@ def test_using_the_api_imports_neither_transformers_nor_boto3():
         assert name not in loaded
 
 
+def test_a_save_and_a_load_import_no_module_of_the_translator_nor_of_an_integration(tmp_path):
+    used = python(
+        "import sys, torch, smckpt\n"
+        f"smckpt.save({{'w': torch.ones(3)}}, checkpoint_id={os.fspath(tmp_path)!r})\n"
+        f"assert smckpt.load(checkpoint_id={os.fspath(tmp_path)!r})['w'].sum() == 3\n"
+        "print([m for m in sys.modules if m.startswith(('smckpt.translate', 'smckpt.integr'))])"
+    )
+    assert used.splitlines()[-1] == "[]"
+
+
 def test_every_public_name_resolves():
     for name in smckpt.__all__:
         assert getattr(smckpt, name) is not None

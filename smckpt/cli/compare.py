@@ -69,8 +69,9 @@ def diff(
 
 def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
     """The catalogue of ours or of others."""
+    from smckpt.checkpoint.readers import open_any
     from smckpt.storage import open_storage
-    from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
+    from smckpt.translate.foreign_catalogue import ForeignCatalogue
 
     catalogue = open_any(open_storage(url))
     if isinstance(catalogue, ForeignCatalogue):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.readers import open_any
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.events import LoadEvent, Sinks
 from smckpt.engine.groups import partition_of
@@ -47,7 +48,6 @@ from smckpt.state_dict.parts import joined
 from smckpt.state_dict.restore import restore
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Storage
-from smckpt.translate.foreign_catalogue import open_any
 
 if TYPE_CHECKING:
     from smckpt.layout.entries import Entry

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import smckpt
 from smckpt._version import __version__
 from smckpt.engine.commands import Attach, Command, Detach, Exit
 from smckpt.engine.worker_channel import Channel, PeerGone
@@ -349,7 +348,7 @@ def _refuse_other_version(version: object) -> None:
 def _search_path() -> list[str]:
     """The trainer's absolute `sys.path` entries, and the directory of smckpt."""
     path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
-    root = str(Path(smckpt.__file__).absolute().parents[1])
+    root = str(Path(__file__).absolute().parents[2])
     return path if root in path else [root, *path]
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from smckpt.checkpoint.readers import open_any
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Copy
@@ -39,7 +40,7 @@ from smckpt.translate.contents import (
 )
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import aligned
-from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
+from smckpt.translate.foreign_catalogue import ForeignCatalogue
 from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import (
     ADAPTER_CONFIG,

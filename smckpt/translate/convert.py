@@ -18,12 +18,13 @@ from smckpt.calls import alone
 from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.per_rank import differing_names
+from smckpt.checkpoint.readers import open_any
 from smckpt.checkpoint.reshard import write_resharded
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, access_to
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.foreign_catalogue import ForeignCatalogue, open_any
+from smckpt.translate.foreign_catalogue import ForeignCatalogue
 from smckpt.translate.new_target import NewTarget
 from smckpt.translate.stock_format import FRAMEWORKS, StockFormat
 from smckpt.translate.whole_state import WholeState

@@ -22,20 +22,20 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.blocks import BlockReader, Destination, Readers, SavedFile
-from smckpt.checkpoint.catalogue import Catalogue, CommittedGroup, Found, Stored, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, CommittedGroup, Found, Stored
 from smckpt.checkpoint.choose import Commit
-from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, parse_name, part_name
+from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, part_name
 from smckpt.checkpoint.headers import StoredSlot
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.sources import SavedPieces
-from smckpt.errors import CheckpointNotFoundError, StateError, UsageError
+from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import joined
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import is_local
 from smckpt.translate.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
 from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint
@@ -43,33 +43,11 @@ from smckpt.translate.rank_sources import RankFilesFound, find_source, open_sour
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.state_files import open_state
 
-__all__ = ["ForeignCatalogue", "foreign_catalogue", "open_any"]
+__all__ = ["ForeignCatalogue", "foreign_catalogue"]
 
 _SESSION = "0" * 12
 _ATTEMPT = f"{_SESSION}-{0:08d}"
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
-
-
-def open_any(storage: Storage, *, choose: str | None = None, name: str | None = None) -> Catalogue:
-    """The newest commit of ours in a directory; or, where there is none, the checkpoint that others
-    wrote there. Arguments and errors are those of `open_catalogue`.
-
-    Raises:
-        UsageError: others wrote it, in a form that is no whole state.
-    """
-    failure: CheckpointNotFoundError | None = None
-    single = is_local(storage.url) and os.path.isfile(local_path(storage.url))
-    if not single and (choose is None or parse_name(choose) is not None):
-        try:
-            return open_catalogue(storage, choose=choose, name=name)
-        except CheckpointNotFoundError as error:
-            failure = error
-    found = foreign_catalogue(storage)
-    if found is None:
-        raise failure or CheckpointNotFoundError(
-            "nothing is here", remedy="check the path", path=storage.url
-        )
-    return found
 
 
 def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:

@@ -21,6 +21,7 @@ __all__ = ["end_saves", "registered", "restore", "restore_registered", "state"]
 
 _REGISTRIES = {
     "smckpt.storage.base": "_STORES",
+    "smckpt.checkpoint.readers": "_READERS",
     "smckpt.state_dict.model_views": "_VIEWS",
     "smckpt.translate.families": "_FAMILIES",
     "smckpt.translate.layouts": "_LAYOUTS",

@@ -189,6 +189,11 @@ class Catalogue:
         return out
 
     @cached_property
+    def nbytes(self) -> int:
+        """Of all data files. No tensor has more, if all groups are here."""
+        return sum(f.size for m in self.manifests for part in m.parts for f in part.files)
+
+    @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
         """Rank → the directory of its files, and its part."""
         return {

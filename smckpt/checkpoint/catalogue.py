@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -187,6 +187,11 @@ class Catalogue:
                 name, row.logical_path(fqn), row.dtype, row.geometry.shape_of(fqn)
             )
         return out
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all data files. No tensor has more, if all groups are here."""
+        return sum(f.size for m in self.manifests for part in m.parts for f in part.files)
 
     @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
@@ -391,11 +396,21 @@ def open_catalogue(
 
 def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
+    storage = storage.reading_from(*_tops(commit))
     members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
     share = storage.access.share.times(min(len(member.directories) for member in members))
     return Catalogue(storage.url, commit, members, Found(Readers(storage.access.holding(share))))
+
+
+def _tops(commit: Commit) -> Iterator[str]:
+    """The directories below which all files of a commit are."""
+    for where, manifest in commit.manifests:
+        record, sharding = manifest.record, manifest.prefix_sharding
+        yield where if record is None else parent_url(join_url(where, record))
+        if sharding is not None:
+            yield sharding.root(where)
 
 
 def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:

@@ -300,9 +300,10 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
 
 def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     record = read_record(storage, name)
+    strict = storage.reading_from(storage.url)
 
     def one(group: dict[str, str]) -> tuple[str, Manifest]:
-        here = storage.at(join_url(storage.url, group["directory"]))
+        here = strict.at(join_url(storage.url, group["directory"]))
         return here.url, read_manifest(here, group["manifest"], group["crc64"])
 
     with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
@@ -339,7 +340,9 @@ def _through_record(
         return None  # the step was never committed
     for group in record.groups:
         if group["manifest"] == name and join_url(parent.url, group["directory"]) == storage.url:
-            checked = read_manifest(storage, name, group["crc64"])
+            # No link leads from the step's directory to the group's.
+            here = parent.reading_from(parent.url).at(storage.url)
+            checked = read_manifest(here, name, group["crc64"])
             manifests = ((storage.url, checked),)
             _refuse_mixed(record, file_url(parent.url, record_name), manifests)
             at, seen = record.committed_at, manifest.replaces

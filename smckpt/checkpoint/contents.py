@@ -34,8 +34,8 @@ class GroupContents:
 
 @dataclass(frozen=True)
 class Contents:
-    """A committed checkpoint in the directory `storage`. record: the name of the file that commits
-    several groups."""
+    """A committed checkpoint in the directory `storage`, below which it reads through no link.
+    record: the name of the file that commits several groups."""
 
     storage: Storage
     record: str | None
@@ -78,6 +78,7 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
         UsageError: this is one group of a step, which is not a checkpoint without the other groups.
     """
     commit = choose_commit(storage, name=name)
+    storage = storage.reading_from(storage.url)
     if commit.through_record:
         record = read_record(storage, commit.identity)
         groups = (

@@ -11,6 +11,7 @@ from smckpt.checkpoint.crc import BLOCK
 from smckpt.checkpoint.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
+from smckpt.layout.mesh import MOST_DIMS
 
 __all__ = ["Header", "StoredSlot", "read_header"]
 
@@ -113,6 +114,8 @@ def _slot(
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         _bad(path, f"{key!r} has the impossible shape {shape!r}")
+    if len(shape) > MOST_DIMS:  # the product of countless sizes would take for ever
+        _bad(path, f"{key!r} has {len(shape)} dimensions")
     if math.prod(shape) * _SIZES[code] != high - low:
         _bad(path, f"{key!r}: {code} {shape} does not take {high - low} bytes")
     if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):

@@ -33,7 +33,7 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
             path=storage.url,
         )
     for group in contents.groups:
-        place = storage.join(group.directory)
+        place = contents.storage.join(group.directory)
         manifest = group.manifest
         found = found_prefix_sharding(place, manifest.prefix_sharding, manifest.parts[0].name)
         at = PrefixStores(place, found)

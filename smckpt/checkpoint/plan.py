@@ -21,7 +21,7 @@ from smckpt.checkpoint.mismatch import (
 from smckpt.checkpoint.plan_local import plan_local
 from smckpt.checkpoint.read import ReadPlan, StoredCopy, same_bytes
 from smckpt.checkpoint.sources import SavedPiece
-from smckpt.errors import TopologyError
+from smckpt.errors import CorruptCheckpointError, TopologyError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
@@ -209,9 +209,14 @@ class _Finder:
                 self._rank not in source.holders,
             )
         )
-        shares = self._shared(piece.box, tuple(source.piece.box for source in sources))
+        boxes = tuple(source.piece.box for source in sources)
+        try:
+            shares = self._shared(piece.box, boxes)
+            left = [] if shares is not None else piece.box.subtract(*boxes)
+        except CorruptCheckpointError as error:  # they overlap in too many ways
+            error.path = self._catalogue.url
+            raise
         if shares is None:
-            left = piece.box.subtract(*(source.piece.box for source in sources))
             raise uncovered(name, piece, left, self._catalogue, self._rank)
         return [(sources[number], part) for number, part in shares]
 

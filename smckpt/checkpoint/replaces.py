@@ -34,6 +34,7 @@ def holds_dcp(names: Iterable[str]) -> bool:
 def checksum_of_dcp(storage: Storage) -> str | None:
     """Of the metadata of DCP's checkpoint here, which is another one for each save; None: there is
     none."""
+    storage = storage.with_links()  # files of others
     found = [n for n in storage.names(_METADATA, _OF_RANK_0) if n in (_METADATA, _OF_RANK_0)]
     try:
         return hex64(crc64(b"".join(storage.read(name) for name in found))) if found else None

@@ -21,7 +21,7 @@ from smckpt.layout.containers import FACTORIES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
-from smckpt.layout.mesh import Mesh, Placement, Shape
+from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape
 from smckpt.layout.strided import Box
 
 __all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merge_rows"]
@@ -30,8 +30,9 @@ __all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merg
 # for minutes.
 _MOST_RANKS = 1 << 20  # in all runs of meshes, holders and rows together
 _MOST_REPLICAS = 64  # plus this many for each row
-_MOST_DIMS = 64  # of a mesh and of a tensor; torch has no more
 _MOST_CHUNKS = 1 << 12  # per rank, into which placements may cut one tensor
+_ALL_CHUNKS = 1 << 18  # and all tensors together,
+_CHUNKS = 256  # plus this many for each row
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -260,6 +261,7 @@ class _Decoder:
         self._rules: dict[Any, MeshGeometry] = {}  # optimizer state shares its parameter's
         self._inside: set[tuple[int, int]] = set()
         self._left = _MOST_RANKS + _MOST_REPLICAS * len(table["rows"])
+        self._chunks = _ALL_CHUNKS + _CHUNKS * len(table["rows"])
         self._meshes = [
             Mesh(_texts(m["names"]), _shape(m["shape"]), self._expanded(m["ranks"]))
             for m in table["meshes"]
@@ -306,7 +308,9 @@ class _Decoder:
             key = data["fqn"], data["mesh"], *data["shape"], *data["placements"]
             if key not in self._rules:
                 placements = tuple(map(Placement.parse, data["placements"]))
-                if math.prod(p.split for p in placements) > _MOST_CHUNKS:
+                chunks = math.prod(p.split for p in placements)
+                self._chunks -= chunks
+                if chunks > _MOST_CHUNKS or self._chunks < 0:
                     raise ValueError(f"placements {data['placements']} cut into too many chunks")
                 mesh = self._meshes[data["mesh"]]
                 rule = MeshGeometry(data["fqn"], _shape(data["shape"]), mesh, placements)
@@ -343,7 +347,7 @@ def _segment(fqn: Any, shape: Sequence[Any], numel: Any) -> Segment:
 
 
 def _shape(values: Sequence[Any]) -> Shape:
-    if len(values) > _MOST_DIMS:
+    if len(values) > MOST_DIMS:
         raise ValueError(f"{len(values)} dimensions")
     return _sizes(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.nested import kind_of, nested
 from smckpt.checkpoint.parameter_names import under_names
 from smckpt.checkpoint.plan import whole_tensors
-from smckpt.errors import KeysMismatchError
-from smckpt.layout.entries import Path
+from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError
+from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.meeting.group import Group
 
 __all__ = ["whole_state"]
@@ -39,6 +40,8 @@ def whole_state(
 
     Raises:
         KeysMismatchError: one of `only` was not saved.
+        CorruptCheckpointError: a tensor is larger than all files.
+        MemoryBudgetError: there is no memory for a tensor.
     """
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
@@ -46,7 +49,7 @@ def whole_state(
         catalogue, rank=group.rank, group_ranks=group.ranks, coordinates=coordinates
     ):
         if only is None or str(path[0]) in only:
-            room = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            room = _room(catalogue, path, dtype, shape)
             leaves[path] = room.numpy() if kind_of(catalogue, path) == "ndarray" else room
             around = tensors
             for key in path[:-1]:
@@ -66,3 +69,22 @@ def whole_state(
             rank=group.rank,
         )
     return nested(catalogue, leaves), tensors
+
+
+def _room(catalogue: Catalogue, path: Path, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if catalogue.whole and nbytes > catalogue.nbytes:  # before memory is asked for
+        raise CorruptCheckpointError(
+            f"{dotted(path)!r} {list(shape)} has {nbytes:,} bytes, but all data files together "
+            f"have {catalogue.nbytes:,}",
+            remedy="use an older checkpoint",
+            path=catalogue.url,
+        )
+    try:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    except RuntimeError as error:  # torch has no class of its own for it
+        raise MemoryBudgetError(
+            f"there is no memory for {dotted(path)!r} {list(shape)}: {error}",
+            remedy="name the keys that are needed with only=, or load into sharded tensors",
+            path=catalogue.url,
+        ) from error

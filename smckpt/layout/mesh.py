@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Holding", "Interval", "Mesh", "Placement", "Shape"]
+__all__ = ["MOST_DIMS", "Holding", "Interval", "Mesh", "Placement", "Shape"]
 
+MOST_DIMS = 64  # of a tensor that is read, and of a mesh; torch has no more
 Shape: TypeAlias = tuple[int, ...]
 Interval: TypeAlias = tuple[int, int]  # [start, stop)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.mesh import Shape
 
 __all__ = [
@@ -62,19 +63,23 @@ class Box:
     def shared(self, among: Iterable[Box]) -> list[tuple[int, Box]]:
         """Assign each element to the first of the boxes that has it. Yields (number of the box,
         part of this box). The parts are disjoint; `covered` proves whether they cover all of this
-        box."""
-        out, left = [], [self]
-        for number, other in enumerate(among):
+        box. Boxes that overlap in too many ways are a CorruptCheckpointError."""
+        out, left, others = [], [self], list(among)
+        work = _Work(len(others), len(self.sizes))
+        for number, other in enumerate(others):
             if not left:
                 break
+            work.count(len(left))
             out += [(number, c) for rest in left if (c := rest.intersect(other)) is not None]
-            left = [part for rest in left for part in rest.subtract(other)]
+            left = [part for rest in left for part in rest._without(other)]
         return out
 
     def subtract(self, *others: Box) -> list[Box]:
         """The elements of this box that are in none of the others, as disjoint boxes."""
         left = [self]
+        work = _Work(len(others), len(self.sizes))
         for other in others:
+            work.count(len(left))
             left = [part for rest in left for part in rest._without(other)]
         return left
 
@@ -105,6 +110,23 @@ class Box:
                     out.append(Box(tuple(offsets), tuple(sizes)))
             offsets[dim], sizes[dim] = low, kept
         return out
+
+
+class _Work:
+    """Bounds the steps with boxes of one tensor, which can cut each other into countless parts. The
+    boxes of a mesh take about as many steps as there are boxes."""
+
+    def __init__(self, boxes: int, dims: int) -> None:
+        self._boxes = boxes
+        self._left = 4096 + max(dims, 1) * max(256 * boxes, min(boxes * boxes, 1 << 20))
+
+    def count(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"{self._boxes} parts of a tensor overlap in too many ways",
+                remedy="use an older checkpoint, or one from a source that you trust",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +345,7 @@ def coverage(shape: Sequence[int], parts: Iterable[Strided]) -> Coverage:
 
     It works on indices alone, and groups the indices of a dimension that all parts treat the same.
     So the cost grows with the number of parts and not of elements, unless a part has steps above 1.
-    """
+    Parts that overlap in too many ways are a CorruptCheckpointError."""
     shape = tuple(shape)
     grids = []
     for part in parts:
@@ -332,10 +354,10 @@ def coverage(shape: Sequence[int], parts: Iterable[Strided]) -> Coverage:
                 grids.append(part.steps(shape))
             except ValueError:
                 return Coverage(math.prod(shape), 0, True)
-    return Coverage(*_counted(shape, grids), False)
+    return Coverage(*_counted(shape, grids, _Work(len(grids), len(shape))), False)
 
 
-def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]]) -> tuple[int, int]:
+def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]], work: _Work) -> tuple[int, int]:
     """How many elements of `shape` no grid meets, and how many more than one meets.
 
     The first dimension is swept from edge to edge of the grids. Between two edges the indices that
@@ -356,10 +378,12 @@ def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]]) -> tuple[int, in
     within: frozenset[int] = frozenset()
     never = often = 0
     for low, end in itertools.pairwise(sorted(edges)):
+        work.count(len(within) + 1)
         within = within.symmetric_difference(edges[low])
         for times, here in _repeated(grids, within, low, end):
             if here not in known:
-                known[here] = _counted(shape[1:], [grids[number][1:] for number in sorted(here)])
+                inner = [grids[number][1:] for number in sorted(here)]
+                known[here] = _counted(shape[1:], inner, work)
             never += known[here][0] * times
             often += known[here][1] * times
     return never, often

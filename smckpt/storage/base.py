@@ -92,13 +92,16 @@ class Access:
     options: scheme → the JSON fields that stores of this scheme understand. A store whose scheme
         has no fields takes its options from the environment.
     share: this process's part of the requests per second that a store answers to the whole job.
-    named: the URLs that the user named. What is opened below one of them is not reached through a
-        symbolic link.
+    named: the URLs that the user named. What is written or deleted below one of them is not reached
+        through a symbolic link.
+    read_from: the URLs of directories whose files belong together, such as a checkpoint's. What is
+        read below one of them is not reached through a symbolic link either.
     """
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
     named: tuple[str, ...] = ()
+    read_from: tuple[str, ...] = ()
 
     def open(self, url: str | os.PathLike[str]) -> Storage:
         """Open the store at `url`: a path, or scheme://…. This sends no request.
@@ -134,13 +137,15 @@ class Access:
             "options": {scheme: dict(fields) for scheme, fields in self.options.items()},
             "share": dataclasses.asdict(self.share),
             "named": list(self.named),
+            "read_from": list(self.read_from),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Access:
         for scheme, factory in data["stores"].items():
             register_store(scheme, factory)
-        return cls(data["options"], Share(**data["share"]), tuple(data["named"]))
+        share = Share(**data["share"])
+        return cls(data["options"], share, tuple(data["named"]), tuple(data["read_from"]))
 
 
 class Storage(ABC):
@@ -370,9 +375,19 @@ class Storage(ABC):
             UsageError: there is such a link.
         """
 
+    def reading_from(self, *urls: str) -> Storage:
+        """This directory as a store whose reads follow no symbolic link below the nearest of `urls`
+        that is above it, or is this directory. It lists no links. So are the stores that it
+        opens."""
+        return self
+
     def without_links(self) -> Storage:
-        """This directory as a store whose reads follow no symbolic link below what the user named
-        either. It lists no links."""
+        """`reading_from` what the user named."""
+        return self
+
+    def with_links(self) -> Storage:
+        """This directory as a store whose reads follow symbolic links, as files of others may be
+        (those of a cache of models are)."""
         return self
 
     def join(self, name: str) -> Storage:

@@ -93,8 +93,8 @@ class Directory:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.is_link(name):
                 raise UsageError(
-                    f"{name!r} below {self.path} is a symbolic link; smckpt does not write or "
-                    "delete where a link leads",
+                    f"{name!r} below {self.path} is a symbolic link; smckpt does not write, "
+                    "delete or read a checkpoint where a link below it leads",
                     remedy="if you mean the directory behind the link, pass its real path",
                     path=path,
                 ) from None
@@ -105,11 +105,15 @@ class Directory:
 
     def names(self) -> list[str]:
         """All names in it, sorted."""
-        fd = os.open(".", os.O_RDONLY | _DIRECTORY, dir_fd=self.fd)
+        fd = self.listable()
         try:
             return sorted(os.listdir(fd))
         finally:
             os.close(fd)
+
+    def listable(self) -> int:
+        """Another descriptor of it, which can be listed and synced; the caller closes it."""
+        return os.open(".", os.O_RDONLY | _DIRECTORY, dir_fd=self.fd)
 
     def status(self, name: str) -> os.stat_result | None:
         """What has a name, a link itself too; None: nothing has it."""
@@ -180,7 +184,7 @@ class Directory:
 
     def sync(self) -> None:
         """Make the names in it durable."""
-        fd = os.open(".", os.O_RDONLY | _DIRECTORY, dir_fd=self.fd)
+        fd = self.listable()
         try:
             os.fsync(fd)
         except OSError as error:

@@ -1,7 +1,9 @@
 """A directory of a POSIX file system: local disk, NFS, FSx for Lustre, FUSE.
 
 A verb that writes or deletes opens the directory first, without a link below the directory that
-the user named, and goes on from its descriptor (`directory.py`). Reads do follow links.
+the user named, and goes on from its descriptor (`directory.py`). So does a read below one of
+`Access.read_from`. On the path to that directory, a read follows links. A file that is read may be
+no link itself, but in a store `with_links`.
 
 Large files are written with O_DIRECT if the file system supports it. The bytes go from the arena to
 the device without a copy through the page cache (on a virtual disk three to six times the rate of
@@ -18,15 +20,17 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.directory import Directory
 from smckpt.storage.exclusive import publish
 from smckpt.storage.faults import refuse_size, storage_error, too_short
-from smckpt.storage.posix_read import Descriptor, Reading, not_a_file, open_file
+from smckpt.storage.posix_read import Descriptor, Reading, is_a_link, not_a_file, open_file
 from smckpt.storage.posix_write import PosixWriter, write_all
 from smckpt.storage.urls import is_below, normal_url, relative_url
 
@@ -62,28 +66,22 @@ class PosixStorage(Storage):
     ) -> None:
         super().__init__(path, access)
         self._folder = self.url if folder is None else normal_url(folder)
-        self._strict = False  # whether reads follow no links either
         self._named = self.url  # what the user named: this directory, or one above it
         self._below: tuple[str, ...] = ()  # the names from there to here
         self._go_from(self.access.named)
+        from_ = _nearest(self.url, self.access.read_from)
+        self._strict = from_ is not None  # whether no link is read through, nor listed
+        self._read_below = () if from_ is None else _names_below(self.url, from_)
+        self._links = False  # whether a file that is read may be a link
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Descriptor] = OrderedDict()
 
     def _go_from(self, named: Sequence[str]) -> None:
         """Know this directory as one below another that the user named: the nearest of them."""
-        above = [url for url in named if is_below(self.url, url)]
-        if above:
-            self._named = max(above, key=len)
-            way = relative_url(self.url, self._named)
-            self._below = tuple(way.rstrip("/").split("/")) if way else ()
-
-    @property
-    def _root(self) -> str:
-        """The directory as the user named it."""
-        root = self._folder
-        for _ in self._below:
-            root = os.path.dirname(root)
-        return root
+        nearest = _nearest(self.url, named)
+        if nearest is not None:
+            self._named = nearest
+            self._below = _names_below(self.url, nearest)
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> PosixWriter:
         refuse_size(size, self._folder)
@@ -163,7 +161,7 @@ class PosixStorage(Storage):
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            found = os.fstat(self._descriptor(path).fd) if self._strict else os.stat(path)
+            found = self._status(path)
         except OSError as error:
             raise storage_error(error, path, "look up the size") from error
         if not stat.S_ISREG(found.st_mode):
@@ -179,16 +177,15 @@ class PosixStorage(Storage):
                 self.delete(temporary)
 
     def list_dirs(self) -> list[str]:
-        entries = self._seen()
-        try:
+        with self._seen() as entries:
             return sorted(entry.name for entry in entries if _may_be_directory(entry))
-        except OSError as error:
-            raise storage_error(error, self._folder, "list the directory") from error
 
     def list(self, prefix: str = "") -> list[FileInfo]:
         found = []
-        for entry in self._seen():
-            if entry.name.startswith(prefix):
+        with self._seen() as entries:
+            for entry in entries:
+                if not entry.name.startswith(prefix):
+                    continue
                 try:
                     if entry.is_file():
                         found.append(FileInfo(entry.name, entry.stat().st_size))
@@ -197,13 +194,13 @@ class PosixStorage(Storage):
                 except OSError as error:
                     if error.errno == errno.ELOOP:
                         continue  # a link that leads to nothing is not one of our files
-                    raise storage_error(error, entry.path, "look up") from error
+                    raise storage_error(error, self._path(entry.name), "look up") from error
         return sorted(found, key=lambda info: info.name)
 
     def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
-        entries = self._scan() if all_kinds else self._seen()
-        named = [entry for entry in entries if entry.name.startswith(prefixes or "")]
-        return sorted(entry.name for entry in named if all_kinds or _is_file(entry))
+        with self._scan() if all_kinds else self._seen() as entries:
+            named = [entry for entry in entries if entry.name.startswith(prefixes or "")]
+            return sorted(entry.name for entry in named if all_kinds or _is_file(entry))
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -231,7 +228,7 @@ class PosixStorage(Storage):
             if not self._below:
                 os.rmdir(self._folder)
                 return
-            with Directory.open(self._root, self._below[:-1]) as parent:
+            with Directory.open(self._above(self._below), self._below[:-1]) as parent:
                 parent.remove_directory(self._below[-1])
         except OSError as error:
             if error.errno not in _STAYS:
@@ -241,7 +238,7 @@ class PosixStorage(Storage):
         there = super().at(url)
         if isinstance(there, PosixStorage):
             there._go_from([*self.access.named, self._named])
-            there._strict = self._strict
+            there._links = self._links
         return there
 
     def refuse_links(self) -> None:
@@ -254,13 +251,42 @@ class PosixStorage(Storage):
         except OSError as error:
             raise storage_error(error, self._folder, "open the directory") from error
 
+    def reading_from(self, *urls: str) -> Storage:
+        return self._again(replace(self.access, read_from=(*self.access.read_from, *urls)))
+
     def without_links(self) -> Storage:
-        strict = PosixStorage(self.url, self.access, folder=self._folder)
-        strict._named, strict._below, strict._strict = self._named, self._below, True
-        return strict
+        return self.reading_from(self._named)
+
+    def with_links(self) -> Storage:
+        following = self._again(self.access)
+        following._links = True
+        return following
+
+    def _again(self, access: Access) -> PosixStorage:
+        again = PosixStorage(self.url, access, folder=self._folder)
+        again._named, again._below = self._named, self._below
+        return again
 
     def _directory(self, *, make: bool = False) -> Directory:
-        return Directory.open(self._root, self._below, make=make)
+        return Directory.open(self._above(self._below), self._below, make=make)
+
+    def _above(self, names: Sequence[str]) -> str:
+        """The directory from which `names` lead here."""
+        above = self._folder
+        for _ in names:
+            above = os.path.dirname(above)
+        return above
+
+    def _reading(self) -> Directory:
+        """This directory, reached without a link below the one of `Access.read_from`."""
+        try:
+            return Directory.open(self._above(self._read_below), self._read_below)
+        except UsageError as error:
+            raise CorruptCheckpointError(
+                error.message,
+                remedy="put the directory itself in the place of the link",
+                path=error.path,
+            ) from None
 
     def close(self) -> None:
         with self._lock:
@@ -272,23 +298,31 @@ class PosixStorage(Storage):
 
     def _unfinished(self) -> Sequence[tuple[str, str]]:
         """(temporary name, name) of each temporary file: the second is the one it was to get."""
-        matches = ((entry.name, _TEMPORARY.fullmatch(entry.name)) for entry in self._scan())
+        with self._scan() as entries:
+            matches = [(entry.name, _TEMPORARY.fullmatch(entry.name)) for entry in entries]
         return [(temporary, match["name"]) for temporary, match in matches if match]
 
-    def _seen(self) -> Sequence[os.DirEntry[str]]:
+    @contextmanager
+    def _seen(self) -> Iterator[Sequence[os.DirEntry[str]]]:
         """What is there; for a store without links, no links."""
-        return [e for e in self._scan() if not (self._strict and e.is_symlink())]
+        with self._scan() as entries:
+            yield [e for e in entries if not (self._strict and e.is_symlink())]
 
-    def _scan(self) -> Sequence[os.DirEntry[str]]:
-        if self._strict:
-            self.refuse_links()
-        try:
-            with os.scandir(self._folder) as entries:
-                return [*entries]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise storage_error(error, self._folder, "list the directory") from error
+    @contextmanager
+    def _scan(self) -> Iterator[Sequence[os.DirEntry[str]]]:
+        """All entries, which can be looked at in the block."""
+        with ExitStack() as open_ones:
+            try:
+                here: str | int = self._folder
+                if self._read_below:
+                    here = open_ones.enter_context(self._reading()).listable()
+                    open_ones.callback(os.close, here)
+                entries = [*open_ones.enter_context(os.scandir(here))]
+            except FileNotFoundError:
+                entries = []
+            except OSError as error:
+                raise storage_error(error, self._folder, "list the directory") from error
+            yield entries
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -340,14 +374,34 @@ class PosixStorage(Storage):
         return opened
 
     def _opened(self, path: str) -> int:
-        if not self._strict:
-            return open_file(path)
-        with self._directory() as directory:
+        if not self._read_below:  # a single call: nothing is between the directory and the file
+            return open_file(path, links=self._links)
+        with self._reading() as directory:
             return open_file(path, directory)
+
+    def _status(self, path: str) -> os.stat_result:
+        if not self._read_below:
+            found = os.stat(path, follow_symlinks=self._links)
+        else:
+            with self._reading() as directory:
+                found = os.stat(os.path.basename(path), dir_fd=directory.fd, follow_symlinks=False)
+        if stat.S_ISLNK(found.st_mode):
+            raise is_a_link(path)
+        return found
 
     def _forget(self, path: str) -> None:
         with self._lock:
             self._open.pop(path, None)
+
+
+def _nearest(url: str, above: Sequence[str]) -> str | None:
+    """Of some locations, the nearest that is above `url`, or is `url`."""
+    return max((each for each in above if is_below(url, each)), key=len, default=None)
+
+
+def _names_below(url: str, above: str) -> tuple[str, ...]:
+    way = relative_url(url, above)
+    return tuple(way.rstrip("/").split("/")) if way else ()
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

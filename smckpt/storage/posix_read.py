@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage.directory import Directory
 
-__all__ = ["Descriptor", "Reading", "not_a_file", "open_file"]
+__all__ = ["Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
 
 _READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
 _STRETCH = 256 << 10  # bytes; `seen` gets this much while it is in the processor's cache
@@ -19,32 +19,39 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 
 
-def open_file(path: str, directory: Directory | None = None) -> int:
+def open_file(path: str, directory: Directory | None = None, *, links: bool = False) -> int:
     """Open a regular file and refuse anything else: to open or read a pipe or a device may never
     end.
 
     Args:
-        directory: the open directory that the file is in. Then it may not be a link.
+        directory: the open directory that the file is in. Without it, links on the path to the file
+            are followed.
+        links: the file itself may be a link too.
     """
     try:
         if directory is None:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(path, flags if links else flags | os.O_NOFOLLOW)
         else:
             fd = directory.open_file(os.path.basename(path))
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a missing device
             raise not_a_file(path) from error
-        if directory is not None and error.errno == errno.ELOOP:
-            raise CorruptCheckpointError(
-                "a symbolic link has the name of a file; it is not followed here",
-                remedy="put the file itself there, or remove the link",
-                path=path,
-            ) from error
+        if error.errno == errno.ELOOP and not links and os.path.islink(path):
+            raise is_a_link(path) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise not_a_file(path)
     return fd
+
+
+def is_a_link(path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "a symbolic link has the name of a file; it is not followed here",
+        remedy="put the file itself there, or remove the link",
+        path=path,
+    )
 
 
 def not_a_file(path: str) -> CorruptCheckpointError:

@@ -18,6 +18,7 @@ __all__ = ["Folder", "is_tar", "open_tar"]
 _START = 512  # bytes: a block of tar
 _AT_ONCE = 1 << 20  # bytes; a name, and what else a header says, is shorter
 _MEMBERS = 200_000
+_GLOBAL = 64  # headers for all members; tar goes through them again for each member
 _GZIP = b"\x1f\x8b"
 
 
@@ -134,8 +135,9 @@ def open_tar(source: SourceFiles, record: ArchiveRecord) -> Folder:
     try:
         with tarfile.open(fileobj=_Headers(source, record), mode="r:") as archive:
             for number, member in enumerate(archive):
-                if number >= _MEMBERS:
-                    _bad(record, f"it has more than {_MEMBERS} members")
+                if number >= _MEMBERS or len(archive.pax_headers) > _GLOBAL:
+                    what = f"{_MEMBERS} members" if number >= _MEMBERS else f"{_GLOBAL} headers"
+                    _bad(record, f"it has more than {what}")
                 if not member.isreg() or member.issparse():
                     continue
                 parts = [part for part in member.name.split("/") if part != "."]

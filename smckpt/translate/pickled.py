@@ -17,6 +17,9 @@ __all__ = ["Global", "Inert", "read_pickle"]
 
 _OBJECTS = 6_000_000  # containers and stand-ins; their memory is below a gigabyte
 _KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for ever
+_WORD = 1 << 64  # a key that is a whole number is smaller: a long one is hashed anew each time
+_KEY_BYTES = 64  # of texts that are keys, for each byte of the pickle: equal ones are compared
+_AT_FIRST = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
     at: int | None = 0
     try:
         for opcode, argument, place in pickletools.genops(data):
-            at = place
+            at, machine.at = place, place or 0
             if opcode.name == "STOP":
                 return machine.stack.pop()
             handler = _HANDLERS.get(opcode.name)
@@ -82,6 +85,8 @@ class _Machine:
         self.below: list[list[Any]] = []  # what lies under each mark
         self.memo: dict[int, Any] = {}
         self.made = 0
+        self.at = 0  # the byte of the pickle
+        self.keyed = 0  # bytes of keys
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -127,12 +132,24 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError(f"keys are set in a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[_key(key)] = value
+            target[self.key(key)] = value
 
     def union(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], set):
             raise ValueError("members are added to what is no set")
-        self.stack[-1].update(map(_key, items))
+        self.stack[-1].update(map(self.key, items))
+
+    def key(self, key: Any) -> Any:
+        """A key that is quick to hash and to compare."""
+        parts = key if isinstance(key, tuple) else (key,)
+        if len(parts) > _KEY or any(isinstance(part, (tuple, frozenset)) for part in parts):
+            raise ValueError("a key is a long or nested tuple, or a set")
+        if any(isinstance(part, int) and not -_WORD < part < _WORD for part in parts):
+            raise ValueError("a key is a number of more than 64 bits")
+        self.keyed += sum(len(part) for part in parts if isinstance(part, (str, bytes)))
+        if self.keyed > _AT_FIRST + _KEY_BYTES * self.at:
+            raise ValueError("long keys are used again and again")
+        return key
 
     def named(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -145,7 +162,7 @@ class _Machine:
         plain = _PLAIN.get(str(named)) if isinstance(named, Global) else None
         if plain is not None and args and hasattr(args[0], "__len__"):
             self.count(len(args[0]))  # copied each time that the memo names them
-        self.make(Inert(named, args) if plain is None else plain(args))
+        self.make(Inert(named, args) if plain is None else plain(self, args))
 
     def build(self, state: Any) -> None:
         target = self.stack[-1]
@@ -155,31 +172,21 @@ class _Machine:
             raise ValueError(f"a {type(target).__name__} gets a state")
 
 
-def _key(key: Any) -> Any:
-    """A key that is quick to hash."""
-    if isinstance(key, tuple):
-        if len(key) > _KEY or any(isinstance(part, (tuple, frozenset)) for part in key):
-            raise ValueError("a key is a long or nested tuple")
-    elif isinstance(key, frozenset):
-        raise ValueError("a key is a set")
-    return key
-
-
-def _size(args: Any) -> tuple[int, ...]:
+def _size(_: _Machine, args: Any) -> tuple[int, ...]:
     (sizes,) = args
     if not isinstance(sizes, (tuple, list)) or any(type(n) is not int for n in sizes):
         raise ValueError("a torch.Size is no sequence of integers")
     return tuple(sizes)
 
 
-def _members(args: Any) -> set[Any]:
-    return set(map(_key, *args))
+def _members(m: _Machine, args: Any) -> set[Any]:
+    return set(map(m.key, *args))
 
 
-_PLAIN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+_PLAIN: Mapping[str, Callable[[_Machine, Any], Any]] = MappingProxyType(
     {
-        "collections.OrderedDict": lambda args: {},
-        "collections.defaultdict": lambda args: {},
+        "collections.OrderedDict": lambda m, args: {},
+        "collections.defaultdict": lambda m, args: {},
         "torch.Size": _size,
         "builtins.set": _members,
         "__builtin__.set": _members,
@@ -248,7 +255,7 @@ _HANDLERS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "TUPLE1": _tuple(1),
         "TUPLE2": _tuple(2),
         "TUPLE3": _tuple(3),
-        "FROZENSET": lambda m, _: m.make(frozenset(map(_key, m.since_mark()))),
+        "FROZENSET": lambda m, _: m.make(frozenset(map(m.key, m.since_mark()))),
         "APPEND": _one(lambda m, item: m.extend([item])),
         "APPENDS": lambda m, _: m.extend(m.since_mark()),
         "SETITEM": _two(lambda m, key, value: m.update([key, value])),

@@ -124,7 +124,7 @@ def publish(
         )
     access = access_to(source, out, s3_region=s3_region, s3client_config=s3client_config)
     with ExitStack() as cleanup:
-        model, root = access.open(source), access.open(out).without_links()
+        model, root = access.open(source).with_links(), access.open(out).without_links()
         cleanup.callback(model.close)
         cleanup.callback(root.close)
         scanned = _scanned(model)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.mesh import Shape
+from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.translate.pickled import Global, Inert, read_pickle
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
 __all__ = ["Archive", "StoredTensor", "is_archive", "open_archive", "open_legacy"]
 
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
+_RECORDS = 1 << 21  # of an archive; their memory is below a gigabyte
 _TAIL = 64 << 10  # bytes at the end: for most archives all of the directory
 _END, _END64, _LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _ENTRY, _LOCAL = b"PK\1\2", b"PK\3\4"
@@ -221,6 +222,8 @@ class _Tensors:
         if dtype not in DTYPES:
             return Inert(Global("torch", dtype), (shape,))
         record = self._records[storage.key]
+        if len(shape) > MOST_DIMS or len(strides) > MOST_DIMS:
+            raise ValueError(f"of a tensor of {len(shape)} dimensions")
         numbers = (start, *shape, *strides)
         if any(type(n) is not int or n < 0 for n in numbers) or len(shape) != len(strides):
             raise ValueError(f"of a tensor of the shape {shape} and the strides {strides}")
@@ -287,8 +290,8 @@ def _directory(window: _Window) -> dict[str, ArchiveRecord]:
         count, size, start = struct.unpack("<QQQ", end64[32:56])
     if not 46 * count <= size <= window.nbytes or start + size > window.nbytes:
         _bad(window.path, f"its directory has {count} records in {size} bytes")
-    if size > _PICKLE_LIMIT:
-        _bad(window.path, f"its directory has {size} bytes")
+    if size > _PICKLE_LIMIT or count > _RECORDS:
+        _bad(window.path, f"its directory has {count} records in {size} bytes")
     inside = start >= tail_start
     table = tail[start - tail_start :] if inside else window.read(start, start + size)
     places: dict[str, tuple[int, int, int]] = {}

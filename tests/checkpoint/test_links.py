@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
+import smckpt
+from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import find_checkpoints
+from smckpt.checkpoint.missing import what_is_missing
 from smckpt.checkpoint.prefixes import PrefixSharding
 from smckpt.checkpoint.remove import remove_checkpoint
+from smckpt.checkpoint.repair import RepairReport, repair_checkpoint
 from smckpt.checkpoint.transfer import copy_checkpoint
 from smckpt.checkpoint.verify import verify_checkpoint
-from smckpt.errors import CheckpointError, UsageError
-from smckpt.storage import Access
+from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from smckpt.manager.doctor import examine
+from smckpt.storage import Access, directory
 from tests.support.copies import contents
 from tests.support.limits import seconds, within
 from tests.support.saves import Group, hybrid, state_of
@@ -39,7 +44,7 @@ def test_a_removal_follows_no_link_to_somebody_else_s_checkpoint(step: Path, lin
     (step / link).rename(theirs)
     (step / link).symlink_to(theirs)
     before = contents(step.parent)
-    with pytest.raises(UsageError, match="symbolic link"):
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
         remove_checkpoint(contents_of(Access().open(str(step))))
     assert contents(step.parent) == before
 
@@ -93,6 +98,86 @@ def test_every_verb_that_writes_or_deletes_holds_it(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="symbolic link"):
             verb()
     assert contents(tmp_path) == before and there.read("file") == b"theirs"
+
+
+# -- reads ---------------------------------------------------------------------------------------
+
+
+def readers(root: Path) -> dict[str, Callable[[], object]]:
+    """Everything that reads a whole checkpoint; each raises, or returns what it found wrong."""
+    here = Access().open(str(root))
+
+    return {
+        "load": lambda: smckpt.load(None, checkpoint_id=str(root)) and "",
+        "verify": lambda: [(p.path, p.what) for p in verify_checkpoint(str(root)).problems],
+        "quick": lambda: [
+            (p.path, p.what) for p in verify_checkpoint(str(root), quick=True).problems
+        ],
+        "sizes": lambda: what_is_missing(here),
+        "copy": lambda: copy_checkpoint(str(root), str(root.parent / "copied")) and "",
+        "repair": lambda: repaired(repair_checkpoint(str(root), dry_run=True)),
+    }
+
+
+def repaired(report: RepairReport) -> str:
+    found = [one.path for one in (*report.left, *report.mended)]
+    return " ".join([*found, report.committed or str(report.commits or "")])
+
+
+@pytest.fixture(params=["openat2", "one by one"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "one by one":
+        monkeypatch.setattr(directory, "open_beneath", lambda *_: None)
+
+
+def refusal(read: Callable[[], object]) -> str:
+    try:
+        return str(read() or "")
+    except CheckpointError as error:
+        assert error.remedy
+        return str(error)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("what", ["record-*", "deep", "deep/part0", "part1", *(
+    f"part1/{name}" for name in ("manifest-*", "part-*", "*.crc", "*.safetensors")
+)])  # fmt: skip
+def test_below_a_checkpoint_nothing_is_read_through_a_link(step: Path, what: str) -> None:
+    assert [refusal(read) for read in readers(step).values()] == [""] * 6
+    shutil.rmtree(step.parent / "copied")
+    path = next(step.glob(what))
+    theirs = step.parent / "theirs"
+    path.rename(theirs)  # the very same bytes
+    path.symlink_to(theirs)
+    for reader, read in readers(step).items():
+        found = refusal(read)
+        if (reader, path.name[:4]) in (("load", "part"), ("repair", "reco")):
+            continue  # a load of one process reads one part; a record can be made anew
+        assert path.name in found, (reader, found)
+        assert "link" in found or reader in ("sizes", "repair"), (reader, found)
+    assert not list((step.parent / "copied").rglob("record-*"))  # so no copy counts
+    if what in ("deep", "part1"):  # a group alone, from the step's directory on
+        group = next(p for p in (step / what, step / what / "part0") if any(p.glob("part-*")))
+        assert "link" in refusal(lambda: open_catalogue(Access().open(str(group))))
+
+
+def test_the_user_s_links_to_a_checkpoint_are_followed(step: Path, tmp_path: Path) -> None:
+    """The root may be a link, and a step in it: `latest`, or one that was moved to another disk."""
+    (tmp_path / "archive").mkdir()
+    Group(tmp_path / "archive" / "old", (0, 1)).save(step=1)
+    root = tmp_path / "runs" / "it"
+    root.mkdir(parents=True)
+    step.rename(root / "step-20")
+    (root / "latest").symlink_to("step-20")
+    (root / "step-1").symlink_to(tmp_path / "archive" / "old")
+    (tmp_path / "link").symlink_to(root)
+    for run in (root, tmp_path / "link"):
+        found = find_checkpoints(str(run))
+        assert {one.rpartition("/")[2] for one in found} == {"step-1", "step-20"}
+        for place in (*map(Path, found), run / "latest"):
+            assert [refusal(read) for read in readers(place).values()] == [""] * 6
+            shutil.rmtree(place.parent / "copied")
+        assert {"step-1", "step-20"} <= {one.place for one in examine(Access().open(str(run)), 2)}
 
 
 # -- what is no file -----------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Readers of what others wrote: any input is read, or refused by a typed error, in bounds.
 
 By structure, with hypothesis: one value of a whole checkpoint is another one, and the checksums are
-right. SMCKPT_FUZZ_EXAMPLES says how many. By coverage: `python -m tests.fuzz.run`; its corpus is
-read here.
+right. `-m long` takes LONG examples of each, and SMCKPT_FUZZ_EXAMPLES says how many CI takes. By
+coverage: `python -m tests.fuzz.run`; its corpus is read here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import io
 import json
 import os
 import resource
+import struct
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.errors import CheckpointError
 from tests.fuzz.memory import Tree, tree_of
@@ -31,7 +33,11 @@ from tests.support.limits import seconds
 CORPUS = Path(__file__).parent / "corpus"
 FIXTURES = sorted(p for p in (Path(__file__).parent.parent / "fixtures").glob("format-*"))
 EXAMPLES = int(os.environ.get("SMCKPT_FUZZ_EXAMPLES", "25"))
+LONG = int(os.environ.get("SMCKPT_FUZZ_LONG", "1000"))
 MEMORY = 1 << 30
+at_length = pytest.mark.parametrize(
+    "examples", [EXAMPLES, pytest.param(LONG, marks=pytest.mark.long)]
+)
 
 LEAVES = st.one_of(
     st.none(),
@@ -52,6 +58,12 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def fuzz(examples: int, check: Callable[..., None], **drawn: st.SearchStrategy[Any]) -> None:
+    """Check examples that are drawn."""
+    how = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    how(given(**drawn)(check))()
 
 
 def bounded(target: Any, given_input: Any) -> None:
@@ -109,6 +121,31 @@ def reseal(tree: Tree, directory: str, name: str, body: Any) -> Tree:
     return tree
 
 
+def reseal_data(tree: Tree, directory: str, name: str, data: bytes) -> Tree:
+    """The tree with another data file, and with the checksums of its blocks and of those that name
+    it right."""
+    before = hex64(crc64(tree[directory][name]))
+    table = name.replace(".safetensors", ".crc")
+    pieces = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    sums = struct.pack(f"<{len(pieces)}Q", *map(crc64, pieces))
+    tree = {at: dict(files) for at, files in tree.items()}
+    tree[directory].update({name: data, table: sums})
+    for at, other in [(at, other) for at, files in tree.items() for other in files]:
+        if other.endswith(".json") and before.encode() in tree[at][other]:
+            body = open_json(tree[at][other], other)
+            for record in records_of(body, name):
+                record.update(size=len(data), crc64=hex64(crc64(data)))
+            tree = reseal(tree, at, other, body)
+    return tree
+
+
+def records_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """What a manifest or a part says of a file."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    here = [value] if isinstance(value, dict) and value.get("name") == name else []
+    return here + [found for each in inner for found in records_of(each, name)]
+
+
 TREES = {path.name: tree_of(path / "checkpoint") for path in FIXTURES}
 ROOTS = {
     fixture: min(at for at, files in tree.items() if any("record" in n for n in files))
@@ -123,14 +160,26 @@ BODIES = [
 ]
 
 
+DATA = [
+    (fixture, at, name, data)
+    for fixture, tree in TREES.items()
+    for at, files in sorted(tree.items())
+    for name, data in sorted(files.items())
+    if name.endswith(".safetensors")
+]
+
+
 def test_the_fixtures_are_read_whole() -> None:
     for fixture, tree in TREES.items():
         read_everything(tree, ROOTS[fixture])
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_a_checkpoint_with_any_value_changed_is_read_or_refused(data: st.DataObject) -> None:
+@at_length
+def test_a_checkpoint_with_any_value_changed_is_read_or_refused(examples: int) -> None:
+    fuzz(examples, _read_changed, data=st.data())
+
+
+def _read_changed(data: st.DataObject) -> None:
     fixture, at, name, body = data.draw(st.sampled_from(BODIES))
     for _ in range(data.draw(st.integers(1, 3))):
         way = data.draw(st.sampled_from(spots(body)))
@@ -140,11 +189,14 @@ def test_a_checkpoint_with_any_value_changed_is_read_or_refused(data: st.DataObj
     bounded(lambda _: read_everything(tree, ROOTS[fixture]), None)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
+@at_length
 def test_a_changed_mark_of_a_deletion_takes_nothing_but_files_of_ours_below_it(
-    data: st.DataObject,
+    examples: int,
 ) -> None:
+    fuzz(examples, _delete_changed, data=st.data())
+
+
+def _delete_changed(data: st.DataObject) -> None:
     fixture = data.draw(st.sampled_from(sorted(TREES)))
     tree, root = TREES[fixture], ROOTS[fixture]
     body = mark_of(tree, root)
@@ -157,30 +209,28 @@ def test_a_changed_mark_of_a_deletion_takes_nothing_but_files_of_ours_below_it(
     bounded(lambda _: finish(marked, root), None)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
-def test_an_archive_of_torch_with_a_byte_changed_or_cut_short_is_read_or_refused(
-    at: float, byte: int, cut: bool
-) -> None:
-    data = bytearray(archive())
-    place = int(at * len(data))
-    data[place] = byte
-    bounded(TARGETS["archive"], bytes(data[:place] if cut else data))
+BYTES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
-    cut=st.booleans(),
-)
-def test_metadata_of_dcp_with_bytes_changed_or_cut_short_is_read_or_refused(
-    changes: list[tuple[float, int]], cut: bool
-) -> None:
-    data = bytearray(dcp_metadata())
+def with_bytes(data: bytes, changes: list[tuple[float, int]], cut: bool) -> bytes:
+    """The data with some bytes changed, and perhaps cut short at the last of them."""
+    out = bytearray(data)
     for at, byte in changes:
-        data[int(at * len(data))] = byte
-    last = int(changes[-1][0] * len(data)) if changes and cut else None
-    bounded(TARGETS["pickle"], bytes(data[:last]))
+        out[int(at * len(out))] = byte
+    return bytes(out[: int(changes[-1][0] * len(out))] if changes and cut else out)
+
+
+@at_length
+@pytest.mark.parametrize("target", ["archive", "pickle"])
+def test_files_of_others_with_bytes_changed_or_cut_short_are_read_or_refused(
+    target: str, examples: int
+) -> None:
+    data = archive() if target == "archive" else dcp_metadata()
+
+    def check(changes: list[tuple[float, int]], cut: bool) -> None:
+        bounded(TARGETS[target], with_bytes(data, changes, cut))
+
+    fuzz(examples, check, changes=BYTES, cut=st.booleans())
 
 
 @cache
@@ -217,12 +267,14 @@ def test_a_deletion_that_a_mark_names_is_finished_unless_a_pin_holds() -> None:
             assert left[root].keys() == {*tree[root], "pin-0123456789abcdef.json", "notes"}
 
 
+@at_length
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(value=VALUES, raw=st.binary(max_size=200))
-def test_any_json_and_any_bytes_are_read_or_refused(target: str, value: Any, raw: bytes) -> None:
-    bounded(TARGETS[target], json.dumps(value).encode())
-    bounded(TARGETS[target], raw)
+def test_any_json_and_any_bytes_are_read_or_refused(target: str, examples: int) -> None:
+    def check(value: Any, raw: bytes) -> None:
+        bounded(TARGETS[target], json.dumps(value).encode())
+        bounded(TARGETS[target], raw)
+
+    fuzz(examples, check, value=VALUES, raw=st.binary(max_size=200))
 
 
 @pytest.mark.parametrize(

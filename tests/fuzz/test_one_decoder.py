@@ -2,7 +2,7 @@
 checksums, is refused by both, or verified and loaded. No reader and no command raises what is no
 `CheckpointError`, and one bad checkpoint costs the others nothing.
 
-SMCKPT_FUZZ_EXAMPLES says how many.
+`-m long` takes more examples, see `test_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import smckpt
@@ -30,8 +29,23 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
 from smckpt.topology import ParallelState
+from smckpt.translate import export_hf
 from tests.fuzz.memory import Tree
-from tests.fuzz.test_fuzz import BODIES, EXAMPLES, ROOTS, TREES, VALUES, changed, reseal, spots
+from tests.fuzz.test_fuzz import (
+    BODIES,
+    BYTES,
+    DATA,
+    ROOTS,
+    TREES,
+    VALUES,
+    at_length,
+    changed,
+    fuzz,
+    reseal,
+    reseal_data,
+    spots,
+    with_bytes,
+)  # fmt: skip
 
 # Values of other types than those that stand there, on purpose.
 ODD = st.sampled_from(
@@ -69,7 +83,9 @@ def read_all(place: Path, good: Path) -> None:
         lambda: describe(open_catalogue(open_storage(str(place))), None),
         lambda: restorable_at(place, ParallelState(2)),
         lambda: smckpt.load({"model": {}}, checkpoint_id=str(place), check_keys_matched=False),
-    ):
+        lambda: export_hf(place, place.parent / "hf", overwrite=True, prefix="", naming="module",
+                          against_model=False, allow_nonfinite=True, config=_config()),
+    ):  # fmt: skip
         refused_or_done(read)
     page = Facts(open_storage(str(place.parent)), Wanted(verify="quick", histograms="*"))
     for condition in examine(open_storage(str(place.parent)), 1):
@@ -91,6 +107,13 @@ def read_all(place: Path, good: Path) -> None:
                 json.loads(done.stdout)
 
 
+@functools.cache
+def _config() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="smckpt-config"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "custom_x"}))
+    return folder
+
+
 def _harmless(character: str) -> bool:
     return character.isprintable() or character in "\t"
 
@@ -102,15 +125,48 @@ def goods() -> dict[str, Path]:
     return {name: written(tree, ROOTS[name], folder / name) for name, tree in TREES.items()}
 
 
-def read_changed(fixture: str, at: str, name: str, body: Any) -> None:
+def _other_header(whole: bytes, what: str, data: st.DataObject) -> bytes:
+    end = 8 + int.from_bytes(whole[:8], "little")
+    if what == "bytes":
+        return with_bytes(whole[:end], data.draw(BYTES), data.draw(st.booleans())) + whole[end:]
+    header = json.loads(whole[8:end])
+    for _ in range(data.draw(st.integers(1, 2))):
+        way = data.draw(st.sampled_from(spots(header) or [("a",)]))
+        how = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        header = changed(header, way, data.draw(ODD | VALUES), how) if spots(header) else {}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + whole[end:]
+
+
+def read_tree(fixture: str, tree: Tree) -> None:
     with tempfile.TemporaryDirectory(prefix="smckpt-fuzz") as folder:
-        place = written(reseal(TREES[fixture], at, name, body), ROOTS[fixture], Path(folder))
-        read_all(place, goods()[fixture])
+        read_all(written(tree, ROOTS[fixture], Path(folder)), goods()[fixture])
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_what_verify_passes_loads_whatever_value_is_changed(data: st.DataObject) -> None:
+def read_changed(fixture: str, at: str, name: str, body: Any) -> None:
+    read_tree(fixture, reseal(TREES[fixture], at, name, body))
+
+
+@at_length
+def test_what_verify_passes_loads_whatever_value_is_changed(examples: int) -> None:
+    fuzz(examples, _change, data=st.data())
+
+
+def _change(data: st.DataObject) -> None:
+    """A value of a manifest, record or part; or of the header of a data file; or bytes of a header
+    or of a table of checksums."""
+    what = data.draw(st.sampled_from(["value", "value", "header", "bytes", "table"]))
+    if what != "value":
+        fixture, at, name, whole = data.draw(st.sampled_from(DATA))
+        tree = TREES[fixture]
+        if what == "table":
+            table = name.replace(".safetensors", ".crc")
+            sums = with_bytes(tree[at][table], data.draw(BYTES), data.draw(st.booleans()))
+            tree = {**tree, at: {**tree[at], table: sums}}
+        else:
+            tree = reseal_data(tree, at, name, _other_header(whole, what, data))
+        read_tree(fixture, tree)
+        return
     fixture, at, name, body = data.draw(st.sampled_from(BODIES))
     for _ in range(data.draw(st.integers(1, 2))):
         way = data.draw(st.sampled_from(spots(body)))

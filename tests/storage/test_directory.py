@@ -47,8 +47,22 @@ VERBS: dict[str, Callable[[Storage], Any]] = {
     "rename": lambda s: s.rename("file", "renamed"),
     "remove_directory": lambda s: s.join("empty").remove_directory(),
     "make": lambda s: s.join("x").join("y").put("new", b"x"),
-    "read_strictly": lambda s: s.without_links().read("file"),
+    "read_strictly": lambda s: _nobody_elses(s.without_links().read("file")),
+    "read_from_above": lambda s: _nobody_elses(s.reading_from(_above(s)).read("file", 0, 3)),
+    "read_size": lambda s: _nobody_elses(bytes(s.reading_from(_above(s)).size("file"))),
+    "read_names": lambda s: _nobody_elses(*s.reading_from(_above(s)).names()),
+    "read_list": lambda s: _nobody_elses(*(i.name for i in s.without_links().list())),
 }
+
+
+def _above(storage: Storage) -> str:
+    """The directory root, three levels up."""
+    return str(Path(storage.url).parents[2])
+
+
+def _nobody_elses(*read: bytes | str) -> None:
+    """Nothing was read of the victim, which holds more bytes and another name."""
+    assert not {b"precious", b"pre", bytes(8), "theirs"} & {*read}
 
 
 class Tree:
@@ -58,8 +72,9 @@ class Tree:
         self.root, self.victim = top / "root", top / "victim"
         for depth in (self.root / "a/b/c", self.victim, self.victim / "c", self.victim / "b/c"):
             depth.mkdir(parents=True)
-            for name in ("file", "other", "new", TEMPORARY)[: 4 if "victim" in depth.parts else 2]:
-                (depth / name).write_bytes(b"precious")
+            theirs = depth != self.root / "a/b/c"
+            for name in ("file", "other", *(("new", "theirs") if theirs else ())):
+                (depth / name).write_bytes(b"precious" if theirs else b"mine")
             (depth / TEMPORARY).write_bytes(b"precious")
             (depth / "empty").mkdir()
         self.before = below(self.victim)
@@ -85,7 +100,9 @@ def tree(tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Tree:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_link_at_any_name_below_is_refused(tree: Tree, verb: str, component: str) -> None:
     swap(tree.root / component, tree.victim)
-    with pytest.raises(UsageError, match="is a symbolic link") as caught:
+    reads = verb.startswith("read")
+    refused = CorruptCheckpointError if reads else UsageError
+    with pytest.raises(refused, match="is a symbolic link") as caught:
         VERBS[verb](tree.storage)
     assert caught.value.path == str(tree.root / component)
     tree.assert_spared()
@@ -210,10 +227,30 @@ def test_a_strict_store_lists_and_reads_no_links(tmp_path: Path) -> None:
     for read in (lambda: strict.read("link"), lambda: strict.read("link", 0, 2)):
         with pytest.raises(CorruptCheckpointError, match="symbolic link"):
             read()
-    with pytest.raises(UsageError, match="symbolic link"):
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
         strict.join("dirs").read("secret")
-    with pytest.raises(UsageError, match="symbolic link"):
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
         strict.join("dirs").list()
+
+
+def test_a_file_that_is_read_is_a_link_only_where_others_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_bytes(b"mine")
+    (tmp_path / "real" / "link").symlink_to("file")
+    (tmp_path / "latest").symlink_to("real")
+    (tmp_path / "loop").symlink_to("loop")
+    here = open_storage(str(tmp_path / "latest"))  # the directory itself may be one
+    assert here.read("file") == here.reading_from(here.url).read("file") == b"mine"
+    for read in (lambda: here.read("link"), lambda: here.read("link", 0, 1)):
+        with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
+            read()
+        assert caught.value.path == str(tmp_path / "latest" / "link")
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+        here.size("link")
+    assert here.with_links().read("link") == b"mine" and here.with_links().size("link") == 4
+    assert here.with_links().at(str(tmp_path / "real")).read("link") == b"mine"
+    with pytest.raises(CheckpointError, match="form a loop"):
+        open_storage(str(tmp_path / "loop")).read("file")
 
 
 def test_a_tree_is_removed_without_what_its_links_lead_to(tmp_path: Path) -> None:

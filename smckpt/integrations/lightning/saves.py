@@ -141,7 +141,7 @@ class Saves:
     def _object(self, path: str) -> tuple[Storage, str]:
         """A name in a store: of one object, as the plugins of Lightning and NeMo write it."""
         name = path.rstrip("/").rpartition("/")[2]
-        return open_storage(parent_url(path), **self._s3(path)), name
+        return open_storage(parent_url(path), **self._s3(path)).with_links(), name
 
     def _s3(self, path: str) -> dict[str, Any]:
         return self.arguments if is_s3_url(path) else {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES, Path
-from smckpt.layout.mesh import Shape
+from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.layout.strided import Box
 from smckpt.storage.urls import is_plain_name
 from smckpt.translate.pickled import Global, Inert, read_pickle
@@ -17,6 +17,8 @@ __all__ = ["LIMIT", "METADATA", "Metadata", "Place", "TensorMetadata", "read_met
 
 METADATA = ".metadata"
 LIMIT = 512 << 20  # bytes
+_PARTS = 6_000_000  # of tensors and of paths, in all: a pickle can name one list again and again
+_NAME = 4096  # characters of a file's path
 
 
 class Place(NamedTuple):
@@ -58,7 +60,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         root = read_pickle(data)
         entries, stored = _fields(root, "state_dict_metadata"), _fields(root, "storage_data")
         places = dict(_places(stored))
-        tensors, objects = {}, {}
+        tensors, objects, left = {}, {}, _PARTS
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Inert):
                 raise ValueError(f"the entry {name!r} is damaged")
@@ -66,6 +68,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
                 if (name, None) in places:
                     objects[name] = places[name, None]
             else:
+                left = _less(left, entry.field("chunks"))
                 tensors[name] = _tensor(name, entry, places)
         return Metadata(tensors, objects, _paths(root.field("planner_data")))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -99,14 +102,20 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], 
             )
         file = info.field("relative_path")
         if not isinstance(file, str) or not _is_inside(file):
-            raise ValueError(f"it names the file {file!r}, which is not below it")
+            raise ValueError(f"it names the file {str(file)[:_NAME]!r}, which is not below it")
         offset, nbytes = (_whole(info.field(key)) for key in ("offset", "length"))
         key = (name, None if offsets is None else _shape(offsets))
         yield key, Place(file, offset, nbytes)
 
 
 def _is_inside(file: str) -> bool:
-    return all(map(is_plain_name, file.split("/")))
+    return len(file) <= _NAME and all(map(is_plain_name, file.split("/")))
+
+
+def _less(left: int, parts: Any) -> int:
+    if len(parts) > left:
+        raise ValueError(f"it has more than {_PARTS} parts")
+    return left - len(parts)
 
 
 def _tensor(
@@ -139,8 +148,8 @@ def _dtype(name: str, properties: Any) -> str:
 
 
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, (tuple, list)):
-        raise ValueError(f"{value!r} is no shape")
+    if not isinstance(value, (tuple, list)) or len(value) > MOST_DIMS:
+        raise ValueError("a shape or place is no short list of numbers")
     return tuple(map(_whole, value))
 
 
@@ -153,7 +162,9 @@ def _whole(value: Any) -> int:
 def _paths(planned: Any) -> dict[str, Path]:
     """What DCP's planner flattened: name → path."""
     out: dict[str, Path] = {}
+    left = _PARTS
     for name, path in planned.items() if isinstance(planned, dict) else ():
+        left = _less(left, path) if isinstance(path, (tuple, list)) else left
         if isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path):
             out[name] = tuple(path)
     return out

@@ -142,4 +142,4 @@ def _send(place: Storage, name: str, file: Any) -> None:
 
 def _file(path: Any) -> tuple[Storage, str]:
     above, _, name = os.fspath(path).rpartition("/")
-    return open_storage(above), name
+    return open_storage(above).with_links(), name

@@ -22,6 +22,7 @@ from smckpt.cli.chaos import chaos
 from smckpt.cli.compare import diff
 from smckpt.cli.convert import convert
 from smckpt.cli.following import follow_run
+from smckpt.cli.imports import import_, mtp, threads
 from smckpt.cli.output import (
     VisibleFormatter,
     bytes_text,
@@ -43,17 +44,6 @@ from smckpt.run.command import run
 __all__ = ["app", "main"]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-mtp = click.option(
-    "--mtp", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
-    help="Layers that predict further tokens: leave them out, or keep them.",
-)  # fmt: skip
-threads = click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    help="Threads that read and write.",
-)
 
 
 class _Dtype(click.Choice[str]):
@@ -106,7 +96,7 @@ _SECTIONS = {
     },
     "Change its form": {
         "export": "a Hugging Face model from a checkpoint",
-        "import": "a checkpoint from a Hugging Face model",
+        "import": "a checkpoint of tensor-parallel ranks from any model",
         "convert": "to torch DCP or torch.save, and from them",
         "reshard": "for another number of ranks",
     },
@@ -378,49 +368,8 @@ def export(
         print_line(f"made from {report.source}")
 
 
-@app.command("import")
-@click.argument("directory")
-@click.argument("out")
-@click.option("--layout", required=True, help="The tensor-parallel layout to write.")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
-@click.option(
-    "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
-)
-@click.option("--config", help="The model's config.json; by default the one in DIRECTORY.")
-@click.option(
-    "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
-    help="Make each rank's rows of the vocabulary a multiple of this.",
-)  # fmt: skip
-@click.option(
-    "--prefix", default="model", show_default=True,
-    help="The model's key in the state that will be loaded.",
-)  # fmt: skip
-@threads
-@click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
-@click.option(
-    "--allow-nonfinite", is_flag=True, help="Import weights that contain NaN or infinity."
-)
-@mtp
-@as_json
-def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
-    """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,
-    on disk or in S3."""
-    from smckpt.translate import import_hf
-
-    with progress_bar("importing", quiet=as_json) as progress:
-        report = import_hf(directory, out, progress=progress, **options)
-    if as_json:
-        print_json(asdict(report))
-        return
-    print_line(
-        f"{report.layout}: {count_text(len(report.files), 'rank')}, "
-        f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
-    )
-
-
 for command in (
-    *(apply, browse, chaos, convert, diff, doctor, ls, prove),
+    *(apply, browse, chaos, convert, diff, doctor, import_, ls, prove),
     *(prune, publish, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

@@ -31,21 +31,21 @@ from smckpt.translate.arguments import (
 )
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
-from smckpt.translate.config import ModelConfig, read_config, read_generation
-from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
+from smckpt.translate.config import ModelConfig, read_generation
+from smckpt.translate.contents import HUB, MODULE, ExportContents, find_contents
 from smckpt.translate.export_group import ExportGroup, export_group_of
 from smckpt.translate.files import Output, refuse_into_source
-from smckpt.translate.lora import ADAPTER_WEIGHTS
+from smckpt.translate.model_source import GivenLayout
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
 from smckpt.translate.sidecars import (
-    config_beside,
     notes_on_absent,
+    read_settings,
     tokenizer_of,
     write_sidecars,
 )
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
-from smckpt.translate.targets import OutputFile, arrange
+from smckpt.translate.targets import ADAPTER_WEIGHTS, OutputFile, arrange
 from smckpt.translate.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]
@@ -229,7 +229,7 @@ def export_hf(
             config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
             generation_config=generation_config,
         )  # fmt: skip
-        settings, noted = _settings(
+        settings, noted = read_settings(
             base if config is None and lora == "merge" else config,
             access,
             None if lora == "adapter" else checkpoint,
@@ -256,7 +256,7 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(
+            given_layout = GivenLayout(
                 layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
             )
             if lora is None:
@@ -264,12 +264,12 @@ def export_hf(
                     "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
                 )
                 found = find_contents(
-                    access, checkpoint, prefix, settings, said, naming, comparison
+                    access, checkpoint, prefix, settings, given_layout, naming, comparison
                 )
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **said.given)
+                refuse_given("with lora=", **given_layout.given)
                 found = find_peft_contents(
                     access, checkpoint, prefix, settings, lora, lora_config, base, naming,
                     comparison, lora_adapter,
@@ -377,16 +377,6 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
             f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
         )
     return checkpoint if many else ()
-
-
-def _settings(
-    config: Any, access: Access, checkpoint: Any, copies: Callable[[], str]
-) -> tuple[ModelConfig | None, tuple[str, ...]]:
-    """The config that is given, or the one beside the checkpoint, with notes on it."""
-    settings = read_config(config)
-    if settings is not None or not isinstance(checkpoint, (str, os.PathLike)):
-        return settings, ()
-    return config_beside(access.open(checkpoint), copies)
 
 
 def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:

@@ -65,7 +65,7 @@ class ImportReport:
 
 @alone()
 def import_hf(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out_dir: str | os.PathLike[str],
     layout: str | TensorLayout,
     *,
@@ -104,9 +104,9 @@ def import_hf(
     that is written has no `quantization_config`. Memory stays at two chunks of 16 MiB per thread.
 
     Args:
-        source: anything that `export_hf` reads: a Hugging Face directory (safetensors files, or
-            else `pytorch_model.bin` or its index), a checkpoint of another layout or of other
-            degrees, a directory of Megatron's, the files of ranks.
+        directory: a Hugging Face directory (safetensors files, or else `pytorch_model.bin` or its
+            index), or anything else that `export_hf` reads: a checkpoint of another layout or of
+            other degrees, a directory of Megatron's, a list of the files of ranks.
         out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
         layout: a layout's name, or a `TensorLayout`.
         tp: the tensor-parallel degree.
@@ -127,8 +127,8 @@ def import_hf(
         threads: as in `export_hf`.
         progress: as in `export_hf`.
         overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
-        s3_region: as for `save`, if `source` or `out_dir` is in S3.
-        s3client_config: as for `save`, if `source` or `out_dir` is in S3.
+        s3_region: as for `save`, if `directory` or `out_dir` is in S3.
+        s3client_config: as for `save`, if `directory` or `out_dir` is in S3.
         allow_nonfinite: also import weights with NaN or infinity; the report counts them.
         allow_equal_ranks: as in `export_hf`, of the source.
         mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
@@ -151,9 +151,9 @@ def import_hf(
     """
     began = time.perf_counter()
     check_paths(out_dir=out_dir)
-    files = source if isinstance(source, (list, tuple)) else ()
+    files = directory if isinstance(directory, (list, tuple)) else ()
     if not files:
-        check_paths(source=source)
+        check_paths(directory=directory)
     refuse_store(config=config)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers, pp=pp)
@@ -165,12 +165,12 @@ def import_hf(
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
     degrees = Degrees.of(tp, ep, etp)
     url = normal_url(os.fspath(out_dir))
-    read = [] if files else [os.fspath(source)]  # type: ignore[arg-type]
+    read = [] if files else [os.fspath(directory)]  # type: ignore[arg-type]
     access = access_to(url, *read, s3_region=s3_region, s3client_config=s3client_config)
-    refuse_into_source(url, *files, source=None if files else source, config=config)
+    refuse_into_source(url, *files, directory=None if files else directory, config=config)
     with ExitStack() as cleanup:
         settings, config_notes = read_settings(
-            config, access, source, lambda: cleanup.enter_context(TemporaryDirectory())
+            config, access, directory, lambda: cleanup.enter_context(TemporaryDirectory())
         )
         where = os.fspath(files[0]) if files else read[0]
         family = model_dims(settings, where).family
@@ -180,7 +180,7 @@ def import_hf(
             from_layout, from_tp, from_ep, from_etp, from_padded_vocab_size, from_pp, from_vpp,
             mtp, allow_equal_ranks,
         )  # fmt: skip
-        found = open_model(access, source, from_prefix, settings, given)
+        found = open_model(access, directory, from_prefix, settings, given)
         side, reader, predicting, left_out = _side_of(found, settings, family, mtp)
         chunks, made = to_ranks(reader, side, chosen, degrees, pad_vocab_to_multiple_of)
         cleanup.callback(chunks.close)

@@ -147,7 +147,7 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path, hub):
         (folder, {"pp": 0}, "pp=0"),
         (folder, {"from_tp": 2}, "names are Hugging Face's own"),
         (tmp_path / "none", {"config": folder}, "no committed checkpoint"),
-        (7, {}, "source=7"),
+        (7, {}, "directory=7"),
     ]
     for source, given, text in cases:
         with pytest.raises(errors.CheckpointError, match=text):

@@ -306,6 +306,15 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     "given several times; they are merged in this order.",
 )  # fmt: skip
 @click.option("--base", help="With --lora merge: a directory with the base's weights.")
+@click.option("--card/--no-card", default=True, help="Write README.md, a model card.")
+@click.option(
+    "--gguf", metavar="TYPE",
+    help="Also write a GGUF file (f16, bf16, q8_0, …) with llama.cpp's convert_hf_to_gguf.py.",
+)  # fmt: skip
+@click.option(
+    "--gguf-converter", metavar="COMMAND",
+    help="That script, or a command line that runs it. By default SMCKPT_GGUF_CONVERTER, or PATH.",
+)  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
     help="Under torchrun: seconds without a byte of one process until all give up.",
@@ -366,6 +375,8 @@ def export(
     )
     if report.source != "smckpt":
         print_line(f"made from {report.source}")
+    if report.gguf is not None:
+        print_line(f"GGUF: {report.gguf}")
 
 
 for command in (

@@ -105,7 +105,7 @@ def find_peft_contents(
         source = TranslatedSource(reader)
         return ExportContents(
             source, own, naming=MODULE, adapter=adapter, identity=opened.identity,
-            source_format=opened.format,
+            source_format=opened.format, step=opened.step,
         )  # fmt: skip
     for config in configs:
         config.refuse_unmerged(url)
@@ -116,7 +116,9 @@ def find_peft_contents(
         directory = _open_base(base, configs, settings)
         found = _merged_there(reader, whole, adapters, settings, directory, comparison)
     kept = kept_of_family(settings, found.targets)
-    return replace(found, identity=opened.identity, kept=kept, source_format=opened.format)
+    return replace(
+        found, identity=opened.identity, kept=kept, source_format=opened.format, step=opened.step
+    )
 
 
 def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:

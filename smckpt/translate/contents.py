@@ -53,7 +53,7 @@ class ExportContents:
     commit. vocabulary: how many rows of the vocabulary are written, and how many are stored. kept:
     targets that keep their own dtype under a cast. format: of the source. predicting: how many
     layers that predict further tokens there are; None: it is not known. further: names of their
-    tensors, which transformers' model does not have."""
+    tensors, which transformers' model does not have. step: of the training, if it is known."""
 
     source: ChunkSource
     targets: Sequence[Target]
@@ -68,6 +68,7 @@ class ExportContents:
     source_format: str = "smckpt"
     predicting: int | None = None
     further: frozenset[str] = frozenset()
+    step: int | None = None
 
 
 def find_contents(
@@ -91,7 +92,7 @@ def find_contents(
         made = _named(source.reader, settings, source.given, naming, comparison)
     return replace(
         made, source_format=source.format, identity=source.identity,
-        notes=(*made.notes, *source.notes),
+        notes=(*made.notes, *source.notes), step=source.step,
     )  # fmt: skip
 
 

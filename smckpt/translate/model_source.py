@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, open_catalogue
-from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.translate.arguments import check_counts
@@ -112,7 +112,7 @@ class ModelSource:
     reader: its tensors. cut: they have the names and shapes of a layout, at `degrees`; otherwise
     each is whole, under a name of the model's. given: the caller's arguments, with the degrees that
     the source tells. facts: what it says of the model. format: of the source. identity: of the
-    commit."""
+    commit. step: of the training, if it is known."""
 
     reader: TensorReader
     degrees: Degrees
@@ -122,6 +122,7 @@ class ModelSource:
     facts: tuple[SourceFacts, ...] = ()
     identity: str = ""
     notes: tuple[str, ...] = ()
+    step: int | None = None
 
     @property
     def is_hub(self) -> bool:
@@ -178,7 +179,9 @@ class _Opener:
         if pp == 1 and not cut and not has_parts_of_ranks(catalogue, tensors):
             given.refuse_degrees(catalogue.url)
             whole = LogicalTensors(catalogue, tensors)
-            return ModelSource(whole, Degrees.of(1, 1), given, identity=identity)
+            return ModelSource(
+                whole, Degrees.of(1, 1), given, identity=identity, step=catalogue.step
+            )
         degrees = degrees_of(catalogue, given.tp, given.ep, given.etp)
         stages = [
             CheckpointTensors(catalogue, tensors, degrees, stage if pp > 1 else None)
@@ -192,7 +195,7 @@ class _Opener:
         if pp > 1:
             reader = merged(stages, _layers(self.settings), given.vpp, catalogue.url)
         cut = cut or pp == 1 or degrees.ranks > 1
-        return ModelSource(reader, degrees, given, cut=cut, identity=identity)
+        return ModelSource(reader, degrees, given, cut=cut, identity=identity, step=catalogue.step)
 
     def foreign(self, found: ForeignCheckpoint) -> ModelSource:
         """A checkpoint that others wrote, with tensors of all ranks."""
@@ -233,7 +236,9 @@ class _Opener:
         )
         cut = degrees.ranks > 1 or self._is_layout(reader.held, files.url)
         notes = () if files.order_is_known else (_UNKNOWN_ORDER,)
-        return ModelSource(reader, degrees, given, files.format, cut, files.facts, notes=notes)
+        return ModelSource(
+            reader, degrees, given, files.format, cut, files.facts, notes=notes, step=files.step
+        )
 
     def _is_layout(self, names: Collection[str], where: str) -> bool:
         """Whether the names are those of a layout: the caller says so, or they are no names of the
@@ -245,12 +250,12 @@ class _Opener:
             return False
         if looks_packed(names, kind):
             return self.packed
-        dims = model_dims(self.settings, where)
-        if not any(unmatched(names, dims.family.hub, dims, 1)):
-            return False
         try:
+            dims = model_dims(self.settings, where)
+            if not any(unmatched(names, dims.family.hub, dims, 1)):
+                return False
             choose_layout(names, dims, None, 1, where)
-        except (UsageError, KeysMismatchError):
+        except CheckpointError:  # no layout, or a config without sizes, which names do not need
             return False
         return True
 

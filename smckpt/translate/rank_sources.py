@@ -113,6 +113,12 @@ class RankFilesFound:
         inside = next((state.facts for state in self.states.values()), None)
         return tuple(facts for facts in (inside, self.beside) if facts is not None)
 
+    @property
+    def step(self) -> int | None:
+        """The training step that the first file records."""
+        found = next((state.step for state in self.states.values()), None)
+        return found if type(found) is int else None
+
     def degree(self, name: str) -> int | None:
         """A degree that the names of files tell, or else what is in them."""
         named = {TP: self.tp, PP: self.pp, EP: self.ep}.get(name)

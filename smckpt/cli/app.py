@@ -34,6 +34,7 @@ from smckpt.cli.output import (
 )
 from smckpt.cli.prove import prove
 from smckpt.cli.publish import apply, publish
+from smckpt.cli.reload import reload
 from smckpt.cli.repair import repair
 from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, ls, prune, status
@@ -103,6 +104,7 @@ _SECTIONS = {
     "Serve": {
         "publish": "write what changed in a model",
         "apply": "bring a server's directory to the last publish",
+        "reload": "let running servers (vLLM, SGLang) load it",
     },
     "Run a script": {
         "run": "with smckpt behind another system's names",
@@ -381,6 +383,6 @@ def export(
 
 for command in (
     *(apply, browse, chaos, convert, diff, doctor, import_, ls, prove),
-    *(prune, publish, repair, reshard, run, status, verify),
+    *(prune, publish, reload, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

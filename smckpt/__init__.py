@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         import_hf,
         publish,
         register_layout,
+        reload_weights,
         verify_hf,
     )
 
@@ -127,6 +128,7 @@ __all__ = [
     "publish",
     "register_layout",
     "register_store",
+    "reload_weights",
     "remove",
     "replication_group",
     "save",
@@ -169,7 +171,7 @@ _HOMES = {
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": (
         *("apply_published", "convert", "export_hf", "import_hf", "publish"),
-        *("register_layout", "verify_hf"),
+        *("register_layout", "reload_weights", "verify_hf"),
     ),
 }
 

@@ -22,6 +22,7 @@ from smckpt.cli.chaos import chaos
 from smckpt.cli.compare import diff
 from smckpt.cli.convert import convert
 from smckpt.cli.following import follow_run
+from smckpt.cli.imports import import_, mtp, threads
 from smckpt.cli.output import (
     VisibleFormatter,
     bytes_text,
@@ -33,6 +34,7 @@ from smckpt.cli.output import (
 )
 from smckpt.cli.prove import prove
 from smckpt.cli.publish import apply, publish
+from smckpt.cli.reload import reload
 from smckpt.cli.repair import repair
 from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, ls, prune, status
@@ -43,17 +45,6 @@ from smckpt.run.command import run
 __all__ = ["app", "main"]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-mtp = click.option(
-    "--mtp", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
-    help="Layers that predict further tokens: leave them out, or keep them.",
-)  # fmt: skip
-threads = click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    help="Threads that read and write.",
-)
 
 
 class _Dtype(click.Choice[str]):
@@ -106,13 +97,14 @@ _SECTIONS = {
     },
     "Change its form": {
         "export": "a Hugging Face model from a checkpoint",
-        "import": "a checkpoint from a Hugging Face model",
+        "import": "a checkpoint of tensor-parallel ranks from any model",
         "convert": "to torch DCP or torch.save, and from them",
         "reshard": "for another number of ranks",
     },
     "Serve": {
         "publish": "write what changed in a model",
         "apply": "bring a server's directory to the last publish",
+        "reload": "let running servers (vLLM, SGLang) load it",
     },
     "Run a script": {
         "run": "with smckpt behind another system's names",
@@ -316,6 +308,15 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     "given several times; they are merged in this order.",
 )  # fmt: skip
 @click.option("--base", help="With --lora merge: a directory with the base's weights.")
+@click.option("--card/--no-card", default=True, help="Write README.md, a model card.")
+@click.option(
+    "--gguf", metavar="TYPE",
+    help="Also write a GGUF file (f16, bf16, q8_0, …) with llama.cpp's convert_hf_to_gguf.py.",
+)  # fmt: skip
+@click.option(
+    "--gguf-converter", metavar="COMMAND",
+    help="That script, or a command line that runs it. By default SMCKPT_GGUF_CONVERTER, or PATH.",
+)  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
     help="Under torchrun: seconds without a byte of one process until all give up.",
@@ -376,51 +377,12 @@ def export(
     )
     if report.source != "smckpt":
         print_line(f"made from {report.source}")
-
-
-@app.command("import")
-@click.argument("directory")
-@click.argument("out")
-@click.option("--layout", required=True, help="The tensor-parallel layout to write.")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--ep", type=click.IntRange(1), default=1, show_default=True)
-@click.option(
-    "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
-)
-@click.option("--config", help="The model's config.json; by default the one in DIRECTORY.")
-@click.option(
-    "--pad-vocab-to-multiple-of", type=click.IntRange(1), default=1, show_default=True,
-    help="Make each rank's rows of the vocabulary a multiple of this.",
-)  # fmt: skip
-@click.option(
-    "--prefix", default="model", show_default=True,
-    help="The model's key in the state that will be loaded.",
-)  # fmt: skip
-@threads
-@click.option("--overwrite", is_flag=True, help="Supersede a checkpoint that is in OUT.")
-@click.option(
-    "--allow-nonfinite", is_flag=True, help="Import weights that contain NaN or infinity."
-)
-@mtp
-@as_json
-def import_(directory: str, out: str, as_json: bool, **options: Any) -> None:
-    """Write the Hugging Face model in DIRECTORY as a checkpoint of tensor-parallel ranks, in OUT,
-    on disk or in S3."""
-    from smckpt.translate import import_hf
-
-    with progress_bar("importing", quiet=as_json) as progress:
-        report = import_hf(directory, out, progress=progress, **options)
-    if as_json:
-        print_json(asdict(report))
-        return
-    print_line(
-        f"{report.layout}: {count_text(len(report.files), 'rank')}, "
-        f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
-    )
+    if report.gguf is not None:
+        print_line(f"GGUF: {report.gguf}")
 
 
 for command in (
-    *(apply, browse, chaos, convert, diff, doctor, ls, prove),
-    *(prune, publish, repair, reshard, run, status, verify),
+    *(apply, browse, chaos, convert, diff, doctor, import_, ls, prove),
+    *(prune, publish, reload, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

@@ -11,6 +11,7 @@ from smckpt.translate.family import Family
 from smckpt.translate.imports import ImportReport, import_hf
 from smckpt.translate.layouts import get_layout, register_layout
 from smckpt.translate.publish import PublishReport, publish
+from smckpt.translate.servers import ReloadReport, reload_weights
 from smckpt.translate.table import LayoutRow, TensorLayout
 from smckpt.translate.verify_hf import HFReport, verify_hf
 
@@ -23,6 +24,7 @@ __all__ = [
     "ImportReport",
     "LayoutRow",
     "PublishReport",
+    "ReloadReport",
     "TensorLayout",
     "apply_published",
     "convert",
@@ -32,5 +34,6 @@ __all__ = [
     "publish",
     "register_family",
     "register_layout",
+    "reload_weights",
     "verify_hf",
 ]

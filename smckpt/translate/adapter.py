@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from smckpt.checkpoint.readers import open_any
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Copy
@@ -40,28 +39,25 @@ from smckpt.translate.contents import (
 )
 from smckpt.translate.detect import looks_transformed
 from smckpt.translate.files import aligned
-from smckpt.translate.foreign_catalogue import ForeignCatalogue
-from smckpt.translate.logical_tensors import LogicalTensors
 from smckpt.translate.lora import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     LoraConfig,
     PeftTensors,
     read_lora_configs,
     sort,
 )
 from smckpt.translate.merged import Change, Merged, MergedSource
-from smckpt.translate.names import HubTensor, find_ties, model_tensors
+from smckpt.translate.model_source import GivenLayout, open_model
+from smckpt.translate.names import HubTensor, find_ties
 from smckpt.translate.pieces import RankTensors
 from smckpt.translate.quantized import dequantized
 from smckpt.translate.rank_files import TensorReader, open_directory
 from smckpt.translate.stream import tied_names
-from smckpt.translate.targets import Chunk, Range, Target
+from smckpt.translate.targets import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN, Chunk, Range, Target
 from smckpt.translate.translated import Translated, TranslatedSource
 
 __all__ = ["find_peft_contents"]
 
-_WEIGHTS = (ADAPTER_WEIGHTS, "adapter_model.bin")
 _LOOKED_AT = 4096  # elements of a weight
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 
@@ -89,42 +85,40 @@ def find_peft_contents(
         )
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
-    catalogue = open_any(access.open(checkpoint))
-    reader: TensorReader
-    if isinstance(catalogue, ForeignCatalogue):
-        made_by = catalogue.source.format
-        reader = catalogue.source.reader(model_tensors(catalogue.source, prefix, peft=True))
-    else:
-        made_by = "smckpt"
-        reader = LogicalTensors(catalogue, model_tensors(catalogue, prefix, peft=True))
+    opened = open_model(access, checkpoint, prefix, settings, GivenLayout(), peft=True)
+    reader, url = opened.reader, opened.reader.url
+    if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
+        raise _of_ranks(url)
     tensors = {target.name: target for target in whole_tensors(reader)}
     adapters = [
-        (sort(tensors, catalogue.url, each), config)
+        (sort(tensors, url, each), config)
         for each, config in zip(names or (None,), configs, strict=True)
     ]
     for parts, config in adapters:
-        config.check(parts.pairs, catalogue.url)
-        config.check_magnitudes(parts.pairs, parts.magnitudes, catalogue.url)
+        config.check(parts.pairs, url)
+        config.check_magnitudes(parts.pairs, parts.magnitudes, url)
     if lora == "adapter":
         refuse_given('with lora="adapter"', base=base, config=settings)
         ((parts, adapter),) = adapters
-        adapter.refuse_biases(catalogue.url)
+        adapter.refuse_biases(url)
         own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
         source = TranslatedSource(reader)
         return ExportContents(
-            source, own, naming=MODULE, adapter=adapter, identity=catalogue.identity,
-            source_format=made_by,
+            source, own, naming=MODULE, adapter=adapter, identity=opened.identity,
+            source_format=opened.format, step=opened.step,
         )  # fmt: skip
     for config in configs:
-        config.refuse_unmerged(catalogue.url)
-    whole = _saved_whole(names, [parts for parts, _ in adapters], catalogue.url)
+        config.refuse_unmerged(url)
+    whole = _saved_whole(names, [parts for parts, _ in adapters], url)
     if base is None:
         found = _merged_here(reader, whole, adapters, settings, naming, comparison)
     else:
         directory = _open_base(base, configs, settings)
         found = _merged_there(reader, whole, adapters, settings, directory, comparison)
     kept = kept_of_family(settings, found.targets)
-    return replace(found, identity=catalogue.identity, kept=kept, source_format=made_by)
+    return replace(
+        found, identity=opened.identity, kept=kept, source_format=opened.format, step=opened.step
+    )
 
 
 def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
@@ -136,22 +130,27 @@ def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, A
     """
     if not isinstance(checkpoint, (str, os.PathLike)):
         if len(checkpoint) != 1:
-            raise UsageError(
-                "lora= is for one state of a whole model, not for files of tensor-parallel ranks",
-                remedy="leave it out, or pass one file",
-            )
+            raise _of_ranks(os.fspath(checkpoint[0]) if checkpoint else None)
         (checkpoint,) = checkpoint
     url = os.fspath(checkpoint)
     if not is_local(url):
         return checkpoint, lora_config
     path = Path(local_path(url))
     if path.is_dir():
-        weights = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+        names = (ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN)
+        weights = next((path / name for name in names if (path / name).is_file()), None)
         checkpoint = checkpoint if weights is None else weights
     folder = path if path.is_dir() else path.parent
     if lora_config is None and (folder / ADAPTER_CONFIG).is_file():
         lora_config = folder
     return checkpoint, lora_config
+
+
+def _of_ranks(where: str | None) -> UsageError:
+    return UsageError(
+        "lora= is for one state of a whole model, not for parts of tensor-parallel ranks",
+        remedy="leave it out, or pass one file", path=where,
+    )  # fmt: skip
 
 
 def _merged_here(
@@ -416,7 +415,7 @@ def _change_of(
 
 
 class _Both:
-    """One reader for a checkpoint's tensors, which are whole, and for a directory's."""
+    """One reader for a checkpoint's tensors and for a directory's."""
 
     def __init__(self, checkpoint: TensorReader, directory: TensorReader) -> None:
         self.url = checkpoint.url
@@ -425,8 +424,9 @@ class _Both:
         self._directory = directory
 
     def plan(self, blocks: Sequence[Block]) -> Any:
-        own = [block for block in blocks if block.source.tp < 0]
-        others = [block for block in blocks if block.source.tp >= 0]
+        held = self._checkpoint.held  # PEFT's names are no released model's
+        own = [block for block in blocks if block.source.name in held]
+        others = [block for block in blocks if block.source.name not in held]
         return self._checkpoint.plan(own), self._directory.plan(others)
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from smckpt._version import __version__
 from smckpt.checkpoint.commit import publish_manifest, take_lease
-from smckpt.checkpoint.crc import BLOCK, combine, hex64
 from smckpt.checkpoint.crc import crc64 as crc
+from smckpt.checkpoint.crc import hex64
 from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name
 from smckpt.checkpoint.rows import encode_rows
 from smckpt.checkpoint.sealed import seal_json
@@ -22,7 +22,7 @@ from smckpt.checkpoint.sweep import sweep
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
-from smckpt.storage import FileWriter, Storage
+from smckpt.storage import Storage
 from smckpt.topology import ParallelState
 from smckpt.translate.files import Output
 from smckpt.translate.targets import OutputFile
@@ -78,7 +78,6 @@ class CheckpointOutput(Output):
         self._hidden = False  # only a manifest makes the files a checkpoint
         self._session = session
         self._ranks = tuple(files)
-        self._summed: dict[str, _Summed] = {}
         self._parts: dict[str, dict[str, str]] = {}
 
     def prepare(self, *, overwrite: bool) -> None:
@@ -126,51 +125,10 @@ class CheckpointOutput(Output):
 
     def _record(self, file: RankFile, rank: int) -> FileRecord:
         """The record of a data file. Its block checksums are written beside it."""
-        blocks, name = self._summed[file.name].blocks(), crc_name(_attempt(self._session), rank, 0)
+        blocks, name = self.blocks_of(file), crc_name(_attempt(self._session), rank, 0)
         self._made.append(name)
         self.storage.put(name, struct.pack(f"<{len(blocks)}Q", *blocks))
-        total = 0
-        for at, value in enumerate(blocks):
-            total = combine(total, value, min(BLOCK, file.size - at * BLOCK))
-        return FileRecord(file.name, file.size, hex64(total), name)
-
-    def _create(self, name: str, size: int) -> FileWriter:
-        self._summed[name] = _Summed(super()._create(name, size), size)
-        return self._summed[name]
-
-
-class _Summed(FileWriter):
-    """A file that is being written, and the checksums of what was written, in any order."""
-
-    def __init__(self, writer: FileWriter, size: int) -> None:
-        self._writer = writer
-        self.piece = writer.piece
-        self._size = size
-        self._runs: dict[int, tuple[int, int]] = {}  # offset → length within a block, checksum
-
-    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
-        at = total = 0
-        while at < len(data):
-            length = min(BLOCK - (offset + at) % BLOCK, len(data) - at)
-            value = crc(data[at : at + length])
-            self._runs[offset + at] = length, value
-            total = combine(total, value, length)
-            at += length
-        self._writer.write_at(offset, data, total)
-
-    def finish(self) -> None:
-        self._writer.finish()
-
-    def abort(self) -> None:
-        self._writer.abort()
-
-    def blocks(self) -> list[int]:
-        """The checksum of each block of the file."""
-        out = [0] * -(-self._size // BLOCK)
-        for at in sorted(self._runs):
-            length, value = self._runs[at]
-            out[at // BLOCK] = combine(out[at // BLOCK], value, length)
-        return out
+        return FileRecord(file.name, file.size, self.checksum_of(file), name)
 
 
 def _attempt(session: str) -> str:

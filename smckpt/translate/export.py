@@ -31,21 +31,22 @@ from smckpt.translate.arguments import (
 )
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.comparison import Comparison, OtherNamesError
-from smckpt.translate.config import ModelConfig, read_config, read_generation
-from smckpt.translate.contents import HUB, MODULE, ExportContents, GivenLayout, find_contents
+from smckpt.translate.config import ModelConfig, read_generation
+from smckpt.translate.contents import HUB, MODULE, ExportContents, find_contents
 from smckpt.translate.export_group import ExportGroup, export_group_of
 from smckpt.translate.files import Output, refuse_into_source
-from smckpt.translate.lora import ADAPTER_WEIGHTS
+from smckpt.translate.gguf import GgufConverter
+from smckpt.translate.model_source import GivenLayout
 from smckpt.translate.prediction import DROP, check_mtp, with_prediction_layers
 from smckpt.translate.sidecars import (
-    config_beside,
     notes_on_absent,
+    read_settings,
     tokenizer_of,
     write_sidecars,
 )
 from smckpt.translate.stages import Planned, Stages
 from smckpt.translate.table import TensorLayout
-from smckpt.translate.targets import OutputFile, arrange
+from smckpt.translate.targets import ADAPTER_WEIGHTS, OutputFile, arrange
 from smckpt.translate.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]
@@ -64,7 +65,8 @@ class ExportReport:
     left_out: names not written because they are tied to one that is. notes: remarks for the user
     ("no config was given …"). naming: "hub", the names of released models, or "module", those of
     the state dict. layout: the tensor-parallel layout that it was translated from. nonfinite:
-    tensor → how many NaN and infinite elements it has. source: the format of what was read.
+    tensor → how many NaN and infinite elements it has. source: the format of what was read. gguf:
+    the path of the GGUF file.
     """
 
     directory: str
@@ -78,6 +80,7 @@ class ExportReport:
     layout: str | None = None
     nonfinite: dict[str, int] = field(default_factory=dict)
     source: str = "smckpt"
+    gguf: str | None = None
 
 
 @alone()
@@ -112,6 +115,9 @@ def export_hf(
     lora_config: Any = None,
     lora_adapter: str | Sequence[str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    card: bool = True,
+    gguf: str | None = None,
+    gguf_converter: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     timeout: float = 600.0,
 ) -> ExportReport:
@@ -189,6 +195,13 @@ def export_hf(
             `merge_and_unload(adapter_names=…)` does.
         base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
             only the adapter's.
+        card: write README.md, a model card: step, checkpoint, sizes, dtype and checksums. One that
+            smckpt did not write stays as it is.
+        gguf: also write `model-<gguf>.gguf`, with llama.cpp's own converter: "f16", "bf16", "f32",
+            "q8_0", "auto" or what else that writes. It reads the finished directory, which needs a
+            tokenizer, and stays whole if the converter fails.
+        gguf_converter: with `gguf`, the script `convert_hf_to_gguf.py`, or a command line that runs
+            it. By default that in the variable SMCKPT_GGUF_CONVERTER, or the one on PATH.
         process_group: the processes that call this together, with the same arguments, and share the
             files: a torch process group, or the `ExportGroup` of `export_group_of_environment`.
             Only the first of them calls `progress`. None: this process exports alone.
@@ -211,6 +224,7 @@ def export_hf(
         cleanup.callback(group.close)
         cleanup.enter_context(group.telling())
         files = _check_places(checkpoint, out_dir)
+        made_gguf: str | None = None
         access = _access(checkpoint, out_dir, s3_region, s3client_config)
         dtype = _dtype_name(dtype)
         if naming not in (HUB, MODULE):
@@ -224,12 +238,14 @@ def export_hf(
             allow_nonfinite=allow_nonfinite,
             against_model=against_model,
             allow_equal_ranks=allow_equal_ranks,
+            card=card,
         )
+        converter = _converter(gguf, gguf_converter, out_dir, lora)
         refuse_store(
             config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
             generation_config=generation_config,
         )  # fmt: skip
-        settings, noted = _settings(
+        settings, noted = read_settings(
             base if config is None and lora == "merge" else config,
             access,
             None if lora == "adapter" else checkpoint,
@@ -256,7 +272,7 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            said = GivenLayout(
+            given_layout = GivenLayout(
                 layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
             )
             if lora is None:
@@ -264,12 +280,12 @@ def export_hf(
                     "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
                 )
                 found = find_contents(
-                    access, checkpoint, prefix, settings, said, naming, comparison
+                    access, checkpoint, prefix, settings, given_layout, naming, comparison
                 )
                 if padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **said.given)
+                refuse_given("with lora=", **given_layout.given)
                 found = find_peft_contents(
                     access, checkpoint, prefix, settings, lora, lora_config, base, naming,
                     comparison, lora_adapter,
@@ -282,14 +298,17 @@ def export_hf(
         def attempt() -> tuple[Planned, dict[str, Any]]:
             return _attempt(
                 group, plan,
-                Stages(group, comparison, overwrite, allow_nonfinite, workers, progress),
+                Stages(group, comparison, overwrite, allow_nonfinite, workers, progress, card),
             )  # fmt: skip
 
         try:
             made, decided = attempt()
         except OtherNamesError:  # what was written meanwhile is gone
             made, decided = attempt()
-    return _report(made, decided, time.perf_counter() - began)
+        if converter is not None and group.leads:
+            made_gguf = converter.convert(os.fspath(out_dir))
+    report = _report(made, decided, time.perf_counter() - began)
+    return replace(report, gguf=made_gguf)
 
 
 def _planned(
@@ -301,7 +320,7 @@ def _planned(
         settings = with_prediction_layers(settings, found.predicting)
     return Planned(
         found, files, output,
-        lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets),
+        lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets), settings,
     )  # fmt: skip
 
 
@@ -379,14 +398,18 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
     return checkpoint if many else ()
 
 
-def _settings(
-    config: Any, access: Access, checkpoint: Any, copies: Callable[[], str]
-) -> tuple[ModelConfig | None, tuple[str, ...]]:
-    """The config that is given, or the one beside the checkpoint, with notes on it."""
-    settings = read_config(config)
-    if settings is not None or not isinstance(checkpoint, (str, os.PathLike)):
-        return settings, ()
-    return config_beside(access.open(checkpoint), copies)
+def _converter(
+    kind: str | None, command: Any, out_dir: Any, lora: str | None
+) -> GgufConverter | None:
+    if kind is None:
+        refuse_given("without gguf=", gguf_converter=command)
+        return None
+    if lora == "adapter":
+        raise UsageError(
+            'gguf= with lora="adapter"', remedy='pass lora="merge", or convert the adapter with '
+            "llama.cpp's convert_lora_to_gguf.py",
+        )  # fmt: skip
+    return GgufConverter.find(kind, command, os.fspath(out_dir))
 
 
 def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:

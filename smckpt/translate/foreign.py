@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,13 +10,12 @@ from typing import Any
 from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.layout.entries import Path
 from smckpt.translate.boxes import BoxTensors, SavedTensor
+from smckpt.translate.names import places_of_optimizers
 from smckpt.translate.pieces import TensorKey
 from smckpt.translate.source_facts import SourceFacts
-from smckpt.translate.source_files import SourceFiles
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
 __all__ = ["ForeignCheckpoint", "SavedValue"]
-
-_OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class ForeignCheckpoint:
     """format: its name. saved: the tensors; source: reads them. objects: the names of other values.
     files: name → size. facts: what else is known, by name. values: the other values, where they can
     be read. containers: the kinds of those above tensors that are no dicts, as far as they are
-    known. model_facts: what it says of the model."""
+    known. model_facts: what it says of the model. parts: its files, where each is a state of its
+    own (in a directory of Hugging Face)."""
 
     url: str
     format: str
@@ -46,6 +45,7 @@ class ForeignCheckpoint:
     values: Mapping[str, SavedValue] = field(default_factory=dict)
     containers: Mapping[Path, str] = field(default_factory=dict)
     model_facts: tuple[SourceFacts, ...] = ()
+    parts: tuple[ArchiveRecord, ...] = ()
 
     @cached_property
     def logical(self) -> Mapping[str, LogicalTensor]:
@@ -55,9 +55,8 @@ class ForeignCheckpoint:
 
     @cached_property
     def optimizers(self) -> frozenset[str]:
-        """Places of optimizers: what has `param_groups`."""
-        found = map(_OPTIMIZER.match, (*self.saved, *self.objects))
-        return self.of_optimizers | {match.group(1) or "" for match in found if match}
+        """The places of optimizers."""
+        return self.of_optimizers | places_of_optimizers((*self.saved, *self.objects))
 
     def reader(self, tensors: Mapping[str, LogicalTensor]) -> BoxTensors:
         """Of some of them, under other names.

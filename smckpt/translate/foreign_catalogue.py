@@ -15,7 +15,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,9 +37,8 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
 from smckpt.storage.urls import is_local
 from smckpt.translate.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
-from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint
-from smckpt.translate.rank_sources import RankFilesFound, find_source, open_source
+from smckpt.translate.rank_sources import RankFilesFound, open_source
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.state_files import open_state
 
@@ -57,19 +56,18 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
         UsageError: it is no whole state: the files of tensor-parallel ranks.
         CorruptCheckpointError: it is damaged, or a file is missing.
     """
-    files = SourceFiles(storage.access)
-    place = find_source(storage.url, files)
-    if isinstance(place, Folder):
-        found = open_source(storage.url, storage.access)
-        if isinstance(found, RankFilesFound):
+    found = open_source(storage.url, storage.access)
+    if isinstance(found, RankFilesFound):
+        if not found.whole:
             raise UsageError(
                 f"these are files of ranks ({found.format}), each with tensors of its own",
                 remedy="make a Hugging Face model of them with `smckpt export`", path=storage.url,
             )  # fmt: skip
-        source = found or open_state(place, files)
-    else:
-        source = None if place is None else open_state(place, files)
-    return None if source is None else _catalogue(source, storage)
+        (record,) = found.files.values()
+        found = open_state([record], found.source)
+    elif found is not None and found.parts:
+        found = replace(open_state(found.parts, found.source), url=found.url, format=found.format)
+    return None if found is None else _catalogue(found, storage)
 
 
 def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:

@@ -21,7 +21,6 @@ from smckpt.layout.mesh import Shape
 
 __all__ = [
     "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
     "LoraConfig",
     "PeftTensors",
     "read_lora_config",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 _LORA = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.translate.cast import CASTABLE
@@ -14,7 +14,7 @@ from smckpt.translate.degrees import Degrees
 from smckpt.translate.detect import choose_layout, unmatched, without_place
 from smckpt.translate.dims import Dims, read_dims
 from smckpt.translate.pieces import RankTensors, Side, TensorKey, folded, tensors_of
-from smckpt.translate.prediction import DROP, further_layers, kept_layers, left_out_note
+from smckpt.translate.prediction import DROP, KEEP, further_layers, kept_layers, left_out_note
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.source_facts import SourceFacts
 from smckpt.translate.stream import equal, tied_names
@@ -25,12 +25,15 @@ from smckpt.translate.vocabulary import check_rows, padded_rows
 __all__ = [
     "Holder",
     "Proof",
+    "Some",
     "Translation",
-    "from_hub",
     "model_dims",
     "prove",
+    "source_of_ranks",
+    "source_of_release",
     "target_of",
     "to_hub",
+    "to_ranks",
 ]
 
 
@@ -78,11 +81,24 @@ def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> D
 
 
 @dataclass(frozen=True)
-class _Some:
+class Some:
     """Some of a reader's tensors."""
 
-    url: str
+    reader: TensorReader
     held: Mapping[str, RankTensors]
+
+    @property
+    def url(self) -> str:
+        return self.reader.url
+
+    def plan(self, blocks: Sequence[Block]) -> Any:
+        return self.reader.plan(blocks)
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        self.reader.read(plan, buffers)
+
+    def close(self) -> None:
+        self.reader.close()
 
 
 @dataclass(frozen=True)
@@ -110,13 +126,28 @@ def prove(
     Raises:
         as `to_hub`.
     """
+    side, tied_head, notes, rows = _source_side(
+        reader, config, layout, degrees, padded_vocab_size, trims=trims, predicting=predicting,
+        facts=facts, keep_tied=True,
+    )  # fmt: skip
+    hub = hub_side(side.dims)
+    return Proof(side.layout, side, hub, compile_blocks(side, hub), tied_head, rows, notes)
+
+
+def _source_side(
+    reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
+    padded_vocab_size: int | None, *, trims: bool, predicting: int, facts: Sequence[SourceFacts],
+    keep_tied: bool,
+) -> tuple[Side, bool, tuple[str, ...], int]:  # fmt: skip
+    """The tensors of a reader as a side; whether they have a head that the config ties to the
+    embedding; notes; and how many rows of the vocabulary are stored. keep_tied: such a head is
+    among the roles."""
     dims = model_dims(config, reader.url, predicting)
     chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
     for one in facts:
         chosen = one.layout(chosen, dims.family.zero_centred, given=layout is not None)
-    heads = [row.name for row in chosen.rows if row.roles == ("head",)]
-    tied_head = dims.tied and any(name in reader.held for name in heads)
-    if tied_head:
+    tied_head = dims.tied and _head_of(chosen) in reader.held
+    if tied_head and keep_tied:
         dims = replace(dims, once=dims.once | {"head"})
     side = side_of_reader(reader, chosen, dims, degrees)
     rows = size = dims.sizes["V"]
@@ -124,8 +155,12 @@ def prove(
         rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
     assert config is not None
     notes = [note for one in facts for note in one.compare(dims, config, chosen, rows)]
-    hub = hub_side(dims)
-    return Proof(chosen, side, hub, compile_blocks(side, hub), tied_head, rows, tuple(notes))
+    return side, tied_head, tuple(notes), rows
+
+
+def _head_of(layout: TensorLayout, role: str = "head") -> str:
+    """The name of the output head in a layout, or of another role outside its layers."""
+    return next((r.name for r in layout.rows if r.roles == (role,) and not r.of_layers), "")
 
 
 def to_hub(
@@ -150,9 +185,9 @@ def to_hub(
     left = {} if kept else further
     whole_layers: list[Translated] = []
     if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
-        whole_layers = whole_tensors(_Some(reader.url, {n: reader.held[n] for n in further}))
+        whole_layers = whole_tensors(Some(reader, {n: reader.held[n] for n in further}))
         left = further
-    some = _Some(reader.url, {n: t for n, t in reader.held.items() if n not in left})
+    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
     predicting = 0 if whole_layers else kept
     proof = prove(
         some, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
@@ -217,16 +252,51 @@ def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: 
         parts = degrees.etp if place.row.of_experts else degrees.tp
         parts = 1 if place.row.tp is None else parts
         shape = side.local_shape(place, vocabulary, parts, degrees.ep)
-        said = folded(place.row, shape)
-        shards = {(t, c): said for c in range(degrees.columns) for t in range(degrees.tp)}
+        stored = folded(place.row, shape)
+        shards = {(t, c): stored for c in range(degrees.columns) for t in range(degrees.tp)}
         side.add(place, RankTensors(place.name, "", shards))
     return side
 
 
-def from_hub(
-    reader: TensorReader, dims: Dims, layout: TensorLayout, degrees: Degrees, multiple: int
-) -> tuple[TranslatedSource, dict[tuple[int, int], list[Translated]]]:
-    """The tensors of each rank (tp, column) in a layout, made from Hugging Face's."""
+def source_of_ranks(
+    reader: TensorReader, config: ModelConfig, layout: str | TensorLayout | None, degrees: Degrees,
+    padded_vocab_size: int | None = None, mtp: str | None = DROP,
+    facts: Sequence[SourceFacts] = (),
+) -> tuple[Side, int, tuple[str, ...]]:  # fmt: skip
+    """The tensors of a layout's ranks as a side, how many layers that predict further tokens are
+    among them, and notes.
+
+    Raises:
+        as `to_hub`.
+    """
+    family = model_dims(config, reader.url).family
+    further = further_layers(reader.held, family, config)
+    kept = kept_layers(further, family, config, mtp, reader.url)
+    left = {} if kept else further
+    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
+        raise UsageError(
+            "layers that predict further tokens have the names of releases here, and the others "
+            "those of a layout",
+            remedy=f"leave mtp= out, or export with mtp={KEEP!r}, and import that",
+            path=reader.url,
+        )
+    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
+    side, tied_head, notes, _ = _source_side(
+        some, config, layout, degrees, padded_vocab_size, trims=True, predicting=kept, facts=facts,
+        keep_tied=False,
+    )  # fmt: skip
+    if tied_head:
+        _refuse_other_head(reader, side)
+    _refuse_unequal(TranslatedSource(reader), side, reader)
+    return side, kept, (*notes, *(() if kept else left_out_note(further)))
+
+
+def source_of_release(reader: TensorReader, dims: Dims) -> Side:
+    """The whole tensors of a release as a side.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError: they are not a whole model.
+    """
     hub = dims.family.hub
     missing, unexpected = unmatched(reader.held, hub, dims, 1)
     if missing or unexpected:
@@ -237,35 +307,41 @@ def from_hub(
             remedy="pass a directory with all weights and the config that belongs to them",
             path=reader.url,
         )
-    _refuse_other_head(reader, hub, dims)
-    source = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
-    _refuse_unequal(TranslatedSource(reader), source, reader)
-    target = side_of_ranks(layout, dims, degrees, multiple)
+    side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
+    if dims.tied and _head_of(hub) in reader.held:
+        _refuse_other_head(reader, side)
+    _refuse_unequal(TranslatedSource(reader), side, reader)
+    return side
+
+
+def to_ranks(
+    reader: TensorReader, source: Side, layout: TensorLayout, degrees: Degrees, multiple: int
+) -> tuple[TranslatedSource, dict[tuple[int, int], dict[str, Translated]]]:
+    """The tensors of each rank (tp, column) in a layout, by name, made from those of a reader."""
+    target = side_of_ranks(layout, source.dims, degrees, multiple)
     blocks = compile_blocks(source, target)
-    dtypes = {TensorKey(name, 0, 0): held.dtype for name, held in reader.held.items()}
-    out: dict[tuple[int, int], list[Translated]] = {}
+    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
+    out: dict[tuple[int, int], dict[str, Translated]] = {}
     for key in target.shapes:
-        out.setdefault((key.tp, key.ep), []).append(
-            target_of(key, source, target, blocks[key], dtypes)
-        )
+        made = target_of(key, source, target, blocks[key], dtypes)
+        out.setdefault((key.tp, key.ep), {})[key.name] = made
     return TranslatedSource(reader), out
 
 
-def _refuse_other_head(reader: TensorReader, hub: TensorLayout, dims: Dims) -> None:
+def _refuse_other_head(reader: TensorReader, side: Side) -> None:
     """Refuse a head that differs from the embedding to which the config ties it."""
-    names = {row.roles[0]: row.name for row in hub.rows if not row.of_layers}
-    if not dims.tied or names.get("head") not in reader.held:
-        return
-    one, two = (
-        whole(TensorKey(n, 0, 0), reader.held[n].shards[0, 0], reader.held[n].dtype)
-        for n in (names["embed"], names["head"])
-    )
-    if not equal(TranslatedSource(reader), one, two):
-        raise TensorMismatchError(
-            f"tie_word_embeddings is true, but {two.name} and {one.name} differ",
-            remedy="set tie_word_embeddings to false in the config if the model has both",
-            path=reader.url,
+    head, embed = (reader.held[_head_of(side.layout, role)] for role in ("head", "embed"))
+    for one, two in zip(_keys(embed), _keys(head), strict=False):
+        a, b = (
+            whole(key, held.whole or held.shards[key.tp, key.ep], held.dtype)
+            for key, held in ((one, embed), (two, head))
         )
+        if not equal(TranslatedSource(reader), a, b):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {head.name} and {embed.name} differ",
+                remedy="set tie_word_embeddings to false in the config if the model has both",
+                path=reader.url,
+            )
 
 
 def _keys(held: RankTensors) -> list[TensorKey]:

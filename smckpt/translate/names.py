@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 
@@ -21,11 +22,12 @@ __all__ = [
     "Named",
     "Tie",
     "find_ties",
-    "model_tensors",
     "places_of_models",
+    "places_of_optimizers",
     "prefix_remedy",
     "refuse_peft",
     "stage_tensors",
+    "tensors_at",
     "unwrapped",
 ]
 
@@ -52,6 +54,15 @@ _ROOT = re.compile(
 _NO_ATTRIBUTES = ("", "base_model", "language_model", "transformer", "thinker")
 T = TypeVar("T")
 
+# The model's key in trainers' states; DeepSpeed's is "module", that of torch's tutorials the last.
+_MODELS = ("model", "state_dict", "module", "model_state_dict")
+# Megatron-LM's names before Megatron-core. ChatGLM has them without the first part.
+_BEFORE_CORE = re.compile(
+    r"(?:.*\.)?language_model\.(?:encoder|transformer)\.layers\.\d+"
+    r"\.(?:self_)?attention\.query_key_value\.weight"
+)
+_CHUNK = re.compile(r"\d+\..+")
+_OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SHARED = "shared.weight"  # of an encoder and a decoder with one embedding
@@ -107,37 +118,46 @@ class Named(Protocol):
     def optimizers(self) -> Iterable[str]: ...
 
 
-def model_tensors(
-    catalogue: Named, prefix: str | None, *, peft: bool = False
-) -> dict[str, LogicalTensor]:
-    """Map each name in the export to its tensor.
+def tensors_at(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
+    """The tensors at the model's place, by their names there.
 
     Args:
-        prefix: the dotted place of the model in the saved state dict; "" for the whole of it. None:
-            the key "model", or the only part that is not an optimizer.
-        peft: expect a PEFT model's names.
+        prefix: the dotted place of the model, from the top of the state or in the model that is
+            found without it; "" for the whole of the state. None: a key that trainers use for a
+            model, or else the only part that looks like one.
 
     Raises:
-        UsageError: the place is ambiguous (the message names the candidates), or holds an adapter.
+        UsageError: the place is ambiguous (the message names the candidates), or has names that
+            are not read.
         KeysMismatchError: nothing is saved there.
     """
-    tensors = _outside_optimizers(catalogue)
-    if prefix is None:
-        prefix = _find_prefix(tensors, catalogue.url)
-        if not prefix:  # the model is at the top, and what else is there is nested
-            tensors = {name: t for name, t in tensors.items() if len(t.path) == 1}
-    lead = f"{prefix}." if prefix else ""
-    found = {name[len(lead) :]: t for name, t in tensors.items() if name.startswith(lead)}
+    tensors = _outside_optimizers(state)
+    place = _find_prefix(tensors, state.url) if prefix is None else prefix
+    found = _below(tensors, place)
+    if prefix is None and not place:  # the model is at the top, and what else is there is nested
+        found = {name: t for name, t in found.items() if len(t.path) == 1}
+    elif prefix and not found:
+        with suppress(UsageError):
+            found = _below(tensors, ".".join(filter(None, (_find_prefix(tensors, ""), prefix))))
     if not found:
         raise KeysMismatchError(
-            f"no tensor's name starts with {lead!r}; the state dict has {_tops(tensors)}",
+            f"no tensor's name starts with {place + '.'!r}; the state dict has {_tops(tensors)}",
             remedy=prefix_remedy(tensors),
-            path=catalogue.url,
+            path=state.url,
         )
-    found = unwrapped(found)
-    if not peft:
-        refuse_peft(found, catalogue.url)
+    if old := next((name for name in found if _BEFORE_CORE.fullmatch(name)), None):
+        raise UsageError(
+            f"these are Megatron-LM's names before Megatron-core (its legacy models): {old}",
+            remedy="convert it with Megatron-LM's tools/checkpoint/convert.py --model-type GPT "
+            "--loader legacy --saver core, and pass what that writes",
+            path=state.url,
+        )
     return found
+
+
+def _below(tensors: Mapping[str, T], place: str) -> dict[str, T]:
+    lead = f"{place}." if place else ""
+    return {name[len(lead) :]: t for name, t in tensors.items() if name.startswith(lead)}
 
 
 def refuse_peft(names: Iterable[str], where: str) -> None:
@@ -149,18 +169,17 @@ def refuse_peft(names: Iterable[str], where: str) -> None:
         )  # fmt: skip
 
 
-def stage_tensors(catalogue: Named, prefix: str | None) -> dict[str, LogicalTensor]:
-    """As `model_tensors`, of a checkpoint in pipeline stages. If a stage has several chunks, under
-    the keys model0, model1, … or in a list, their names begin with the chunk's number."""
-    tops = {str(tensor.path[0]) for tensor in _outside_optimizers(catalogue).values()}
-    keys = [f"model{number}" for number in range(len(tops))]
-    keys = [key for key in keys if key in tops]
+def stage_tensors(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
+    """As `tensors_at`, of a pipeline stage. If it has several chunks, under the keys model0, …, or
+    in a list, their names begin with the chunk's number."""
+    tops = {str(tensor.path[0]) for tensor in _outside_optimizers(state).values()}
+    keys = [key for number in range(len(tops)) if (key := f"model{number}") in tops]
     if prefix is not None or len(keys) < 2:
-        return model_tensors(catalogue, prefix)
+        return tensors_at(state, prefix)
     return {
         f"{key.removeprefix('model')}.{name}": tensor
         for key in keys
-        for name, tensor in model_tensors(catalogue, key).items()
+        for name, tensor in tensors_at(state, key).items()
     }
 
 
@@ -205,6 +224,12 @@ def places_of_models(names: Iterable[str]) -> list[str]:
     return sorted({match[1].removesuffix(".") for match in found if match})
 
 
+def places_of_optimizers(names: Iterable[str]) -> frozenset[str]:
+    """The dotted places of optimizers: what has `param_groups`."""
+    found = map(_OPTIMIZER.match, names)
+    return frozenset(match.group(1) or "" for match in found if match)
+
+
 def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
     places = [f"{place}." for place in catalogue.optimizers]
     return {
@@ -215,26 +240,48 @@ def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
 
 
 def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
-    by_top: dict[str, list[LogicalTensor]] = {}
+    """The model's place: a key that trainers use; the top; the only place of a language model; the
+    only key that holds what looks like a model."""
+    if place := _known_place(tensors.values(), ()):
+        return dotted(place)
+    top = [name for name, tensor in tensors.items() if len(tensor.path) == 1]
+    nested: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors.values():
-        by_top.setdefault(str(tensor.path[0]), []).append(tensor)
-    if any(len(t.path) > 1 for t in by_top.get("model", ())):
-        return "model"
-    nested = {top: held for top, held in by_top.items() if len(held[0].path) > 1}
-    if len(nested) < len(by_top) and not any(map(_like_a_model, nested.values())):
+        if len(tensor.path) > 1:
+            nested.setdefault(str(tensor.path[0]), []).append(tensor)
+    models = sorted(key for key, held in nested.items() if _like_a_model(held))
+    if top and (not models or "" in places_of_models(top)):
         return ""
-    candidates = [top for top, held in by_top.items() if _like_a_model(held)]
-    if len(candidates) == 1:
-        (top,) = candidates
-        inner = any(len(t.path) > 2 and t.path[1] == "model" for t in by_top[top])
-        return f"{top}.model" if inner else top  # one object that holds a model and more
+    places = {_outer_place(place) for place in places_of_models(tensors)}
+    if len(places) == 1:
+        return places.pop()
+    loose = [name for name in top if _like_a_model([tensors[name]])]
+    if len(models) == 1 and not loose:
+        held = nested[models[0]]
+        return dotted(_known_place(held, held[0].path[:1]) or held[0].path[:1])
     raise UsageError(
-        f"the model could be any of the keys {sorted(candidates)} of the saved state dict"
-        if candidates
+        f"the model could be any of the keys {[*models, *sorted(loose)][:8]} of the saved state "
+        "dict"
+        if models or loose
         else f"no key of the saved state dict looks like a model: it has {_tops(tensors)}",
         remedy=prefix_remedy(tensors),
         path=url,
     )
+
+
+def _known_place(tensors: Iterable[LogicalTensor], above: Path) -> Path:
+    """The place below `above` that keys which trainers use for a model lead to; () without any."""
+    held = [t for t in tensors if t.path[: len(above)] == above and len(t.path) > len(above) + 1]
+    keys = {t.path[len(above)] for t in held}
+    key = next((key for key in _MODELS if key in keys), None)
+    return () if key is None else (_known_place(held, (*above, key)) or (*above, key))
+
+
+def _outer_place(place: str) -> str:
+    """A place without the names that belong to the model itself: PEFT's, or a tower's sibling."""
+    parts = place.split(".")
+    own = next((at for at, part in enumerate(parts) if part in _NO_ATTRIBUTES), len(parts))
+    return ".".join(parts[:own])
 
 
 def _like_a_model(held: list[LogicalTensor]) -> bool:
@@ -253,6 +300,12 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
     Raises:
         UsageError: two tensors would then have one name.
     """
+    if found and all(map(_CHUNK.fullmatch, found)):  # chunks of a pipeline stage
+        chunks: dict[str, dict[str, T]] = {}
+        for name, tensor in found.items():
+            number, _, rest = name.partition(".")
+            chunks.setdefault(number, {})[rest] = tensor
+        return {f"{n}.{name}": t for n, c in chunks.items() for name, t in unwrapped(c).items()}
     out: dict[str, T] = {}
     outer = _outer_parts(found)
     for name, tensor in found.items():

@@ -15,18 +15,21 @@ from typing import Any, NoReturn
 
 from smckpt.errors import TensorMismatchError, TopologyError, UsageError
 from smckpt.translate.compile import Block
-from smckpt.translate.pieces import RankTensors, TensorKey
+from smckpt.translate.dims import Dims
+from smckpt.translate.pieces import RankTensors, TensorKey, tensors_of
 from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.stream import equal
-from smckpt.translate.translated import TranslatedSource, whole
+from smckpt.translate.table import TensorLayout
+from smckpt.translate.translated import Translated, TranslatedSource, whole
 
-__all__ = ["StagedTensors", "by_name", "merged"]
+__all__ = ["RankStage", "StagedTensors", "by_name", "merged", "stages_of_ranks"]
 
 _CHUNK = re.compile(r"(\d+)\.(.+)")  # of a list of chunks' state dicts, or of model0, model1, …
 _TOWER = r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector)\."  # before all layers
 # what has numbers of its own: a vision tower, and what follows all layers
 _OUTSIDE = re.compile(rf"mtp\.|{_TOWER}")
 _FIRST = re.compile(rf"({_TOWER}|embed(?!_out)|\bwte\b|\bwpe\b)")  # the first stage's names
+_BEFORE_LAYERS = frozenset({"embed", "pos", "embed_norm", "embed_norm_b"})  # roles
 _LAST = re.compile(r"(norm|\bln_f\b)")  # the last norm's
 
 
@@ -264,3 +267,57 @@ def _refuse(what: str, where: str) -> NoReturn:
         "and its own config",
         path=where,
     )
+
+
+# -- stages that are written -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankStage:
+    """names: name in the whole model → name in the stage. copies: (name there, name in the whole
+    model): what the stage has besides."""
+
+    names: Mapping[str, str]
+    copies: tuple[tuple[str, str], ...] = ()
+
+    def of(self, tensors: Mapping[str, Translated]) -> list[Translated]:
+        """The stage's tensors out of those of a rank with all layers."""
+        own = [replace(t, name=self.names[n]) for n, t in tensors.items() if n in self.names]
+        return own + [replace(tensors[name], name=here) for here, name in self.copies]
+
+
+def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[RankStage]:
+    """What each of `pp` stages holds, with the same number of layers each. Those of Megatron's
+    layouts number their layers from 0.
+
+    Raises:
+        TopologyError: the stages do not divide the layers, or the model predicts further tokens.
+    """
+    places = list(tensors_of(layout, dims, ep))
+    if pp == 1:
+        return [RankStage({place.name: place.name for place in places})]
+    if dims.layers % pp or len(dims.kinds) > dims.layers:
+        extra = len(dims.kinds) - dims.layers
+        raise TopologyError(
+            f"{pp} pipeline stages do not divide {dims.layers} layers"
+            if not extra
+            else f"{extra} layers predict further tokens, and have no place in {pp} stages",
+            remedy="pass pp= a degree that divides the layers, and leave mtp= out",
+        )
+    each, own = dims.layers // pp, layout.name.startswith("mcore_")
+    names: list[dict[str, str]] = [{} for _ in range(pp)]
+    for place in places:
+        stage = pp - 1
+        if place.row.tower or _BEFORE_LAYERS.intersection(place.row.roles):
+            stage = 0
+        elif place.layer >= 0:
+            stage = place.layer // each
+        name = place.name
+        if own and place.layer >= 0 and not place.row.tower:
+            name = place.row.name.replace("{i}", str(place.layer % each))
+            name = name.replace("{e}", str(place.expert))
+        names[stage][place.name] = name
+    outer = {row.roles: row.name for row in layout.rows if not row.of_layers}
+    head = outer.get(("head",)) if dims.tied else None
+    copies = () if head is None else ((head, outer[("embed",)]),)
+    return [RankStage(held, copies if stage == pp - 1 else ()) for stage, held in enumerate(names)]

@@ -144,9 +144,7 @@ class Dequantized:
         self._found = found
         self._dtype = dtype
         plain = {name: held for name, held in reader.held.items() if name not in parts}
-        made = {
-            name: RankTensors(name, dtype, {(0, 0): weight.shape}) for name, weight in found.items()
-        }
+        made = {name: RankTensors(name, dtype, {}, weight.shape) for name, weight in found.items()}
         self.held: Mapping[str, RankTensors] = {**plain, **made}
 
     def plan(self, blocks: Sequence[Block]) -> tuple[Any, list[Block]]:
@@ -261,7 +259,7 @@ def _float8_of(
 ) -> _Float8:
     if weight is None:
         _lack(f"{scale.name} has no weight beside it", where)
-    shape, grid = weight.shards[0, 0], scale.shards[0, 0]
+    shape, grid = _shape(weight), _shape(scale)
     wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=False))
     if weight.dtype != _FLOAT8 or scale.dtype not in CASTABLE or len(shape) != 2 or grid != wanted:
         raise TensorMismatchError(
@@ -277,12 +275,12 @@ def _float8_of(
 def _mxfp4_of(blocks: RankTensors, scales: RankTensors | None, where: str) -> _Mxfp4:
     if scales is None:
         _lack(f"{blocks.name} has no scales beside it", where)
-    shape = blocks.shards[0, 0]
-    fits = len(shape) == 4 and shape[3] == _GROUP // 2 and scales.shards[0, 0] == shape[:3]
+    shape = _shape(blocks)
+    fits = len(shape) == 4 and shape[3] == _GROUP // 2 and _shape(scales) == shape[:3]
     if not fits or scales.dtype != "uint8":
         raise TensorMismatchError(
             f"{blocks.name} is {blocks.dtype} {shape} with {scales.dtype} scales "
-            f"{scales.shards[0, 0]}; mxfp4 is uint8 (experts, columns, groups, {_GROUP // 2}) with "
+            f"{_shape(scales)}; mxfp4 is uint8 (experts, columns, groups, {_GROUP // 2}) with "
             "uint8 scales (experts, columns, groups)",
             remedy="pass the release's own files", path=where,
         )  # fmt: skip
@@ -296,11 +294,16 @@ def _lack(what: str, where: str) -> NoReturn:
     )  # fmt: skip
 
 
+def _shape(tensor: RankTensors) -> Shape:
+    return tensor.shards[0, 0] if tensor.whole is None else tensor.whole
+
+
 def _read(reader: TensorReader, name: str, at: Strided, dtype: str) -> Array:
     """Elements of a stored tensor, in the shape of the grid."""
     kind = np.dtype(np.uint8) if dtype == "uint8" else stored_type(dtype)
     out = np.empty(at.sizes, kind)
-    block = Block(TensorKey(name, 0, 0), Copy(at, Strided.whole(at.sizes)))
+    key = TensorKey(name) if reader.held[name].whole is not None else TensorKey(name, 0, 0)
+    block = Block(key, Copy(at, Strided.whole(at.sizes)))
     reader.read(reader.plan([block]), [out.reshape(-1).view(np.uint8).data])
     return out
 

@@ -30,9 +30,9 @@ from smckpt.translate.torch_files import StoredState, stored_state
 __all__ = [
     "TensorReader",
     "bits",
+    "hub_tensors",
     "open_directory",
     "open_files",
-    "open_folder",
     "open_stages",
     "weight_files",
 ]
@@ -150,11 +150,12 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
         UsageError: there are no weights.
         CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
     """
-    return open_folder(Folder(SourceFiles(), str(directory.absolute())), exact=exact)
+    folder = Folder(SourceFiles(), str(directory.absolute()))
+    return BoxTensors(folder.url.rstrip("/"), hub_tensors(folder, exact=exact), folder.source)
 
 
-def open_folder(folder: Folder, *, exact: bool = False) -> BoxTensors:
-    """As `open_directory`, in a store too."""
+def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, SavedTensor]:
+    """The tensors that `open_directory` reads, in a store too."""
     directory = folder.url.rstrip("/")
     single, index = _weights_of(folder)
     where = {} if single in folder.files else _weight_map(folder, index)
@@ -183,7 +184,7 @@ def open_folder(folder: Folder, *, exact: bool = False) -> BoxTensors:
             f"the index names {lost[:8]}, but no file has them", remedy="export it again",
             path=f"{directory}/{index}",
         )  # fmt: skip
-    return BoxTensors(directory, tensors, folder.source)
+    return tensors
 
 
 def weight_files(folder: Folder) -> list[ArchiveRecord]:

@@ -16,18 +16,16 @@ from smckpt.checkpoint.replaces import holds_dcp
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.dcp.directory import open_dcp
 from smckpt.translate.dcp.shards import open_shards
 from smckpt.translate.deepspeed import open_smp_sharded, open_universal, open_zero3
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.folders import Folder, is_tar, open_tar
 from smckpt.translate.foreign import ForeignCheckpoint
-from smckpt.translate.names import prefix_remedy
 from smckpt.translate.pickled import Inert
 from smckpt.translate.pipeline import by_name, merged
 from smckpt.translate.rank_copies import refuse_equal_ranks
-from smckpt.translate.rank_files import TensorReader, open_folder, open_stages, weight_files
+from smckpt.translate.rank_files import TensorReader, hub_tensors, open_stages, weight_files
 from smckpt.translate.source_facts import (
     EP,
     PP,
@@ -37,9 +35,21 @@ from smckpt.translate.source_facts import (
     yaml_beside,
 )
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.torch_files import StoredState, keys_of, places_in, stored_state, torch_root
+from smckpt.translate.targets import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
+from smckpt.translate.torch_files import StoredState, stored_state, torch_root
 
-__all__ = ["RankFilesFound", "find_source", "open_ranks", "open_source"]
+__all__ = [
+    "HUB_DIRECTORY",
+    "PEFT_DIRECTORY",
+    "RankFilesFound",
+    "find_source",
+    "open_ranks",
+    "open_source",
+]
+
+# names of formats
+HUB_DIRECTORY, PEFT_DIRECTORY = "a Hugging Face directory", "a directory of PEFT"
+ONE_FILE = "one file"
 
 _LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's, above its iterations
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")  # tensor, pipeline, expert
@@ -86,6 +96,11 @@ class RankFilesFound:
         }
 
     @property
+    def whole(self) -> bool:
+        """Whether it is one file with all that was saved."""
+        return self.format in (ONE_FILE, PEFT_DIRECTORY)
+
+    @property
     def order_is_known(self) -> bool:
         """Whether names, or what is in the files, tell which rank each is of."""
         ranks = [state.facts and state.facts.values.get("rank") for state in self.states.values()]
@@ -97,6 +112,12 @@ class RankFilesFound:
         """What the first rank's file, and a file beside it, say of the model."""
         inside = next((state.facts for state in self.states.values()), None)
         return tuple(facts for facts in (inside, self.beside) if facts is not None)
+
+    @property
+    def step(self) -> int | None:
+        """The training step that the first file records."""
+        found = next((state.step for state in self.states.values()), None)
+        return found if type(found) is int else None
 
     def degree(self, name: str) -> int | None:
         """A degree that the names of files tell, or else what is in them."""
@@ -113,8 +134,8 @@ def open_source(
     checkpoint: Any, access: Access | None = None
 ) -> RankFilesFound | ForeignCheckpoint | None:
     """Recognise a source that another program wrote by its content: the files of ranks (a list, one
-    file, a directory of Megatron-LM), or a checkpoint in one directory or archive. None for a
-    checkpoint of smckpt's, and for an unknown source.
+    file, a directory of Megatron-LM or of PEFT), or a checkpoint in one directory or archive (also
+    a directory of Hugging Face). None for a checkpoint of smckpt's, and for an unknown source.
 
     Raises:
         UsageError: a rank's file is missing.
@@ -125,14 +146,14 @@ def open_source(
         return RankFilesFound(_given([os.fspath(path) for path in checkpoint], source), source)
     place = find_source(os.fspath(checkpoint), source)
     if isinstance(place, ArchiveRecord):
-        return RankFilesFound({place.path: place}, source, format="one file")
+        return RankFilesFound({place.path: place}, source, format=ONE_FILE)
     if place is None or _is_ours(place, source):
         return None
     packed = place.packed
     place = _iteration(place)
     found = (
         _megatron(place) or _nemo(place) or _deepspeed(place) or _smp(place) or open_dcp(place)
-        or open_shards(place)
+        or open_shards(place) or _hub_directory(place)
     )  # fmt: skip
     if found is None and packed:
         raise UsageError(
@@ -158,18 +179,22 @@ def _is_ours(place: Folder, source: SourceFiles) -> bool:
     return True
 
 
-def open_hub_directory(checkpoint: Any, access: Access) -> BoxTensors | None:
-    """The weights in a directory of Hugging Face's, on a disk or in a store. None: another source.
+def _hub_directory(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
+    """The weights in a directory of Hugging Face's, or of PEFT's.
 
     Raises:
-        UsageError, CorruptCheckpointError: a file of its index is missing or damaged.
+        UsageError, CorruptCheckpointError: a file of the index is missing or damaged.
     """
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        return None
-    place = find_source(os.fspath(checkpoint), SourceFiles(access))
-    if not isinstance(place, Folder) or any(parse_name(name) for name in place.files):
-        return None
-    return open_folder(place) if weight_files(place) else None
+    if files := weight_files(folder):
+        saved = {key.name: tensor for key, tensor in hub_tensors(folder).items()}
+        sizes = {record.path.rpartition("/")[2]: record.nbytes for record in files}
+        return ForeignCheckpoint(
+            folder.url, HUB_DIRECTORY, saved, folder.source, files=sizes, parts=tuple(files)
+        )
+    for name in (ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN):
+        if name in folder.files:
+            return RankFilesFound({name: folder.files[name]}, folder.source, format=PEFT_DIRECTORY)
+    return None
 
 
 def open_ranks(
@@ -180,30 +205,8 @@ def open_ranks(
     hold the same.
 
     Raises:
-        UsageError: no file has a tensor of a model.
         as `open_files`, `refuse_equal_ranks` and `merged`.
     """
-    reader = _reader_of(found, degrees, pp, layers, vpp, equal_ranks)
-    if not reader.held:
-        raise _no_model(found)
-    return reader
-
-
-def _no_model(found: RankFilesFound) -> UsageError:
-    record = next(iter(found.files.values()))
-    keys, places = keys_of(found.source, record), places_in(found.source, record)
-    return UsageError(
-        f"there is no model in the file, whose keys are {keys[:8]}",
-        remedy=prefix_remedy(places) if places else "save the model's state dict "
-        "(model.state_dict(), not the model) alone, or under the key model",
-        path=found.url,
-    )  # fmt: skip
-
-
-def _reader_of(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
-    equal_ranks: bool,
-) -> TensorReader:  # fmt: skip
     stages = open_stages(found.states, degrees, pp, found.source, found.alone)
     refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
     if not equal_ranks:

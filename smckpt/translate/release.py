@@ -1,12 +1,12 @@
-"""The weights of a released checkpoint: a Hugging Face directory as it is downloaded."""
+"""The weights of a release, by the names of the family's table: numbers where they are quantized,
+without the layers that are left out."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from smckpt.translate.boxes import BoxTensors
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.family import Family
+from smckpt.translate.model import Some
 from smckpt.translate.prediction import (
     DROP,
     PREDICTION_LAYERS,
@@ -15,14 +15,14 @@ from smckpt.translate.prediction import (
     left_out_note,
 )
 from smckpt.translate.quantized import dequantized
-from smckpt.translate.rank_files import TensorReader, open_directory
+from smckpt.translate.rank_files import TensorReader
 from smckpt.translate.table import TensorLayout
 
 __all__ = ["open_release", "weights_of"]
 
 
 def open_release(
-    directory: Path, settings: ModelConfig, family: Family, mtp: str = DROP
+    reader: TensorReader, settings: ModelConfig, family: Family, mtp: str = DROP
 ) -> tuple[TensorReader, int, tuple[str, ...]]:
     """A reader of the model's tensors by the names of the family's table, how many layers that
     predict further tokens it has, and notes for the user.
@@ -31,29 +31,28 @@ def open_release(
     are left out.
 
     Raises:
-        as `open_directory`, `dequantized` and `kept_layers`.
+        as `dequantized` and `kept_layers`.
     """
-    files = _with_outer_name(open_directory(directory), family.hub)
-    return weights_of(files, settings, family, mtp)
+    return weights_of(_with_outer_name(reader, family.hub), settings, family, mtp)
 
 
 def weights_of(
-    files: BoxTensors, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
+    reader: TensorReader, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
 ) -> tuple[TensorReader, int, tuple[str, ...]]:
-    """As `open_release`, of files that are open. Without a family, no layer is left out."""
-    found = further_layers(files.held, family, settings)
+    """As `open_release`. Without a family, no layer is left out."""
+    found = further_layers(reader.held, family, settings)
     if isinstance(said := settings.values.get(PREDICTION_LAYERS), int):
         found = {name: number for name, number in found.items() if number < said}
-    count = kept_layers(found, family, settings, mtp, files.url)
+    count = kept_layers(found, family, settings, mtp, reader.url)
     if found and not count:
-        files = files.renamed({name: name for name in files.held if name not in found})
-    return dequantized(files, settings), count, () if count else left_out_note(found)
+        reader = Some(reader, {n: t for n, t in reader.held.items() if n not in found})
+    return dequantized(reader, settings), count, () if count else left_out_note(found)
 
 
-def _with_outer_name(files: BoxTensors, hub: TensorLayout) -> BoxTensors:
+def _with_outer_name(reader: TensorReader, hub: TensorLayout) -> TensorReader:
     """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
     outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
     heads = {row.name for row in hub.rows if row.roles == ("head",)}
-    if any(name.startswith(f"{outer}.") for name in files.held):
-        return files
-    return files.renamed({n: n if n in heads else f"{outer}.{n}" for n in files.held})
+    if not isinstance(reader, BoxTensors) or any(n.startswith(f"{outer}.") for n in reader.held):
+        return reader
+    return reader.renamed({n: n if n in heads else f"{outer}.{n}" for n in reader.held})

@@ -15,7 +15,7 @@ import numpy as np
 from smckpt.checkpoint.strict_json import at_once
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.storage import Storage
+from smckpt.storage import Access, Storage
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
@@ -34,7 +34,7 @@ from smckpt.translate.files import Output
 from smckpt.translate.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.targets import OutputFile, Target, is_quantized
 
-__all__ = ["config_beside", "index_of", "notes_on_absent", "tokenizer_of", "write_sidecars"]
+__all__ = ["index_of", "notes_on_absent", "read_settings", "tokenizer_of", "write_sidecars"]
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
@@ -123,6 +123,21 @@ def _main_dtype(targets: Sequence[Target]) -> str | None:
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=False) + "\n").encode()
+
+
+def read_settings(
+    config: Any, access: Access, source: Any, copies: Callable[[], str]
+) -> tuple[ModelConfig | None, tuple[str, ...]]:
+    """The config that is given, or the one beside a source, with notes on it.
+
+    Args:
+        source: a path or URL; others have none beside them.
+        copies: as of `config_beside`.
+    """
+    settings = read_config(config)
+    if settings is not None or not isinstance(source, (str, os.PathLike)):
+        return settings, ()
+    return config_beside(access.open(source), copies)
 
 
 def config_beside(

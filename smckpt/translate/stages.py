@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.translate.card import write_card
 from smckpt.translate.comparison import Comparison
+from smckpt.translate.config import ModelConfig
 from smckpt.translate.contents import ExportContents
 from smckpt.translate.export_group import ExportGroup, shares
 from smckpt.translate.files import Output
@@ -24,12 +26,14 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """The files to write and their directory. sidecars: writes the files beside the weights."""
+    """The files to write and their directory. sidecars: writes the files beside the weights.
+    settings: the model's config."""
 
     found: ExportContents
     files: Sequence[OutputFile]
     output: Output
     sidecars: Callable[[], None]
+    settings: ModelConfig | None = None
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Stages:
     allow_nonfinite: bool
     threads: int
     progress: Callable[[int, int], None] | None
+    card: bool = True
     nonfinite: NonFinite = field(default_factory=NonFinite)
     planned: Planned | None = None
     notes: list[str] = field(default_factory=list)
@@ -94,7 +99,8 @@ class Stages:
             self._meanwhile,
             self.nonfinite.look,
         )
-        return {"nonfinite": self.nonfinite.counts}
+        checksums = {file.name: planned.output.checksum_of(file) for file in mine}
+        return {"nonfinite": self.nonfinite.counts, "checksums": checksums}
 
     def publish(self, bodies: dict[int, Body]) -> Body:
         """On the first process: check that everything is there, and make it loadable."""
@@ -110,6 +116,9 @@ class Stages:
         self.notes += refuse_nonfinite(
             counts, self.allow_nonfinite, output.url, "use an earlier checkpoint"
         )
+        if self.card:
+            sums = {n: c for body in bodies.values() for n, c in body["checksums"].items()}
+            self.notes += write_card(output, self.made.found, self.made.settings, files, sums)
         output.publish(index_of(files) if len(files) > 1 else None)
         return {"nonfinite": counts, "notes": self.notes}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,10 @@ from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.entries import dotted
 from smckpt.storage.urls import is_local
 from smckpt.translate.boxes import SavedTensor, whole_tensor
-from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint, SavedValue
-from smckpt.translate.rank_files import weight_files
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archive
-from smckpt.translate.torch_files import is_safetensors, load_inert, stored_state
+from smckpt.translate.torch_files import is_safetensors, load_inert, safetensors_of
 from smckpt.translate.torch_values import plain_load
 
 __all__ = ["open_state"]
@@ -26,22 +25,30 @@ __all__ = ["open_state"]
 _PLAIN = ("Size", "device", "dtype")  # of torch
 
 
-def open_state(place: Folder | ArchiveRecord, source: SourceFiles) -> ForeignCheckpoint | None:
-    """The state in a file, or the weights in a directory of Hugging Face. None: it is neither.
+def open_state(files: Sequence[ArchiveRecord], source: SourceFiles) -> ForeignCheckpoint:
+    """The state in a file, or in the files of a directory of Hugging Face.
 
     Raises:
         UsageError: a file has another format.
         CorruptCheckpointError: a file is damaged, or a tensor is in two files.
     """
-    if isinstance(place, ArchiveRecord):
-        return _opened(source, place)
-    files = weight_files(place)
-    return _joined(place, [_opened(source, file) for file in files]) if files else None
+    first, *others = [_opened(source, file) for file in files]
+    saved, values, sizes = dict(first.saved), dict(first.values), dict(first.files)
+    for part in others:
+        if twice := sorted(saved.keys() & part.saved.keys()):
+            raise CorruptCheckpointError(
+                f"{twice[0]} is here and in another file",
+                remedy="remove the files of another model", path=part.url,
+            )  # fmt: skip
+        saved |= part.saved
+        values |= part.values
+        sizes |= part.files
+    return replace(first, saved=saved, values=values, objects=tuple(values), files=sizes)
 
 
 def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
     if is_safetensors(source, file):
-        tensors = stored_state(source, file).tensors
+        tensors = safetensors_of(source, file)
         saved = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
         sizes = {_name(file): file.nbytes}
         return ForeignCheckpoint(file.path, "safetensors", saved, source, files=sizes)
@@ -55,24 +62,6 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
 
 def _name(file: ArchiveRecord) -> str:
     return file.path.rpartition("/")[2]
-
-
-def _joined(folder: Folder, parts: Sequence[ForeignCheckpoint]) -> ForeignCheckpoint:
-    saved: dict[str, SavedTensor] = {}
-    values: dict[str, SavedValue] = {}
-    for part in parts:
-        if twice := sorted(saved.keys() & part.saved.keys()):
-            raise CorruptCheckpointError(
-                f"{twice[0]} is here and in another file",
-                remedy="remove the files of another model", path=part.url,
-            )  # fmt: skip
-        saved |= part.saved
-        values |= part.values
-    files = {name: size for part in parts for name, size in part.files.items()}
-    kind = f"Hugging Face ({parts[0].format})"
-    return ForeignCheckpoint(
-        folder.url, kind, saved, folder.source, tuple(values), files, values=values
-    )
 
 
 # -- torch.save ------------------------------------------------------------------------------------

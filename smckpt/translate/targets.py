@@ -17,6 +17,8 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 
 __all__ = [
+    "ADAPTER_WEIGHTS",
+    "ADAPTER_WEIGHTS_BIN",
     "ALIGNMENT",
     "INDEX",
     "INDEX_BIN",
@@ -36,6 +38,8 @@ INDEX = "model.safetensors.index.json"
 # what `save_pretrained` wrote before safetensors; only read
 SINGLE_BIN = "pytorch_model.bin"
 INDEX_BIN = "pytorch_model.bin.index.json"
+# PEFT's
+ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN = "adapter_model.safetensors", "adapter_model.bin"
 
 
 class Target(Protocol):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from smckpt.checkpoint.catalogue import LogicalTensor
 from smckpt.checkpoint.headers import read_header
 from smckpt.checkpoint.objects import refuse_inflating
-from smckpt.errors import CorruptCheckpointError, KeysMismatchError, UsageError
-from smckpt.layout.entries import DTYPES
+from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.layout.entries import DTYPES, dotted
+from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.strided import row_major_strides
-from smckpt.translate.names import places_of_models, prefix_remedy
+from smckpt.translate.names import places_of_optimizers, stage_tensors
 from smckpt.translate.pickled import Global, Inert
 from smckpt.translate.source_facts import SourceFacts, facts_of_state
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
@@ -24,17 +25,14 @@ from smckpt.translate.torch_archive import StoredTensor, is_archive, open_archiv
 __all__ = [
     "StoredState",
     "is_safetensors",
-    "keys_of",
     "load_inert",
-    "places_in",
+    "safetensors_of",
     "stored_state",
     "torch_root",
 ]
 
-T = TypeVar("T")
+_DEEPEST, _MOST_VALUES = 64, 1 << 23  # of a state in a file
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
-# the model's names in trainers' files; DeepSpeed's is "module", that of torch's tutorials the last
-_MODELS = ("model", "state_dict", "module", "model_state_dict")
 # How files of other formats begin: their names, and what to do.
 _OTHERS = (
     (b"GGUF", ("llama.cpp (GGUF)", "pass the model that it was converted from; or load it with "
@@ -43,11 +41,6 @@ _OTHERS = (
     (b"\x89HDF", ("HDF5 (Keras, TensorFlow)", "load it with from_pretrained(from_tf=True) of "
      "transformers 4, and save that")),
 )  # fmt: skip
-# Megatron-LM's names before Megatron-core. ChatGLM has them without the first part.
-_BEFORE_CORE = re.compile(
-    r"(?:.*\.)?language_model\.(?:encoder|transformer)\.layers\.\d+"
-    r"\.(?:self_)?attention\.query_key_value\.weight"
-)
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -123,95 +116,107 @@ def stored_state(
     """The model in a file.
 
     Args:
-        prefix: its dotted place, from the top of what was saved, or in the model that is found
-            without it. "" for the top. None: a key that trainers use for a model, or the top.
+        prefix: as of `tensors_at`.
 
     Raises:
         UsageError: it does not hold a state dict of dense tensors.
+        KeysMismatchError: nothing is at the place.
         CorruptCheckpointError: it is damaged.
     """
     if is_safetensors(source, file):
-        return StoredState(file.path, _below(_of_safetensors(source, file), prefix, file.path))
+        found: dict[str, Any] = safetensors_of(source, file)
+        whole = _State(file.path, {name: ((name,), t) for name, t in found.items()})
+        return StoredState(file.path, whole.model(prefix))
     root = torch_root(source, file)
-    out: dict[str, StoredTensor] = {}
-    for name, value in _picked(root, prefix, file.path).items():
-        if isinstance(value, StoredTensor):
-            out[str(name)] = value
-        elif odd := _odd_tensor(value):
-            raise UsageError(
-                f"{name} is a {odd}, not a dense tensor of plain numbers",
-                remedy="save dense tensors with their values",
-                path=file.path,
-            )
+    if not isinstance(root, Mapping):
+        raise UsageError(
+            f"the file holds a {type(root).__name__}", remedy="pass files of state dicts",
+            path=file.path,
+        )  # fmt: skip
+    state = _State(
+        file.path, {dotted(path): (path, value) for path, value in _leaves(root, file.path)}
+    )
+    if not state.logical:
+        raise UsageError(
+            f"there is no model in the file, whose keys are {[str(key) for key in root][:8]}",
+            remedy="save the model's state dict (model.state_dict(), not the model) alone, or "
+            "under the key model",
+            path=file.path,
+        )
     steps = [root[key] for key in _STEPS if isinstance(root.get(key), int)]
     step = steps[0] if steps else None
-    return StoredState(file.path, out, step, facts_of_state(root, file.path))
+    return StoredState(file.path, state.model(prefix), step, facts_of_state(root, file.path))
 
 
-def _picked(root: Any, prefix: str | None, path: str) -> Mapping[str, Any]:
-    if prefix is None:
-        found = _model_of(root, path)
-        _refuse_before_core(found, path)
-        if any(isinstance(value, StoredTensor) for value in found.values()):
-            return found
-    flat = _flat(root)
-    _refuse_before_core(flat, path)
-    if prefix is None:
-        places = [place for place in places_of_models(flat) if place]
-        return _below(flat, places[0], path) if len(places) == 1 else found
-    if not prefix or any(name.startswith(f"{prefix}.") for name in flat):
-        return _below(flat, prefix, path)
-    return _below(_flat(_model_of(root, path)), prefix, path)
+@dataclass(frozen=True)
+class _State:
+    """What a file holds: name → its place in what was saved, and the tensor or other value."""
+
+    url: str
+    leaves: Mapping[str, tuple[StatePath, Any]]
+
+    @cached_property
+    def logical(self) -> dict[str, LogicalTensor]:
+        """Tensors, also those of a kind that is not read."""
+        return {
+            name: LogicalTensor(name, path, value.dtype, value.shape)
+            if isinstance(value, StoredTensor)
+            else LogicalTensor(name, path, "float32", ())
+            for name, (path, value) in self.leaves.items()
+            if isinstance(value, StoredTensor) or _odd_tensor(value)
+        }
+
+    @property
+    def optimizers(self) -> frozenset[str]:
+        return places_of_optimizers(self.leaves)
+
+    def model(self, prefix: str | None) -> dict[str, StoredTensor]:
+        """
+        Raises:
+            UsageError, KeysMismatchError: as `stage_tensors`; or a tensor is not dense.
+        """
+        out = {}
+        for name, tensor in stage_tensors(self, prefix).items():
+            value = self.leaves[tensor.name][1]
+            if odd := _odd_tensor(value):
+                raise UsageError(
+                    f"{name} is a {odd}, not a dense tensor of plain numbers",
+                    remedy="save dense tensors with their values",
+                    path=self.url,
+                )
+            out[name] = value
+        return out
 
 
-def _refuse_before_core(names: Mapping[str, Any], path: str) -> None:
-    found = next((name for name in names if _BEFORE_CORE.fullmatch(name)), None)
-    if found is not None:
-        raise UsageError(
-            f"these are Megatron-LM's names before Megatron-core (its legacy models): {found}",
-            remedy="convert it with Megatron-LM's tools/checkpoint/convert.py --model-type GPT "
-            "--loader legacy --saver core, and pass what that writes",
-            path=path,
-        )
+def _leaves(root: Mapping[Any, Any], where: str) -> Iterator[tuple[StatePath, Any]]:
+    """The values in nested dicts, and in lists of tensors or dicts, with their places.
+
+    Raises:
+        CorruptCheckpointError: a forged file holds itself, or one part many times.
+    """
+    rest: list[tuple[StatePath, Any]] = [((), root)]
+    seen = 0
+    while rest:
+        above, value = rest.pop()
+        items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        seen += len(items)
+        if len(above) > _DEEPEST or seen > _MOST_VALUES:
+            raise CorruptCheckpointError(
+                f"its values are nested more than {_DEEPEST} times, or more than {_MOST_VALUES}",
+                remedy="fetch the file again, from a source that you trust", path=where,
+            )  # fmt: skip
+        for key, inner in items:
+            path = (*above, key if type(key) in (str, int) else str(key))
+            if inner and _holds_more(inner):
+                rest.append((path, inner))
+            else:
+                yield path, inner
 
 
-def _flat(root: Any, lead: str = "") -> dict[str, Any]:
-    """Tensors and other values of nested dicts, by dotted names."""
-    if not isinstance(root, Mapping):
-        return {}
-    out: dict[str, Any] = {}
-    for key, value in root.items():
-        if isinstance(value, Mapping):
-            out |= _flat(value, f"{lead}{key}.")
-        else:
-            out[f"{lead}{key}"] = value
-    return out
-
-
-def _below(found: Mapping[str, T], prefix: str | None, path: str) -> dict[str, T]:
-    if not prefix:
-        return dict(found)
-    picked = {n[len(prefix) + 1 :]: v for n, v in found.items() if n.startswith(f"{prefix}.")}
-    if not picked:
-        raise KeysMismatchError(
-            f"no tensor's name starts with {prefix + '.'!r}", remedy=prefix_remedy(found), path=path
-        )
-    return picked
-
-
-def keys_of(source: SourceFiles, file: ArchiveRecord) -> list[str]:
-    """The keys at the top of a file, for a message; [] for safetensors."""
-    if is_safetensors(source, file):
-        return []
-    root = torch_root(source, file)
-    return [str(key) for key in root] if isinstance(root, Mapping) else []
-
-
-def places_in(source: SourceFiles, file: ArchiveRecord) -> list[str]:
-    """The names of embeddings in a file, from its top."""
-    if is_safetensors(source, file):
-        return []
-    return [n for n in _flat(torch_root(source, file)) if any(places_of_models([n]))]
+def _holds_more(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(one, (Mapping, list, tuple, StoredTensor)) for one in value)
+    return isinstance(value, Mapping)
 
 
 def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
@@ -249,7 +254,13 @@ def _refuse_other_format(first: bytes, path: str) -> None:
         )
 
 
-def _of_safetensors(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:
+def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        UsageError: it is a file of a checkpoint of smckpt.
+        CorruptCheckpointError: it is damaged.
+    """
     codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
     try:
         header = read_header(partial(source.read, file), file.nbytes, file.path)
@@ -279,24 +290,3 @@ def _odd_tensor(value: Any) -> str:
         if of.module == "torch" and of.name not in ("device", "dtype"):
             return str(of)  # a dtype
     return ""
-
-
-def _model_of(loaded: Any, path: str) -> Mapping[str, Any]:
-    """The model's part of what was saved, or all of it."""
-    if not isinstance(loaded, Mapping):
-        raise UsageError(
-            f"the file holds a {type(loaded).__name__}",
-            remedy="pass files of state dicts",
-            path=path,
-        )
-    chunks = [f"model{number}" for number in range(len(loaded)) if f"model{number}" in loaded]
-    if len(chunks) > 1:  # Megatron-LM's, of a virtual pipeline
-        return {
-            f"{number}.{name}": tensor
-            for number, key in enumerate(chunks)
-            for name, tensor in _model_of(loaded[key], path).items()
-        }
-    for key in _MODELS:
-        if isinstance(loaded.get(key), Mapping):
-            return _model_of(loaded[key], path)
-    return loaded

@@ -25,11 +25,12 @@ from smckpt.translate.arguments import check_paths, refuse_given, refuse_store
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.comparison import Comparison
 from smckpt.translate.config import CONFIG, ModelConfig, read_config
-from smckpt.translate.contents import HUB, ExportContents, GivenLayout, find_contents, whole_tensors
+from smckpt.translate.contents import HUB, ExportContents, find_contents, whole_tensors
 from smckpt.translate.families import find_family
 from smckpt.translate.family import Family
 from smckpt.translate.files import aligned
 from smckpt.translate.meta_model import compare
+from smckpt.translate.model_source import GivenLayout
 from smckpt.translate.names import find_ties
 from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.rank_files import TensorReader, open_directory

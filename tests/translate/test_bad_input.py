@@ -448,7 +448,6 @@ def test_a_store_is_refused_by_name_where_a_disk_is_read(tmp_path):
     for call, name in (
         (lambda: verify_hf(url), "directory="),
         (lambda: verify_hf(tmp_path / "hub", reference=url), "reference="),
-        (lambda: import_hf(url, tmp_path / "o", "mcore_te"), "directory="),
         (lambda: import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", config=url), "config="),
         (lambda: export_hf(tmp_path / "model.safetensors", tmp_path / "o", config=url), "config="),
         (lambda: export_hf(tmp_path / "hub", tmp_path / "o", tokenizer=url), "tokenizer="),

@@ -173,7 +173,7 @@ def test_what_stands_beside_a_released_model_goes_along(tmp_path: Path):
     save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "saved"))
     export_hf(tmp_path / "saved", tmp_path / "hf", config=release)
     found = {str(path.relative_to(tmp_path / "hf")) for path in (tmp_path / "hf").rglob("*.*")}
-    made = {"config.json", "generation_config.json", "model.safetensors"}
+    made = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert found - made == beside.keys()
     assert all((tmp_path / "hf" / name).read_text() == text for name, text in beside.items())
 

@@ -359,7 +359,7 @@ def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritte
         (out / name).write_text("{}")
     export_hf(other, out, config=second.config, overwrite=True)
     assert sorted(p.name for p in out.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
     assert_loads_as(second, out)
 

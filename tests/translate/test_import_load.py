@@ -95,6 +95,24 @@ def experts(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def stages(folder: Path) -> list[str]:
+    """TP 2 x PP 2: names that are not what the reference cuts for this rank's stage."""
+    degrees = ParallelState(4, tensor_parallel_degree=2, pipeline_parallel_degree=2)
+    state, _ = torch.load(folder / "llama.pt")
+    whole = ref.mcore(state, 2, degrees.tp_rank, rows=128)
+    cut = {}
+    for name, tensor in whole.items():
+        layer = name.split(".")[2] if name.startswith("decoder.layers.") else None
+        stage = int("final" in name or "output" in name) if layer is None else int(layer)
+        if stage == degrees.pp_rank and not name.endswith(("_extra_state", "rope.freqs")):
+            cut[name.replace(f"layers.{layer}.", "layers.0.")] = tensor
+    model = load(zeroed(Named(cut)), folder / "stages", degrees)
+    return [
+        n for n, t in model.state_dict().items()
+        if not torch.equal(t, torch.where(cut[n] == 7.5, 0.0, cut[n]))
+    ]  # fmt: skip
+
+
 def distributed(folder: Path) -> list[str]:
     """DTensors over TP 4 from whole tensors: names that differ."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -124,7 +142,7 @@ def on_a_guess(folder: Path) -> str:
 
 
 def all_cases(folder: str) -> tuple[Any, ...]:
-    cases = (fused_llamas, experts, distributed, on_a_guess)
+    cases = (fused_llamas, experts, distributed, on_a_guess, stages)
     out = []
     for case in cases:
         out.append(case(Path(folder)))
@@ -146,6 +164,7 @@ def done(tmp_path_factory) -> tuple[Path, Any, list[tuple[Any, ...]]]:
     import_hf(folder / "llama hf", folder / "llama", "te_split", **padded)
     import_hf(folder / "mixtral hf", folder / "mixtral", "mcore_te", ep=2, **padded)
     import_hf(folder / "llama hf", folder / "meta", "meta")
+    import_hf(folder / "llama hf", folder / "stages", "mcore_te", pp=2, **padded)
     return folder, models, run_ranks(all_cases, 4, str(folder), timeout=200)
 
 
@@ -166,6 +185,10 @@ def test_expert_parallel_ranks_start_from_an_import_and_go_back_to_the_original(
     folder, _, ranks = done
     assert [found[1] for found in ranks] == [[]] * 4
     original(folder / "mixtral again", folder / "mixtral hf")
+
+
+def test_each_pipeline_stage_starts_from_an_import(done):
+    assert [found[4] for found in done[2]] == [[]] * 4
 
 
 def test_distributed_tensors_start_from_an_import_of_one_rank(done):

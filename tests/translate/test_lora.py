@@ -82,7 +82,7 @@ def test_the_adapters_directory_loads_in_peft(tmp_path, whole):
     )
     assert report.files == ("adapter_model.safetensors",)
     assert sorted(os.listdir(tmp_path / "out")) == [
-        "adapter_config.json", "adapter_model.safetensors",
+        "README.md", "adapter_config.json", "adapter_model.safetensors",
     ]  # fmt: skip
     model.save_pretrained(tmp_path / "peft")
     ours, theirs = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out", "peft"))

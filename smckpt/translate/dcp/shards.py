@@ -17,6 +17,7 @@ from smckpt.translate.folders import Folder
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.source_files import ArchiveRecord
 from smckpt.translate.torch_archive import StoredTensor
+from smckpt.translate.torch_files import is_safetensors
 
 __all__ = ["open_shards"]
 
@@ -81,6 +82,7 @@ def _shape(boxes: dict[Box, Any]) -> Shape:
 
 
 def _header(folder: Folder, file: ArchiveRecord) -> Header:
+    is_safetensors(folder.source, file)  # refuses what git-lfs has not fetched
     return read_header(partial(folder.source.read, file), file.nbytes, file.path)
 
 

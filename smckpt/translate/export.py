@@ -301,7 +301,9 @@ def _planned(
         settings = with_prediction_layers(settings, found.predicting)
     return Planned(
         found, files, output,
-        lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets),
+        lambda kind: write_sidecars(
+            output, settings, tokens, found.adapter, found.targets, kind
+        ),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ _GROUPED = {"n_group": 2, "topk_group": 1}
 _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "cohere": ("CohereConfig", {}),
-    "cohere2": ("Cohere2Config", {"sliding_window": 8}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 8, "num_hidden_layers": 4}),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "n_group": None, "topk_group": None}),
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_GROUPED}),
     "ernie4_5_moe": (
@@ -50,8 +50,12 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
-    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 8}),
-    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 8}),
+    "gemma2": (
+        "Gemma2Config", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6},
+    ),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -60,7 +64,7 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "gpt_bigcode": ("GPTBigCodeConfig", {"n_embd": 128, "n_layer": 2, "n_head": 4}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {"intermediate_size": 512}),
     "gpt_oss": (
         "GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "sliding_window": 8},
@@ -87,7 +91,9 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "nemotron": ("NemotronConfig", {"head_dim": 32}),
     "olmo2": ("Olmo2Config", {}),
-    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (
+        "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "phi3": ("Phi3Config", {"original_max_position_embeddings": 64}),
     # with the biases of the release
@@ -97,7 +103,7 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 48}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_QWEN, "head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_QWEN, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_next": ("Qwen3NextConfig", {**_QWEN, **_GATED}),
     "smollm3": ("SmolLM3Config", {}),
     "starcoder2": ("Starcoder2Config", {}),

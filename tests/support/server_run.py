@@ -31,8 +31,13 @@ def vllm() -> Scores:
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_OMP_THREADS_BIND="nobind",
     )  # fmt: skip
+    gc.disable()
+    gc.collect = lambda generation=2: 0  # each model has it run nine times, two seconds each
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # one for each class, with imports of its own
 
     every = SamplingParams(
         max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False
@@ -43,7 +48,7 @@ def vllm() -> Scores:
             served = LLM(
                 folder, dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
                 max_model_len=min(LONGEST, _longest(folder)), max_num_seqs=2, max_logprobs=-1,
-                enable_prefix_caching=False, disable_log_stats=True,
+                enable_prefix_caching=False, disable_log_stats=True, num_gpu_blocks_override=16,
             )  # fmt: skip
             (made,) = served.generate([{"prompt_token_ids": tokens}], every, use_tqdm=False)
             assert made.prompt_logprobs and made.outputs[0].logprobs
@@ -51,7 +56,6 @@ def vllm() -> Scores:
             return [[row[token].logprob for token in range(len(row))] for row in rows]
         finally:
             served = None
-            gc.collect()
             cleanup_dist_env_and_memory()
 
     return scores
@@ -68,6 +72,14 @@ def llama_cpp() -> Scores:
     models have no tokenizer, so the converter writes none."""
     import llama_cpp
 
+    wrong: list[str] = []
+
+    @llama_cpp.llama_log_callback
+    def hear(level: int, text: bytes, _: Any) -> None:
+        if level == 4:  # an error
+            wrong.append(text.decode(errors="replace").strip())
+
+    llama_cpp.llama_log_set(hear, None)
     sys.path.insert(0, os.environ["SMCKPT_LLAMA_CPP"])
     import convert_hf_to_gguf as converter
 
@@ -86,23 +98,39 @@ def llama_cpp() -> Scores:
     converter.get_model_class = model_class
 
     def scores(folder: str, tokens: list[int]) -> list[list[float]]:
+        wrong.clear()
         with tempfile.TemporaryDirectory() as made:
-            sys.argv = ["", folder, "--outfile", f"{made}/model.gguf", "--outtype", "f32"]
+            for path in Path(folder).iterdir():
+                os.symlink(path.absolute(), f"{made}/{path.name}")
+            _count_tokens(Path(made))
+            sys.argv = ["", made, "--outfile", f"{made}/model.gguf", "--outtype", "f32"]
             try:
                 converter.main()
             except SystemExit as end:
                 raise RuntimeError("the converter does not know the model") from end
-            model = llama_cpp.Llama(
-                f"{made}/model.gguf", n_ctx=LONGEST, n_threads=1, n_threads_batch=1,
-                logits_all=True, verbose=False, flash_attn=False,
-                type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-            )  # fmt: skip
+            try:
+                model = llama_cpp.Llama(
+                    f"{made}/model.gguf", n_ctx=LONGEST, n_threads=1, n_threads_batch=1,
+                    logits_all=True, verbose=False, flash_attn=False,
+                    type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+                )  # fmt: skip
+            except ValueError as error:
+                raise ValueError(wrong[0] if wrong else str(error)) from error
             model.eval(tokens)
             logits = model.scores[: len(tokens)].tolist()
             model.close()
         return _normalized(logits)
 
     return scores
+
+
+def _count_tokens(folder: Path) -> None:
+    """The converter of Gemma 3 counts a tokenizer's tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    tokens = {str(n): n for n in range(config["vocab_size"])}
+    body = {"model": {"vocab": tokens}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(body))
 
 
 def mlx_lm() -> Scores:

@@ -24,10 +24,12 @@ from tests.support.limits import seconds
 VARIABLES = {"vLLM": "SMCKPT_VLLM_PYTHON", "llama.cpp": "SMCKPT_LLAMA_CPP_PYTHON",
              "mlx-lm": "SMCKPT_MLX_PYTHON"}  # fmt: skip
 SERVERS = tuple(VARIABLES)
-EQUAL = 1e-4  # apart at most, in log-probabilities
+# Apart at most, in log-probabilities: GELU is a table of float16 in llama.cpp, and approximate in
+# mlx-lm.
+EQUAL = {"vLLM": 1e-4, "llama.cpp": 5e-3, "mlx-lm": 1e-3}
 OURS, CONTROL = "ours", "control"
 _RUN = Path(__file__).with_name("server_run.py")
-_LONG = 3000  # seconds for all models of a server
+LONG = 3000  # seconds for all models of a server
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,11 @@ class Answer:
 
     apart: float | None
     reason: str = ""
+    bound: float = 0.0
 
     @property
     def equal(self) -> bool:
-        return self.apart is not None and self.apart <= EQUAL
+        return self.apart is not None and self.apart <= self.bound
 
     def __str__(self) -> str:
         if self.equal:
@@ -95,7 +98,7 @@ def judge(server: str, root: Path) -> tuple[str, dict[str, Verdict]]:
         results.unlink(missing_ok=True)
         done = subprocess.run(
             [python, "-W", "ignore", _RUN, server, results], text=True, capture_output=True,
-            input="".join(json.dumps(job) + "\n" for job in jobs), timeout=seconds(_LONG),
+            input="".join(json.dumps(job) + "\n" for job in jobs), timeout=seconds(LONG),
             env={**os.environ, "PYTHONPATH": ""},
         )  # fmt: skip
         lines = results.read_text().splitlines() if results.exists() else []
@@ -105,7 +108,7 @@ def judge(server: str, root: Path) -> tuple[str, dict[str, Verdict]]:
             said = json.loads(line)
             name = jobs.popleft()["name"]
             assert said["name"] == name
-            found[name] = _answer(said, wanted[name.rpartition("/")[0]][1])
+            found[name] = _answer(said, wanted[name.rpartition("/")[0]][1], EQUAL[server])
         if jobs and done.returncode:
             said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             found[str(jobs.popleft()["name"])] = Answer(None, _short(f"it ends: {said}"))
@@ -114,14 +117,14 @@ def judge(server: str, root: Path) -> tuple[str, dict[str, Verdict]]:
     }
 
 
-def _answer(said: Mapping[str, Any], wanted: torch.Tensor) -> Answer:
+def _answer(said: Mapping[str, Any], wanted: torch.Tensor, bound: float) -> Answer:
     if "error" in said:
         return Answer(None, _short(said["error"]))
     scores = torch.tensor(said["scores"], dtype=torch.float64)
     if scores.shape != wanted.shape:
         return Answer(None, f"scores of shape {tuple(scores.shape)}, not {tuple(wanted.shape)}")
     apart = (scores - wanted).abs().max().item()
-    return Answer(apart if apart == apart else float("inf"))
+    return Answer(apart if apart == apart else float("inf"), bound=bound)
 
 
 def _short(text: str) -> str:

@@ -21,7 +21,8 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 BASE = {"rope_theta": 5e5}
 NEOX = {k: v for k, v in TINY.items() if k not in ("head_dim", "num_key_value_heads")}
 MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
-GEMMA = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
+         "sliding_window_pattern": 2}  # fmt: skip
 # model type and more → version 5's rope_parameters
 NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({"model_type": "llama"}, {"rope_type": "default", **BASE}),
@@ -37,7 +38,8 @@ NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "plain, phi3": ({"model_type": "phi3"}, {"rope_type": "default", **BASE}),
     "longrope, phimoe": (
-        {"model_type": "phimoe", "num_local_experts": 4, "original_max_position_embeddings": 64},
+        {"model_type": "phimoe", "num_local_experts": 4, "attention_bias": True,
+         "lm_head_bias": True, "original_max_position_embeddings": 64},
         {"rope_type": "longrope", **FACTORS, **BASE, "original_max_position_embeddings": 64,
          "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.0},
     ),

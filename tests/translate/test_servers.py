@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import smckpt
 from smckpt import export_hf
+from smckpt.translate.config import read_config
 from tests.support import hub_families, servers
 from tests.support.rope_forms import NEW, OLD, TINY
 from tests.support.servers import CONTROL, OURS, SERVERS, Verdict
@@ -27,7 +28,9 @@ from tests.support.servers import CONTROL, OURS, SERVERS, Verdict
 TOKENS = hub_families.TOKENS.flatten().tolist()
 LONGER = [n * 5 % 63 for n in range(100)]  # more than the context before longrope and yarn
 ROPES = (*(f"{name}, of 5" for name in NEW), *(f"{name}, of 4" for name in OLD))
-_SEEN = {
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
+         "rope_local_base_freq", "rotary_pct", "rotary_emb_base")  # fmt: skip
+_SEEN: dict[str, Any] = {
     "model_type": "qwen2_5_vl", "image_token_id": 62, "video_token_id": 63,
     "tie_word_embeddings": False,
     "vision_config": {
@@ -53,16 +56,23 @@ def of_rope(folder: Path, form: str) -> None:
     values: dict[str, Any] = {**TINY, **own}
     if seen := values["model_type"] == "qwen2_5_vl_text":  # no server has it without the rest
         values = {**_SEEN, "text_config": values}
-    (folder / "config.json").write_text(json.dumps(values))
+    settings = read_config(values)
+    assert settings is not None
+    (folder / "config.json").write_text(json.dumps(settings.complete("float32")))
     auto = tf.AutoModelForImageTextToText if seen else tf.AutoModelForCausalLM
     torch.manual_seed(5)
     model = auto.from_config(tf.AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
+    whole = {"architectures": [type(model).__name__], "torch_dtype": "float32"}
+    values = {**model.config.to_dict(), **whole}
+    text = values["text_config"] if seen else values
+    for key in _ROPE:  # those of `own` alone
+        text.pop(key, None)
+    text.update(own)
     exported(folder, model, values, LONGER)
     if version == "4":  # its own config is the control
-        values |= {"architectures": [type(model).__name__], "torch_dtype": "float32"}
         (folder / CONTROL / "config.json").write_text(json.dumps(values))
 
 

@@ -87,6 +87,12 @@ def judged(record_property: Callable[[str, object], None]) -> Callable[..., None
     return judges_table.recorder(record_property)
 
 
+@pytest.fixture
+def served(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """A test says what a server makes of an export."""
+    return judges_table.server_recorder(record_property)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
     """One real S3 server for the whole run."""

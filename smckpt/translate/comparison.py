@@ -152,6 +152,25 @@ class Comparison:
         if {target.name: target.shape for target in targets} != self._table:
             self._tell(targets, where)
 
+    def unnamed_class(self, targets: Sequence[Target], where: str) -> tuple[str | None, str | None]:
+        """The class whose tensors these are, where the config names none; this waits for it. And a
+        note where it is not known.
+
+        Raises:
+            KeysMismatchError, OtherNamesError: as `check`.
+        """
+        if self._config is None or self._config.get("architectures"):
+            return None, None
+        if self._strict and self._found is None:
+            self._tell(targets, where)
+            self._wait()
+        if isinstance(self._found, Fit) and self._found.kind and not self._found.lines:
+            return self._found.kind, None
+        return None, (
+            "the config names no class in architectures, without which vLLM and llama.cpp do not "
+            "load the model: pass a config that names the class"
+        )
+
     def check(self) -> None:
         """
         Raises:

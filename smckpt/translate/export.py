@@ -320,7 +320,10 @@ def _planned(
         settings = with_prediction_layers(settings, found.predicting)
     return Planned(
         found, files, output,
-        lambda: write_sidecars(output, settings, tokens, found.adapter, found.targets), settings,
+        lambda kind: write_sidecars(
+            output, settings, tokens, found.adapter, found.targets, kind
+        ),
+        settings,
     )  # fmt: skip
 
 

@@ -47,7 +47,9 @@ def write_sidecars(
     tokenizer: Path | Any | None,
     adapter: LoraConfig | None,
     targets: Sequence[Target],
+    kind: str | None,
 ) -> None:
+    """Write the files beside the weights. kind: the model's class, if the config names none."""
     if adapter is not None:
         output.put(ADAPTER_CONFIG, _json(adapter.values))
     if settings is not None:
@@ -55,6 +57,8 @@ def write_sidecars(
         # it describes the input's weights, which were quantized
         if not any(map(is_quantized, targets)):
             values.pop("quantization_config", None)
+        if kind is not None:
+            values["architectures"] = [kind]
         output.put(CONFIG, _json(values))
         for path in code_files(settings.directory) if settings.directory else settings.code:
             output.put(path.name, _read(path))

@@ -26,13 +26,13 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """The files to write and their directory. sidecars: writes the files beside the weights.
-    settings: the model's config."""
+    """The files to write and their directory. sidecars: writes the files beside the weights, given
+    the model's class where the config names none and it is known. settings: the model's config."""
 
     found: ExportContents
     files: Sequence[OutputFile]
     output: Output
-    sidecars: Callable[[], None]
+    sidecars: Callable[[str | None], None]
     settings: ModelConfig | None = None
 
 
@@ -77,9 +77,11 @@ class Stages:
         self.comparison.check()
         if self.overwrite:  # only when the new files are known to be a model
             self.notes += self._compared()
+        kind, note = self.comparison.unnamed_class(own, planned.found.source.url)
+        self.notes += [note] if note else []
         planned.output.prepare(overwrite=self.overwrite)
         # First, because a single file of weights can be loaded as soon as the object appears.
-        planned.sidecars()
+        planned.sidecars(kind)
         return {}
 
     def write(self) -> Body:

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+# heads of 32, the smallest that vLLM has on CPUs
 _COMMON: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 120, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "moe_intermediate_size": 48,
+    "qk_nope_head_dim": 24, "v_head_dim": 32, "head_dim": 8, "moe_intermediate_size": 48,
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }  # fmt: skip
@@ -26,12 +27,12 @@ _VISION = {
 _GATED = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 48, "head_dim": 16, "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 48, "head_dim": 32, "partial_rotary_factor": 0.5,
 }  # fmt: skip
-_ROTARY = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+_ROTARY = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
 _TOWER = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
-    "out_hidden_size": 64, "deepstack_visual_indexes": [1], "num_position_embeddings": 16,
+    "out_hidden_size": 128, "deepstack_visual_indexes": [1], "num_position_embeddings": 16,
 }  # fmt: skip
 _GROUPED = {"n_group": 2, "topk_group": 1}
 
@@ -39,7 +40,7 @@ _GROUPED = {"n_group": 2, "topk_group": 1}
 _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "cohere": ("CohereConfig", {}),
-    "cohere2": ("Cohere2Config", {"sliding_window": 8}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 8, "num_hidden_layers": 4}),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "n_group": None, "topk_group": None}),
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_GROUPED}),
     "ernie4_5_moe": (
@@ -48,23 +49,27 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
          "moe_layer_start_index": 1, "moe_layer_end_index": 1},
     ),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "gemma": ("GemmaConfig", {"head_dim": 16}),
-    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
-    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8}),
-    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma2": (
+        "Gemma2Config", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6},
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 32}),
     "glm4_moe": (
         "Glm4MoeConfig",
-        {"head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        {"head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
          "moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
-    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "gpt_bigcode": ("GPTBigCodeConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"n_embd": 128, "n_layer": 2, "n_head": 4}),
+    "gpt_neox": ("GPTNeoXConfig", {"intermediate_size": 512}),
     "gpt_oss": (
-        "GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "sliding_window": 8},
     ),
-    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8,
+    "gptj": ("GPTJConfig", {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 8,
                             "n_positions": 64}),
     "granite": ("GraniteConfig", {}),
     "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -77,16 +82,18 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama4_text": (
         "Llama4TextConfig",
-        {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+        {"head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 4,
          "num_experts_per_tok": 1, "moe_layers": [1], "attention_chunk_size": 16},
     ),
-    "minimax": ("MiniMaxConfig", {"num_local_experts": 4, "head_dim": 16, "block_size": 8,
+    "minimax": ("MiniMaxConfig", {"num_local_experts": 4, "head_dim": 32, "block_size": 8,
                                   "layer_types": ["linear_attention", "full_attention"]}),
     "mistral": ("MistralConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "nemotron": ("NemotronConfig", {"head_dim": 32}),
     "olmo2": ("Olmo2Config", {}),
-    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (
+        "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "phi3": ("Phi3Config", {"original_max_position_embeddings": 64}),
     # with the biases of the release
@@ -95,8 +102,8 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 48}),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_QWEN, "head_dim": 16}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_QWEN, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_next": ("Qwen3NextConfig", {**_QWEN, **_GATED}),
     "smollm3": ("SmolLM3Config", {}),
     "starcoder2": ("Starcoder2Config", {}),
@@ -113,14 +120,14 @@ _IMAGES: dict[str, Callable[[Any], Any]] = {
     "qwen2_5_vl": lambda tf: tf.Qwen2_5_VLConfig(
         text_config={**_COMMON, **_ROTARY}, image_token_id=118, video_token_id=119,
         vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-                       "patch_size": 14, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+                       "patch_size": 14, "out_hidden_size": 128, "fullatt_block_indexes": [1]},
     ),
     "qwen3_vl": lambda tf: tf.Qwen3VLConfig(
-        text_config={**_COMMON, **_ROTARY, "head_dim": 16}, image_token_id=118, video_token_id=119,
+        text_config={**_COMMON, **_ROTARY, "head_dim": 32}, image_token_id=118, video_token_id=119,
         vision_config=_TOWER,
     ),
     "qwen3_vl_moe": lambda tf: tf.Qwen3VLMoeConfig(
-        text_config={**_COMMON, **_ROTARY, **_QWEN, "head_dim": 16, "tie_word_embeddings": False},
+        text_config={**_COMMON, **_ROTARY, **_QWEN, "head_dim": 32, "tie_word_embeddings": False},
         image_token_id=118, video_token_id=119, vision_config=_TOWER,
     ),
 }  # fmt: skip

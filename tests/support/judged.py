@@ -3,7 +3,9 @@
     ./dev families           run these tests, long ones too, and write the table
     ./dev families ARGS      ARGS go to pytest; the table of what ran is printed, not written
 
-A test says its comparison through the fixture `judged`. It counts if the test passes.
+A test says its comparison through the fixture `judged`, and what a server makes of an export
+through `served`. It counts if the test passes. The servers' table is written where all servers of
+`tests/support/servers.py` are named, and otherwise stays as it was.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import servers
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
 ROOMS = ("tests/translate", "tests/integrations")  # whose tests say what they compared
 FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
+FIXTURES = ("judged", "served")
 BEGIN, END = "<!-- written by ./dev families -->\n", "<!-- end of what ./dev families wrote -->"
+SERVED = "<!-- the servers, by ./dev families -->\n"
+SERVED_END = "<!-- end of the servers -->"
 
 Claim = tuple[str, str, str, str, str]  # family, source, direction, judge, degrees
+Cell = tuple[str, str, str, str]  # what the rows are, row, server with version, verdict
 
 
 def claims(
@@ -52,13 +59,20 @@ def recorder(record_property: Callable[[str, object], None]) -> Callable[..., No
     return judged
 
 
+def server_recorder(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    def served(rows: str, row: str, server: str, verdict: object) -> None:
+        record_property("served", json.dumps((rows, row, server, str(verdict))))
+
+    return served
+
+
 def leave(report: pytest.TestReport) -> None:
     """Called with the report of each test: append what it compared, if it passed."""
     place = os.environ.get(FILE)
     if place and report.when == "call" and report.passed:
         with open(place, "a") as file:
             file.writelines(
-                f"{said}\n" for name, said in report.user_properties if name == "judged"
+                f'["{name}", {said}]\n' for name, said in report.user_properties if name in FIXTURES
             )
 
 
@@ -76,6 +90,21 @@ def table(found: Iterable[Claim]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def servers_tables(found: Iterable[Cell]) -> str:
+    """A table for families and one for rope types, with a column for each server."""
+    tables: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for rows, row, server, verdict in found:
+        tables[rows][row][server] = verdict
+    out = []
+    for rows, cells in sorted(tables.items()):
+        servers = sorted({server for row in cells.values() for server in row})
+        lines = [f"| {' | '.join((rows, *servers))} |", "|---" * (1 + len(servers)) + "|"]
+        for row, said in sorted(cells.items()):
+            lines.append(f"| {' | '.join((row, *(said.get(name, '') for name in servers)))} |")
+        out.append("\n".join(lines) + "\n")
+    return "\n".join(out)
+
+
 def _said(item: tuple[str, set[str]]) -> str:
     judge, degrees = item
     told = sorted(degrees - {""}, key=lambda at: [int(number) for number in at.split("×")])
@@ -89,29 +118,35 @@ def main(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "tests.support.judged"]
         command += ["-n", "2", "--dist", "loadfile", *ROOMS, *arguments]
         status = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, FILE: str(place)}, timeout=seconds(7200)
+            command, cwd=ROOT, env={**os.environ, FILE: str(place)}, timeout=seconds(14400)
         ).returncode
-        found = [tuple(json.loads(line)) for line in place.read_text().splitlines()]
+        said = [json.loads(line) for line in place.read_text().splitlines()]
+    found, served = ([tuple(line) for name, line in said if name == of] for of in FIXTURES)
     if status:
-        print("families: a test failed: the table stays as it was", file=sys.stderr)
+        print("families: a test failed: the tables stay as they were", file=sys.stderr)
         return status
     if arguments:  # some of the tests
-        print(table(found))
+        print(table(found), servers_tables(served), sep="\n")
         return 0
-    text = PAGE.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        print(f"families: {PAGE} lacks the marks of the table", file=sys.stderr)
-        return 2
-    PAGE.write_text(
-        re.sub(f"{BEGIN}.*{END}", lambda _: BEGIN + table(found) + END, text, flags=re.S)
-    )
+    text = _with(PAGE.read_text(), BEGIN, table(found), END)
+    if all(map(os.environ.get, servers.VARIABLES.values())):
+        text = _with(text, SERVED, servers_tables(served), SERVED_END)
+    else:
+        print("families: not all servers are named: their table stays as it was", file=sys.stderr)
+    PAGE.write_text(text)
     print(f"families: {len(found)} comparisons are in {PAGE.relative_to(ROOT)}")
     return 0
 
 
+def _with(text: str, begin: str, inner: str, end: str) -> str:
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"families: {PAGE} lacks the marks {begin.strip()} and {end}")
+    return re.sub(f"{begin}.*{end}", lambda _: begin + inner + end, text, flags=re.S)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """As a plugin: only the tests that say what they compared."""
-    saying = [item for item in items if "judged" in getattr(item, "fixturenames", ())]
+    saying = [item for item in items if {*FIXTURES} & {*getattr(item, "fixturenames", ())}]
     config.hook.pytest_deselected(items=[item for item in items if item not in saying])
     items[:] = saying
 

@@ -151,6 +151,7 @@ def merge_fsdp_weights(
     if not _is_committed(place, {}):
         stock(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
         return
+    PartialState().wait_for_everyone()  # all have seen it, before it is removed
     if PartialState().is_main_process:
         try:
             state = smckpt.load(checkpoint_id=place, only=[key], no_dist=True)

@@ -17,6 +17,7 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.topology import ParallelState
 
 __all__ = [
+    "ATTEMPTS",
     "SENSELESS",
     "FileRecord",
     "Manifest",
@@ -53,6 +54,8 @@ _PATTERNS = {
 }
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
 _HEX64 = re.compile(r"[0-9a-f]{16}", re.A)
+
+ATTEMPTS = "attempts.json"  # of a manager: attempts that began here and committed nothing
 
 # What decoding code raises if a body is malformed.
 SENSELESS = (

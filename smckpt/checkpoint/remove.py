@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.choose import choose_commit
 from smckpt.checkpoint.contents import Contents
-from smckpt.checkpoint.format import parse_name, parse_temporary
+from smckpt.checkpoint.format import ATTEMPTS, parse_name, parse_temporary
 from smckpt.checkpoint.leases import leases_at
 from smckpt.checkpoint.prefixes import (
     PrefixSharding,
@@ -20,7 +20,15 @@ from smckpt.checkpoint.prefixes import (
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 
-__all__ = ["Doomed", "DoomedGroup", "RemoveReport", "carry_out", "doomed_of", "remove_checkpoint"]
+__all__ = [
+    "Doomed",
+    "DoomedGroup",
+    "RemoveReport",
+    "carry_out",
+    "doomed_of",
+    "remove_checkpoint",
+    "remove_probes",
+]
 
 _WRITTEN = ("record", "manifest", "part", "data", "crc")
 
@@ -148,6 +156,35 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
     return RemoveReport(contents.url, contents.identity, contents.files, contents.nbytes, left)
 
 
+def remove_probes(root: Storage, steps: Iterable[str]) -> None:
+    """Remove the directories in which a save was killed before it had written anything. A directory
+    that holds another file stays as it is.
+
+    Args:
+        steps: directories below `root`, where nobody saves any more.
+    """
+    for way in steps:
+        try:
+            _remove_probes(root.join(way))
+        except CheckpointError as error:
+            log.warning("what a killed save has left in %s stays: %s", way, error)
+
+
+def _remove_probes(step: Storage) -> None:
+    groups = [step.join(name) for name in step.list_dirs()]
+    if any(place.list_dirs() for place in groups):
+        return
+    tried = [(place, place.names()) for place in (*groups, step)]
+    parsed = [parse_name(name) or parse_temporary(name) for _, names in tried for name in names]
+    if not parsed or any(one is None or one.kind != "probe" for one in parsed):
+        return
+    for place, _ in tried:
+        place.refuse_links()
+    for place, names in tried:
+        place.delete_many(names)
+        place.remove_directory()
+
+
 def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None) -> None:
     """Delete the files in the directory `top` and below. After a call that was cut short, call it
     again.
@@ -240,6 +277,8 @@ def _tidy(
             its = parse_temporary(name)
             if its is not None and (its.session in sessions or its.fencing_token == fencing_token):
                 place.delete(name)
+    if ATTEMPTS in left[top.url]:
+        top.delete(ATTEMPTS)
     for stores in sharded:
         for place in stores.all()[1:]:
             place.remove_directory()

@@ -206,7 +206,7 @@ def status(root: str, as_json: bool) -> None:
     newest = max(whole, key=lambda one: one.committed_at, default=None)
     under_way = [one for one in conditions if one.state in ("unfinished", "removing")]
     age = None if newest is None else max(time.time() - newest.committed_at / 1e9, 0)
-    run = None if newest is None else _run_of(top.join(newest.place))
+    run = _run_at(top, newest)
     if as_json:
         print_json(
             {
@@ -220,12 +220,13 @@ def status(root: str, as_json: bool) -> None:
         )
         return
     if newest is None or age is None:
-        print_line(f"no step below {root} is committed")
+        after = f", after {count_text(run['failures'], 'failure')}" if run else ""
+        print_line(f"no step below {root} is committed{after}")
     else:
         total = bytes_text(sum(one.nbytes for one in whole))
         print_line(f"{count_text(len(whole), 'step')}, {total}; the newest is {newest.place}, "
                    f"committed {age:.0f} s ago")  # fmt: skip
-    if run is not None:
+    if newest is not None and run is not None:
         print_line(f"the run has trained for {run['seconds'] / 3600:.3g} h, with "
                    f"{count_text(run['failures'], 'failure')}")  # fmt: skip
         if run["interval"] is not None:
@@ -235,13 +236,23 @@ def status(root: str, as_json: bool) -> None:
         print_line(f"{one.place or '.'}: {one.state}: {one.why}, {bytes_text(one.nbytes)}")
 
 
-def _run_of(place: Storage) -> dict[str, Any] | None:
-    """The manager's record of its run in the newest step."""
+def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
+    """The manager's record of its run in the newest step, with the failures since. newest: the
+    condition of that step; None: there is none."""
     from smckpt.checkpoint.discover import found_at
-    from smckpt.manager.record import run_of
+    from smckpt.manager.attempts import uncommitted_at
+    from smckpt.manager.record import history_of, run_of
 
+    if newest is None:
+        failed = uncommitted_at(root, "").failed
+        return {"failures": failed, "seconds": 0.0, "interval": None} if failed else None
+    place = root.join(newest.place)
     found = found_at(place)
-    return None if found is None else run_of(found)
+    run = None if found is None else run_of(found)
+    if found is None or run is None:
+        return None
+    since = uncommitted_at(place, found.identity)
+    return {**run, "failures": history_of(found).failures + since.failed} if since.count else run
 
 
 @click.command()

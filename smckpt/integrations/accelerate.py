@@ -27,7 +27,7 @@ from accelerate.utils import merge_fsdp_weights as stock_merge
 import smckpt
 from smckpt.checkpoint.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
-from smckpt.integrations.replaced import remove_stale, stock_files
+from smckpt.integrations.replaced import remove_stale, remove_tried, stock_files
 from smckpt.integrations.versions import refuse_untested
 from smckpt.storage.urls import is_local
 
@@ -151,6 +151,7 @@ def merge_fsdp_weights(
     if not _is_committed(place, {}):
         stock(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
         return
+    PartialState().wait_for_everyone()  # all have seen it, before it is removed
     if PartialState().is_main_process:
         try:
             state = smckpt.load(checkpoint_id=place, only=[key], no_dist=True)
@@ -273,8 +274,13 @@ def _is_committed(place: str, arguments: dict[str, Any]) -> bool:
 def _iterations(accelerator: Any) -> list[int]:
     """The iterations of the committed checkpoints with automatic names, oldest first."""
     found = smckpt.find_checkpoints(_folder(accelerator), **_arguments(accelerator))
-    names = (_NAME.fullmatch(os.path.basename(str(one).rstrip("/"))) for one in found)
-    return sorted(int(name[1]) for name in names if name)
+    numbers = (_iteration_of(os.path.basename(str(one).rstrip("/"))) for one in found)
+    return sorted(number for number in numbers if number is not None)
+
+
+def _iteration_of(name: str) -> int | None:
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def _newest(accelerator: Any) -> str:
@@ -353,6 +359,8 @@ def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle],
             log.info(f"removed {place}", main_process_only=False)
             with contextlib.suppress(OSError):  # not empty, or not of a file system
                 os.rmdir(place)
+        folder, arguments = _folder(accelerator), _arguments(accelerator)
+        remove_tried(folder, _iteration_of, iteration, arguments)
 
     return rotate
 

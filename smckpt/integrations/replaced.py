@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.remove import remove_probes
+from smckpt.storage import access_to
 
-__all__ = ["is_stock", "remove_stale", "stamps", "stock_files"]
+__all__ = ["is_stock", "remove_stale", "remove_tried", "stamps", "stock_files"]
 
 # Weights and training state as the Trainer, accelerate, PEFT and DeepSpeed write them.
 _STOCK = re.compile(
@@ -65,3 +68,18 @@ def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
 def _is_adapter(path: str) -> bool:
     """Whether it is the folder of one adapter of PEFT among several."""
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
+
+
+def remove_tried(
+    folder: str, step_of: Callable[[str], int | None], newest: int, arguments: Mapping[str, Any]
+) -> None:
+    """Remove the directories of older steps in which a save was killed before it wrote anything.
+
+    Args:
+        step_of: the step of a directory, by its name; None: of none.
+        newest: a step that is committed.
+        arguments: options of the folder's store.
+    """
+    root = access_to(folder, **arguments).open(folder)
+    steps = ((step_of(name), name) for name in root.list_dirs())
+    remove_probes(root, [name for step, name in steps if step is not None and step < newest])

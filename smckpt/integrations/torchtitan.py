@@ -21,6 +21,7 @@ from torchtitan.tools import filesystem
 
 import smckpt
 from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations.replaced import remove_tried
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
 
@@ -140,6 +141,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         for _, one in own[: -self.keep_latest_k]:
             smckpt.remove(one, **self._arguments)
             log.info("removed %s", one)
+        if own:
+            remove_tried(self.folder, _step_of, own[-1][0], self._arguments)
 
     # -- loading -----------------------------------------------------------------------------
 

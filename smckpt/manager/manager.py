@@ -29,7 +29,7 @@ from smckpt.errors import UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
 from smckpt.manager.notice import Watch, called
-from smckpt.manager.record import history_of, mark_of, recorded, save_seconds_of
+from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Keep, Keeper
 from smckpt.manager.rivals import Rivals
@@ -341,6 +341,7 @@ class CheckpointManager:
         point = f"restore/{next(self._rounds)}"
         resumed = resume(meeting, point, self._book, fill, self._timeout)
         found = resumed.found
+        self._schedule.goes_on(self._book, found)
         if found is None:
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
@@ -352,7 +353,7 @@ class CheckpointManager:
         if self._random and own.get("random"):
             go_on_at_random(found.metadata["manager"], own["random"], step, self._rank, self._world)
         self._keeper.run = mark_of(found) or self._keeper.run
-        self._schedule.restored(step, history_of(found))
+        self._schedule.restored(step)
         self._watch.save_seconds = save_seconds_of(found, self._world)
         if self._rank == 0:
             log.log(

@@ -14,12 +14,15 @@ import math
 import statistics
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.engine.job import Timings
 from smckpt.errors import PeerError, UsageError
-from smckpt.manager.record import History
+from smckpt.manager.attempts import Attempt
+from smckpt.manager.book import Book
+from smckpt.manager.record import History, history_of
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.store import OverStore
@@ -113,6 +116,7 @@ class Schedule:
         crowd = group.world_size / RANKS_A_SECOND
         self._pause, self._eager = max(POLL_SECONDS, crowd), max(EAGER_SECONDS, crowd)
         # rank 0's
+        self._attempt = Attempt()
         self._passed: tuple[int, float] | None = None  # a step, and when
         self._step_seconds = 0.0
         self._since: float | None = None  # when the last save was, or will be
@@ -130,6 +134,7 @@ class Schedule:
         Raises:
             PeerError: rank 0 does not come near this step. JobStoreError: the store is gone.
         """
+        self._attempt.note()
         if self._every is None:
             return False
         if isinstance(self._every, int):
@@ -146,12 +151,14 @@ class Schedule:
 
     def saved(self, step: int) -> None:
         """Record that a save of this step has begun, planned or not."""
+        self._attempt.note()
         with self._news:
             if self._decides and all(save <= step for save in self._plan.saves):
                 self._since = time.monotonic()
 
     def measured(self, timings: Timings) -> None:
         """Take the measurements of a committed save."""
+        self._attempt.committed()
         if not (self._auto and self._decides):
             return
         with self._news:
@@ -165,11 +172,20 @@ class Schedule:
             self._logged = chosen.seconds
         log.info('interval="auto" is now %.3g s: %s', chosen.seconds, chosen.why)
 
-    def restored(self, step: int, history: History) -> None:
-        """Start again from this step, on all ranks. history: of the run, from its checkpoint."""
+    def goes_on(self, book: Book, found: FoundCheckpoint | None) -> None:
+        """Take the history of the run from the checkpoint that it goes on from, if this attempt has
+        not trained yet. found: None: the run begins. Rank 0's history is recorded."""
+        if self._plan.generation or self._asked >= 0 or self._since is not None:
+            return
+        self._history = History() if found is None else history_of(found)
+        if self._decides:
+            step = book.root if found is None else book.root.join(book.way_of(found))
+            failed = self._attempt.began(step, "" if found is None else found.identity)
+            self._history = replace(self._history, failures=self._history.failures + failed)
+
+    def restored(self, step: int) -> None:
+        """Start again from this step, on all ranks."""
         with self._news:
-            if self._plan.generation == 0 and self._asked < 0 and self._since is None:
-                self._history = history
             self._plan = Plan(self._plan.generation + 1, step)
             self._asked = step
             self._passed = self._since = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from smckpt.meeting.messages import to_text
 __all__ = ["Keys", "Store", "client_of"]
 
 log = logging.getLogger("smckpt")
+
+_CONNECT_SECONDS = 5.0
 
 
 class Store(Protocol):
@@ -89,9 +92,29 @@ class Keys:
 
 
 def client_of(store: Store) -> Store:
-    """A connection of its own to the same store."""
+    """A connection of its own to the same store.
+
+    Raises:
+        JobStoreError: at once if the process that hosts the store has ended. torch itself would try
+            to connect for minutes.
+    """
+    _refuse_ended(store)
     client: Store = _asked(store.clone)
     return client
+
+
+def _refuse_ended(store: Any) -> None:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if not host or not port:
+        return
+    try:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    except ConnectionRefusedError as error:
+        raise _gone(RuntimeError(f"{host}:{port} refuses connections")) from error
+    except OSError as error:  # slow, or a name that torch finds otherwise
+        log.debug("the job's store at %s:%s is not reached: %s", host, port, error)
 
 
 def _value(text: bytes, key: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError
 
-__all__ = ["Presence", "own_process"]
+__all__ = ["Presence", "has_ended", "own_process"]
 
 
 class Presence:
@@ -159,6 +159,14 @@ def own_process() -> tuple[str, int, int] | None:
     started = _start(os.getpid())
     name = hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:16]
     return None if started is None else (name, os.getpid(), started)
+
+
+def has_ended(process: tuple[str, int, int] | None) -> bool:
+    """Whether this system, which could see a process, sees it no more."""
+    own = own_process()
+    if process is None or own is None or own[0] != process[0]:
+        return False
+    return _start(process[1]) != process[2]
 
 
 def _start(pid: int) -> int | None:

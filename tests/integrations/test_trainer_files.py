@@ -23,6 +23,7 @@ from tests.support.small_trainer import (
     Begins,
     Opens,
     arguments,
+    flip,
     heard,
     same,
     tiny,
@@ -165,25 +166,6 @@ def test_a_retry_in_the_same_process_goes_on(tmp_path: Path, fails_at: int) -> N
     straight = trainer(tmp_path / "straight", 6)
     straight.train()
     assert same(weights(again.model), weights(straight.model))
-
-
-def flip(directory: Path, what: str) -> None:
-    """Damage a checkpoint: the data of a model or an optimizer, a part's record, or the commit."""
-    if what in ("part", "manifest"):
-        path = min(directory.glob(f"{what}-*.json"))
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-        return
-    path = min(directory.glob("data-*.safetensors"))
-    data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    rows = [
-        row["data_offsets"] for name, row in header.items() if name.startswith(what)
-    ]  # fmt: skip
-    data[8 + length + rows[0][0]] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "part", "manifest"])

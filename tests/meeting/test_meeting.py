@@ -21,7 +21,7 @@ from smckpt.errors import (
     StateError,
 )
 from smckpt.meeting.group import Group
-from smckpt.meeting.keys import Keys
+from smckpt.meeting.keys import Keys, client_of
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting, alone, over_group
 from smckpt.meeting.store import agree
@@ -271,6 +271,19 @@ def test_a_store_that_is_gone_is_no_silent_peer() -> None:
             keys.set("k", 1)
             time.sleep(0.1)
     assert not isinstance(raised.value, TimeoutError)
+
+
+def test_no_thread_waits_to_connect_to_a_store_that_is_gone() -> None:
+    """torch tries again until the store's timeout, which is minutes."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30))
+    store = dist.PrefixStore("outer", dist.PrefixStore("inner", client))
+    client_of(store).set("k", "v")
+    del server
+    with pytest.raises(JobStoreError, match="refuses connections"):
+        for _ in range(100):
+            client_of(store)
+            time.sleep(0.1)
 
 
 class Counted(dist.TCPStore):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import (
 
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainer
+from tests.support.trainer_run import take_cpus
 
 DATA = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
 
@@ -34,10 +37,14 @@ def tiny() -> LlamaForCausalLM:
 
 
 def arguments(out: Any, steps: int = 4, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
+    made = TrainingArguments(
         str(out), max_steps=steps, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
         per_device_train_batch_size=1, **more,
     )  # fmt: skip
+    if "fsdp" in more:
+        assert made.device.type == "cpu"
+        take_cpus()
+    return made
 
 
 def trainer(
@@ -103,3 +110,22 @@ def heard(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def flip(directory: Path, what: str, rank: int = 0) -> None:
+    """Damage a checkpoint: data of a model or an optimizer that a rank wrote, or that another one
+    did if it wrote none; the record of a part, or the commit."""
+    if what in ("part", "manifest"):
+        path = min(directory.glob(f"{what}-*.json"))
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        return
+    files = sorted(directory.glob("data-*.safetensors"))
+    path = next((one for one in files if f"-r{rank:05d}-" in one.name), files[0])
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    rows = [row["data_offsets"] for name, row in header.items() if name.startswith(what)]
+    data[8 + length + rows[0][0]] ^= 1
+    path.write_bytes(data)

@@ -80,6 +80,29 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def sharded(how: str, kind: str = "SHARDED_STATE_DICT") -> dict[str, Any]:
+    """Arguments of the Trainer for "fsdp" (FSDP2) and "fsdp1"; none for "plain"."""
+    config = {
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "sync_module_states": False,  # accelerate asks for an accelerator's memory then
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": kind,
+    }
+    if how == "fsdp1":
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"use_orig_params": True}}
+    if how == "fsdp":
+        os.environ["FSDP_VERSION"] = "2"  # how transformers 4.57 tells accelerate
+        versions = {"version": 2, "fsdp_version": 2}
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config | versions}
+    return {}
+
+
+def take_cpus() -> None:
+    """accelerate shards on accelerators only, unless it takes the CPUs for such."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
+
+
 def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrainer:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -88,44 +111,17 @@ def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrain
             num_attention_heads=2, attention_dropout=0.2,
         )
     )  # fmt: skip
-    sharding: dict[str, Any] = {}
     how, _, device = how.partition("-")
-    if how == "fsdp1":
-        sharding = {
-            "fsdp": "full_shard auto_wrap",
-            "fsdp_config": {
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "use_orig_params": True,
-                "sync_module_states": False,  # accelerate asks for an accelerator's memory then
-                "cpu_ram_efficient_loading": False,
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
-        }
-    if how == "fsdp":
-        os.environ["FSDP_VERSION"] = "2"  # how transformers 4.57 tells accelerate
-        sharding = {
-            "fsdp": "full_shard auto_wrap",
-            "fsdp_config": {
-                "version": 2,
-                "fsdp_version": 2,
-                "sync_module_states": False,
-                "cpu_ram_efficient_loading": False,
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
-        }
+    sharding = sharded(how)
     arguments = TrainingArguments(
         output_dir=out, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2,
         save_strategy="steps", save_steps=2, save_total_limit=2, logging_steps=1, report_to=[],
         lr_scheduler_type="cosine", use_cpu=not device, disable_tqdm=True, dataloader_num_workers=0,
         **sharding, **more,
     )  # fmt: skip
-    if (
-        sharding and not device
-    ):  # accelerate shards on accelerators only, unless it takes the CPUs for such
+    if sharding and not device:
         assert arguments.device.type == "cpu"
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
+        take_cpus()
     made = SavedTrainer(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks,
         eval_dataset=Tokens() if more else None,

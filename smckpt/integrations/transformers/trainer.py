@@ -139,6 +139,7 @@ class SmckptTrainerMixin:
             self._write_stock_files(directory, writers)
             if self.args.should_save and self._checkpoints.elsewhere(directory):
                 send(self._checkpoints.storage(directory), directory, stamps(directory))
+            self.accelerator.wait_for_everyone()  # a callback of another rank looks there too
 
     def _is_looked_at(self) -> bool:
         """Whether a callback of any rank looks at the checkpoint. The ranks ask each other once in

@@ -1,0 +1,159 @@
+"""Attempts that ended before they committed anything are failures of the run too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import smckpt
+from smckpt.checkpoint.format import ATTEMPTS, probe_name
+from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.cli.app import app
+from smckpt.integrations.replaced import remove_tried
+from smckpt.manager.manager import CheckpointManager
+from smckpt.manager.record import mark_of
+from smckpt.storage import open_storage
+from tests.support.launch import run_ranks
+
+
+def begun(root: str, **more: Any) -> tuple[CheckpointManager, int, dict[str, Any]]:
+    """An attempt that has ended its first step, and noted itself."""
+    state = {"model": torch.nn.Linear(2, 2)}
+    manager = CheckpointManager(root, signals=(), **more)
+    step = manager.restore(into=state) + 1
+    manager.should_save(step)
+    for thread in threading.enumerate():
+        if thread.name == "smckpt-attempt":
+            thread.join()
+    if dist.is_initialized():
+        dist.barrier()
+    return manager, step, state
+
+
+def killed(root: str, saves: bool) -> None:
+    manager, step, state = begun(root, interval="auto")
+    if saves:
+        manager.save(step, state).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def status(root: str) -> tuple[int, str]:
+    shown = [CliRunner().invoke(app, ["status", root, *more]) for more in (["--json"], [])]
+    run = json.loads(shown[0].output)["run"]
+    return 0 if run is None else run["failures"], shown[1].output
+
+
+@pytest.mark.parametrize("store", ["disk", pytest.param("s3", marks=pytest.mark.long)])
+def test_each_killed_attempt_is_counted(
+    tmp_path: Path, request: pytest.FixtureRequest, store: str
+) -> None:
+    root = str(tmp_path / "run") if store == "disk" else request.getfixturevalue("s3_root")
+    kills, last = 0, 0
+    lives = [(2, False), (1, True), (1, False)]
+    for world, saves in lives if store == "disk" else [*lives, *lives[::-1]]:
+        run_ranks(killed, world, root, saves, killed=tuple(range(world)))
+        kills += 1
+        failures, text = status(root)
+        # whether one that has committed goes on, nobody can see from its files
+        assert failures == kills - saves, (kills, text)
+        assert f"{failures} failure" in text
+        assert len([*smckpt.find_checkpoints(root)]) == (last := last + saves)
+    manager, step, state = begun(root, interval="auto")
+    assert status(root)[0] == kills, "this attempt is alive"
+    with manager:
+        assert manager._schedule.history().failures == kills
+        manager.save(step, state).wait()
+    newest = smckpt.find_checkpoints(root)[-1]
+    assert newest.metadata["manager"]["failures"] == kills
+    assert status(root)[0] == kills
+    assert ATTEMPTS not in open_storage(root).names()
+
+
+def test_the_file_goes_with_its_step_and_with_the_first_commit(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        manager.save(1, {"model": torch.nn.Linear(2, 2)}).wait()
+    one = tmp_path / "1"
+    first, *_ = begun(str(tmp_path))
+    before = {path.name for path in one.iterdir()}
+    assert ATTEMPTS in before and smckpt.verify_checkpoint(one).ok
+    copy_checkpoint(one, tmp_path / "copies" / "1")
+    assert {path.name for path in (tmp_path / "copies" / "1").iterdir()} <= before - {ATTEMPTS}
+    second, step, state = begun(str(tmp_path), keep_last_n=1)
+    body = json.loads((one / ATTEMPTS).read_text())["body"]
+    assert body["count"] == 2 and len([*tmp_path.rglob(ATTEMPTS)]) == 1
+    with first, second:
+        second.save(step, state).wait()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "copies"] == ["2"]
+    begun(str(tmp_path))[0].close()
+    assert (tmp_path / "2" / ATTEMPTS).exists()
+    smckpt.remove(tmp_path / "2")
+    assert not (tmp_path / "2").exists()
+
+
+@pytest.mark.parametrize("what", ["a directory", "damaged", "of another commit"])
+def test_a_file_that_cannot_be_used_costs_the_count_alone(tmp_path: Path, what: str) -> None:
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        manager.save(1, {"model": torch.nn.Linear(2, 2)}).wait()
+    place = tmp_path / "1" / ATTEMPTS
+    if what == "a directory":
+        place.mkdir()
+    else:
+        begun(str(tmp_path))[0].close()
+        data = place.read_bytes()
+        place.write_bytes(data[:-9] if what == "damaged" else data)
+    if what == "of another commit":
+        with CheckpointManager(tmp_path, signals=()) as manager:
+            manager._keeper.run = mark_of(smckpt.find_checkpoints(tmp_path)[0]) or ""
+            manager.save(1, {"model": torch.nn.Linear(2, 2)}).wait()
+        place.write_bytes(data)
+    manager, step, state = begun(str(tmp_path))
+    with manager:
+        assert manager._schedule.history().failures == 1
+        manager.save(step, state).wait()
+    assert status(str(tmp_path))[0] == 1
+
+
+# -- what a killed save has left in a step that is never saved again -------------------------------
+
+
+def tried(root: str, *ways: str) -> None:
+    for number, way in enumerate(ways):
+        open_storage(root).join(way).put(probe_name(f"{number:012x}"), b"{}")
+
+
+@pytest.mark.parametrize("store", ["disk", "s3"])
+def test_what_a_killed_save_tried_goes_with_the_next_deletion(
+    tmp_path: Path, request: pytest.FixtureRequest, store: str
+) -> None:
+    root = str(tmp_path) if store == "disk" else request.getfixturevalue("s3_root")
+    tried(root, "3", "4", "5/tp0", "5/tp1", "6", "7/tp0/deeper", "99", "other")
+    open_storage(root).join("6").put("notes.txt", b"the user's")
+    with CheckpointManager(root, signals=(), keep_last_n=1) as manager:
+        for step in (10, 11):
+            manager.save(step, {"model": torch.nn.Linear(2, 2)}).wait()
+    ways = ("3", "4", "5/tp0", "5/tp1", "6", "7/tp0/deeper", "99", "other")
+    left = [way for way in ways if open_storage(root).join(way).names()]
+    assert left == ["6", "7/tp0/deeper", "99", "other"]
+    assert store == "s3" or not {"3", "4", "5", "10"} & {*os.listdir(root)}
+    assert [one.step for one in smckpt.find_checkpoints(root)] == [11]
+
+
+def test_doors_of_frameworks_remove_what_a_killed_save_tried(tmp_path: Path) -> None:
+    tried(str(tmp_path), "step-2", "step-4", "step-9", "elsewhere", "step-3")
+    (tmp_path / "step-3" / "data").touch()
+
+    def step_of(name: str) -> int | None:
+        return int(name[5:]) if name.startswith("step-") else None
+
+    remove_tried(str(tmp_path), step_of, 6, {})
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["elsewhere", "step-3", "step-9"]

@@ -19,7 +19,8 @@ _OBJECTS = 6_000_000  # containers and stand-ins; their memory is below a gigaby
 _KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for ever
 _WORD = 1 << 64  # a key that is a whole number is smaller: a long one is hashed anew each time
 _KEY_BYTES = 64  # of texts that are keys, for each byte of the pickle: equal ones are compared
-_AT_FIRST = 16 << 20
+_AT_FIRST = 16 << 20  # bytes, however short the pickle is
+_COPIES = 4  # items of containers that are copied, for each byte of the pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class _Machine:
         self.made = 0
         self.at = 0  # the byte of the pickle
         self.keyed = 0  # bytes of keys
+        self.copied = 0  # items
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -161,7 +163,9 @@ class _Machine:
             raise ValueError("arguments are no tuple")
         plain = _PLAIN.get(str(named)) if isinstance(named, Global) else None
         if plain is not None and args and hasattr(args[0], "__len__"):
-            self.count(len(args[0]))  # copied each time that the memo names them
+            self.copied += len(args[0])  # each time that the memo names them
+            if self.copied > _AT_FIRST // 4096 + _COPIES * self.at:
+                raise ValueError("one container is copied again and again")
         self.make(Inert(named, args) if plain is None else plain(self, args))
 
     def build(self, state: Any) -> None:

@@ -18,6 +18,7 @@ import tarfile
 import traceback
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,32 @@ DCP = {
 }  # fmt: skip
 
 
+def _shared(folder: Path) -> None:
+    """Tensors of DCP that share one list of parts, which the pickle's memo has."""
+    import torch
+    from torch.distributed.checkpoint import metadata as of
+
+    folder.mkdir(parents=True)
+    chunk = of.ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    chunks = [chunk] * 3000
+    of_dtype = of.TensorProperties(torch.float32)
+    tensor = of.TensorStorageMetadata(of_dtype, torch.Size([1]), chunks)
+    names = [f"w{number}" for number in range(3000)]
+    index = {of.MetadataIndex(name, torch.Size([0])): _Info("__0_0.distcp", 0, 4) for name in names}
+    whole = of.Metadata(dict.fromkeys(names, tensor), None, index)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+    (folder / "__0_0.distcp").write_bytes(bytes(64))
+
+
+@dataclass
+class _Info:
+    """As `_StorageInfo` of DCP."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
 def _archive(many: bool) -> Callable[[Path], None]:
     """An archive of torch.save, with countless records; or one whose sizes are quoted."""
 
@@ -295,6 +322,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     **{f"header: {what}": _header(head) for what, head in HEADERS.items()},
     **{f"safetensors: {what}": _plain_header(head) for what, head in HEADERS.items()},
     **{f"metadata: {what}": _dcp(body) for what, body in DCP.items()},
+    "metadata: one list of parts": _shared,
     "archive of many records": _archive(True),
     "archive of quoted sizes": _archive(False),
     "archive that inflates": _deflated("model.pt"),

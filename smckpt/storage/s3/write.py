@@ -13,6 +13,8 @@ from smckpt.storage.s3.objects import Objects, new_mark
 
 __all__ = ["S3Writer"]
 
+_PAGES = 100  # of a list of parts; S3 puts 1,000 of at most 10,000 on each
+
 
 class S3Writer(FileWriter):
     """One new object. A file of one part is one PUT.
@@ -119,7 +121,7 @@ class S3Writer(FileWriter):
         )
         return str(answer["ETag"])
 
-    def _complete(self, client: Any) -> None:
+    def _complete(self, client: Any, again: bool = True) -> None:
         parts, whole = [], 0
         for number in sorted(self._parts):
             etag, value, length = self._parts[number]
@@ -139,6 +141,8 @@ class S3Writer(FileWriter):
                 **fields,
             )
         except Exception as error:
+            if again and code_of(error) == "InvalidPart" and self._looked_up(client):
+                return self._complete(client, again=False)
             # An earlier try may have succeeded although its answer was lost.
             if code_of(error) not in ("PreconditionFailed", "NoSuchUpload", "412", "404"):
                 raise
@@ -146,6 +150,30 @@ class S3Writer(FileWriter):
                 if status_of(error) == 412:
                     raise name_taken(self._path) from error
                 raise
+
+    def _looked_up(self, client: Any) -> bool:
+        """Take the parts' ETags from the store's list, because one may have been changed on its way
+        here. Returns whether any differs. A part counts by its length, and by its checksum if the
+        store lists it."""
+        found: dict[int, Any] = {}
+        for _ in range(_PAGES):
+            page = client.list_parts(
+                Bucket=self._objects.bucket, Key=self._key, UploadId=self._upload,
+                PartNumberMarker=max(found, default=0),
+            )  # fmt: skip
+            more = {each["PartNumber"]: each for each in page.get("Parts", ())}
+            if not more.keys() - found.keys():
+                break
+            found |= more
+        wrong = {}
+        for number, (etag, value, length) in self._parts.items():
+            there = found.get(number + 1, {})
+            ours = {"Size": length, **self._sum.field(value)}
+            same = all(there.get(field, ours[field]) == ours[field] for field in ours)
+            if same and there.get("ETag", etag) != etag:
+                wrong[number] = str(there["ETag"]), value, length
+        self._parts |= wrong
+        return bool(wrong)
 
 
 def _memory(size: int) -> memoryview:

@@ -17,7 +17,8 @@ __all__ = ["LIMIT", "METADATA", "Metadata", "Place", "TensorMetadata", "read_met
 
 METADATA = ".metadata"
 LIMIT = 512 << 20  # bytes
-_PARTS = 6_000_000  # of tensors and of paths, in all: a pickle can name one list again and again
+_FEW = 1000  # parts of tensors, and keys of paths, however short the pickle is
+_PART = 8  # bytes of a pickle take at most one part more: it can name one list again and again
 _NAME = 4096  # characters of a file's path
 
 
@@ -60,7 +61,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         root = read_pickle(data)
         entries, stored = _fields(root, "state_dict_metadata"), _fields(root, "storage_data")
         places = dict(_places(stored))
-        tensors, objects, left = {}, {}, _PARTS
+        tensors, objects, left = {}, {}, _FEW + len(data) // _PART
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Inert):
                 raise ValueError(f"the entry {name!r} is damaged")
@@ -70,7 +71,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             else:
                 left = _less(left, entry.field("chunks"))
                 tensors[name] = _tensor(name, entry, places)
-        return Metadata(tensors, objects, _paths(root.field("planner_data")))
+        return Metadata(tensors, objects, _paths(root.field("planner_data"), _FEW + len(data)))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, UsageError):
             error.path = where
@@ -114,7 +115,7 @@ def _is_inside(file: str) -> bool:
 
 def _less(left: int, parts: Any) -> int:
     if len(parts) > left:
-        raise ValueError(f"it has more than {_PARTS} parts")
+        raise ValueError("its lists are longer than it")
     return left - len(parts)
 
 
@@ -159,10 +160,9 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _paths(planned: Any) -> dict[str, Path]:
+def _paths(planned: Any, left: int) -> dict[str, Path]:
     """What DCP's planner flattened: name → path."""
     out: dict[str, Path] = {}
-    left = _PARTS
     for name, path in planned.items() if isinstance(planned, dict) else ():
         left = _less(left, path) if isinstance(path, (tuple, list)) else left
         if isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path):

@@ -130,6 +130,15 @@ def test_an_answer_that_is_none_of_s3s_is_asked_for_again(
         assert proxy.left == 0, method
 
 
+@pytest.mark.parametrize("checksum", ["crc64nvme", "none"])
+def test_an_etag_of_a_part_that_was_changed_is_looked_up(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server, checksum: str
+) -> None:
+    store = through(proxy, prepared(s3_root, s3_server, "parts"), checksum=checksum)
+    proxy.spoil("PUT", 'header ETag => "0123456789abcdef0123456789abcdef"', 2, path="partNumber=")
+    assert uploaded(store) == LARGE and proxy.left == 0
+
+
 LISTED = (
     "says <Size>10240</Size> => <Size>1x240</Size>", "says <Size>10240</Size> => ",
     "says /here</Key> => /her", "says <IsTruncated>false => <IsTruncated>fblse",

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from smckpt.checkpoint.strict_json import read_json
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
+_TIED = "tie_word_embeddings"
 GENERATION_CONFIG = "generation_config.json"
 
 # Files that tokenizers and processors save beside a model.
@@ -64,6 +66,23 @@ _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.M
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
+# Keys that releases have and servers read, and that transformers leaves out because it computes
+# nothing else: model_type → key → the value for a config.
+_Value = Callable[[Mapping[str, Any]], Any]
+_SERVED: Mapping[str, Mapping[str, _Value]] = MappingProxyType(
+    {
+        "cohere2": {"rotary_pct": lambda values: 1.0},
+        "deepseek_v3": {
+            "scoring_func": lambda values: "sigmoid",
+            "topk_method": lambda values: "noaux_tc",
+        },
+        "gpt2": {"n_ctx": lambda values: values.get("n_positions")},
+        "qwen3_next": {"full_attention_interval": lambda values: _interval(values)},
+        "qwen3_vl_moe_text": {"norm_topk_prob": lambda values: True},
+    }
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A model's config as plain values; `directory` where it was read from one. own_generation: the
@@ -80,10 +99,10 @@ class ModelConfig:
         """The value of `tie_word_embeddings`; where it is not set, the family's default. None: the
         family has no table, or no default."""
         for values in (self.values, *_nested(self.values)):
-            if "tie_word_embeddings" in values:
-                return bool(values["tie_word_embeddings"])
+            if _TIED in values:
+                return bool(values[_TIED])
         family = find_family(self.values["model_type"])
-        default = None if family is None else family.defaults.get("tie_word_embeddings")
+        default = None if family is None else family.defaults.get(_TIED)
         return None if default is None else bool(default)
 
     def complete(self, dtype: str | None) -> dict[str, Any]:
@@ -95,9 +114,13 @@ class ModelConfig:
             UsageError: the two generations' keys contradict each other.
         """
         out = copy.deepcopy(self.values)
+        text = out.get("text_config")
+        if isinstance(text, dict) and _TIED in out and text.get(_TIED) is None:
+            text[_TIED] = out[_TIED]  # servers look there
         for values in (out, *_nested(out)):
             complete_rope(values)
             _complete_experts(values)
+            _complete_served(values)
             if dtype is not None and (
                 values is out or "dtype" in values or "torch_dtype" in values
             ):
@@ -313,3 +336,20 @@ def _complete_experts(values: dict[str, Any]) -> None:
     found = [values[key] for key in keys if values.get(key) is not None]
     for key in keys if found else ():
         agree(values, key, found[0])
+
+
+def _complete_served(values: dict[str, Any]) -> None:
+    for key, value in _SERVED.get(str(values.get("model_type")), {}).items():
+        made = value(values)
+        if values.get(key) is None and made is not None:
+            values[key] = made
+
+
+def _interval(values: Mapping[str, Any]) -> int | None:
+    """The distance between layers of full attention; None if they do not alternate so."""
+    layers = values.get("layer_types") or []
+    if not isinstance(layers, list) or "full_attention" not in layers:
+        return None
+    every = layers.index("full_attention") + 1
+    full = [n % every == every - 1 for n in range(len(layers))]
+    return every if full == [layer == "full_attention" for layer in layers] else None

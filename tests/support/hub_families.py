@@ -15,7 +15,7 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 24, "v_head_dim": 32, "head_dim": 8, "moe_intermediate_size": 48,
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
@@ -54,7 +54,8 @@ _TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2Config", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
     ),
     "gemma3_text": (
-        "Gemma3TextConfig", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6},
+        "Gemma3TextConfig",
+        {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 32},
     ),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "glm4_moe": (

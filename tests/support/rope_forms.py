@@ -20,9 +20,10 @@ FACTORS = {"short_factor": [1.0 + n / 8 for n in range(16)],
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 BASE = {"rope_theta": 5e5}
 NEOX = {k: v for k, v in TINY.items() if k not in ("head_dim", "num_key_value_heads")}
+NEOX["intermediate_size"] = 512  # mlx-lm has no other
 MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
-         "sliding_window_pattern": 2}  # fmt: skip
+         "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}  # fmt: skip
 # model type and more → version 5's rope_parameters
 NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({"model_type": "llama"}, {"rope_type": "default", **BASE}),

@@ -33,6 +33,13 @@ def vllm() -> Scores:
     )  # fmt: skip
     gc.disable()
     gc.collect = lambda generation=2: 0  # each model has it run nine times, two seconds each
+    import torch
+
+    # torchvision's build for CUDA lacks its operators without CUDA, and then is not imported
+    operators = torch.library.Library("torchvision", "FRAGMENT")
+    with contextlib.suppress(RuntimeError):
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
@@ -80,6 +87,7 @@ def llama_cpp() -> Scores:
             wrong.append(text.decode(errors="replace").strip())
 
     llama_cpp.llama_log_set(hear, None)
+    heard = [hear]  # as long as the library calls it
     sys.path.insert(0, os.environ["SMCKPT_LLAMA_CPP"])
     import convert_hf_to_gguf as converter
 
@@ -115,7 +123,7 @@ def llama_cpp() -> Scores:
                     type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
                 )  # fmt: skip
             except ValueError as error:
-                raise ValueError(wrong[0] if wrong else str(error)) from error
+                raise ValueError(wrong[0] if heard and wrong else str(error)) from error
             model.eval(tokens)
             logits = model.scores[: len(tokens)].tolist()
             model.close()

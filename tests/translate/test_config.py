@@ -205,3 +205,31 @@ def test_a_pipe_beside_a_tokenizer_is_not_read(tmp_path: Path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with within(seconds(30)):
         check_tokenizer(tmp_path, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"model_type": "gpt2", "n_positions": 64}, {"n_ctx": 64}),
+        ({"model_type": "gpt2", "n_positions": 64, "n_ctx": 32}, {"n_ctx": 32}),
+        ({"model_type": "gpt2"}, {"n_ctx": None}),
+        ({"model_type": "deepseek_v3"}, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+        ({"model_type": "cohere2"}, {"rotary_pct": 1.0}),
+        ({"model_type": "qwen3_next", "layer_types": 2 * ["linear_attention", "full_attention"]},
+         {"full_attention_interval": 2}),
+        ({"model_type": "qwen3_next", "layer_types": ["full_attention", "linear_attention"]},
+         {"full_attention_interval": None}),
+    ],
+)  # fmt: skip
+def test_keys_that_servers_read_are_written(values, wanted):
+    """Which servers need them: the table of servers in docs/families.md."""
+    found = _complete(values)
+    assert {key: found.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("text", [{}, {"tie_word_embeddings": True}])
+def test_the_section_of_the_language_model_says_whether_embeddings_are_tied(text):
+    sections = {"text_config": {"model_type": "qwen3_vl_moe_text", **text}}
+    found = _complete({"model_type": "qwen3_vl_moe", "tie_word_embeddings": False, **sections})
+    assert found["text_config"]["tie_word_embeddings"] is bool(text)
+    assert found["text_config"]["norm_topk_prob"] is True

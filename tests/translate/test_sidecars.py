@@ -155,3 +155,26 @@ def test_that_custom_code_is_not_there_is_noted(tmp_path, model):
         report = export_hf(tmp_path / "model.pt", tmp_path / f"hf{number}", config=given)
         lost = [note for note in report.notes if "auto_map names configuration_own.py" in note]
         assert bool(lost) == (given is not folder), (given, report.notes)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("how", ["object", "model", "dict"])
+def test_a_config_that_names_no_class_gets_it(tmp_path, family, how):
+    """A model that never was saved has none; vLLM and llama.cpp do not load an export without."""
+    made = references.model(family)
+    assert not made.config.architectures
+    torch.save(made.state_dict(), tmp_path / "model.pt")
+    config = {"object": made.config, "model": made, "dict": made.config.to_dict()}[how]
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=config)
+    found = json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"]
+    assert found == [type(made).__name__]
+    assert not any("names no class" in note for note in report.notes)
+
+
+def test_where_the_class_is_not_known_a_note_says_so(tmp_path):
+    made = references.model("llama")
+    torch.save(made.state_dict(), tmp_path / "model.pt")
+    report = export_hf(
+        tmp_path / "model.pt", tmp_path / "hf", config=made.config, against_model=False
+    )  # fmt: skip
+    assert any("names no class" in note for note in report.notes)

@@ -51,6 +51,7 @@ _ROOT = re.compile(
     r"(.*?)(?:model\.(?:decoder\.|language_model\.)?embed_tokens|transformer\.(?:wte|word_embeddings)"
     r"|gpt_neox\.embed_in|embedding\.word_embeddings|tok_embeddings)\.weight"
 )
+_PEFT = "base_model.model."  # PEFT's model, before all names of its base
 # Not a trainer's own module: PEFT's, Megatron's beside a tower, ChatGLM's and Qwen-Omni's models.
 _NO_ATTRIBUTES = ("", "base_model", "language_model", "transformer", "thinker")
 T = TypeVar("T")
@@ -176,7 +177,7 @@ def value_heads(names: Iterable[str], architectures: Collection[str]) -> list[st
 
 def refuse_peft(names: Iterable[str], where: str) -> None:
     """Raise UsageError if the names are those of a PEFT model."""
-    if any(name.startswith("base_model.model.") for name in names):
+    if any(name.startswith(_PEFT) for name in names):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
             remedy='pass lora="adapter" or lora="merge", with lora_config=', path=where,
@@ -352,6 +353,9 @@ def _outer_parts(found: Iterable[str]) -> int:
 
 def _is_attribute(names: Collection[str]) -> bool:
     """Whether all names are those of one model that is an attribute of a trainer's own module."""
+    above = {name.partition(_PEFT)[0] if _PEFT in name else "" for name in names}
+    if above and all(above) and len(above) == 1:  # an adapter alone has no embedding
+        return True
     places = places_of_models(names)
     if len(places) != 1 or places[0].partition(".")[0] in _NO_ATTRIBUTES:
         return False

@@ -81,12 +81,14 @@ def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
 
 def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
     """Refuse a comparison of two formats that have no name in common: all would differ."""
+    from smckpt.translate.rank_sources import HUB_DIRECTORY
+
     names, others = a.logical.keys(), b.logical.keys()
     if (a.ours and b.ours) or not names or not others or names & others:
         return
     remedy = "compare files whose names agree; `smckpt show` lists them"
     for one, other in ((a, b), (b, a)):
-        if one.identity.startswith("Hugging Face"):
+        if one.identity == HUB_DIRECTORY:
             remedy = f"run `smckpt verify --hf {one.url} --against {other.url}`, which translates "
             remedy += "names"
     raise UsageError(

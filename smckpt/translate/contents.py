@@ -41,7 +41,6 @@ __all__ = [
 Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
 LOW = ("bfloat16", "float16")
 HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
-_VALUE_HEAD = re.compile(r"v_head\.(?:summary\.)?(?:weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ def find_contents(
     return replace(
         made, source_format=source.format, identity=source.identity,
         notes=(*made.notes, *source.notes), step=source.step,
+        left_out=(*made.left_out, *source.left_out),
     )  # fmt: skip
 
 
@@ -166,20 +166,14 @@ def _named(
     """Whole tensors, by the names of released checkpoints if they are asked for and known. Layers
     that predict further tokens have these names, or are refused."""
     source, family = TranslatedSource(reader), _family(settings)
-    value_head = [name for name in reader.held if _VALUE_HEAD.match(name)]
     found = further_layers(reader.held, family, settings)
     predicting = kept_layers(found, family, settings, given.mtp, reader.url)
-    everything = [t for t in whole_tensors(reader) if t.name not in value_head]
+    everything = whole_tensors(reader)
     targets = [target for target in everything if target.name not in found]
     further = [target for target in everything if target.name in found and predicting]
     comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
     notes = list(head_notes([t.name for t in targets], settings))
     notes += () if predicting else left_out_note(found)
-    if value_head:
-        notes.append(
-            f"{', '.join(value_head)} are a value head (TRL's), for which Hugging Face's models "
-            "have no place: they are left out"
-        )
     kept = kept_of_family(settings, [*targets, *further])
     if naming == HUB:
         fit = comparison.names(targets, reader.url)
@@ -195,7 +189,7 @@ def _named(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     return ExportContents(
-        source, [*targets, *further], (*left_out, *value_head), tuple(notes), naming, kept=kept,
+        source, [*targets, *further], left_out, tuple(notes), naming, kept=kept,
         predicting=predicting if family is not None and family.predicts else None,
         further=frozenset(target.name for target in further),
     )  # fmt: skip

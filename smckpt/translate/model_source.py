@@ -32,8 +32,14 @@ from smckpt.translate.detect import (
 from smckpt.translate.families import find_family
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.logical_tensors import LogicalTensors
-from smckpt.translate.model import model_dims
-from smckpt.translate.names import refuse_peft, stage_tensors, tensors_at, unwrapped
+from smckpt.translate.model import Some, model_dims
+from smckpt.translate.names import (
+    refuse_peft,
+    stage_tensors,
+    tensors_at,
+    unwrapped,
+    value_heads,
+)
 from smckpt.translate.pipeline import merged
 from smckpt.translate.prediction import DROP
 from smckpt.translate.quantized import dequantized
@@ -112,7 +118,8 @@ class ModelSource:
     reader: its tensors. cut: they have the names and shapes of a layout, at `degrees`; otherwise
     each is whole, under a name of the model's. given: the caller's arguments, with the degrees that
     the source tells. facts: what it says of the model. format: of the source. identity: of the
-    commit. step: of the training, if it is known."""
+    commit. step: of the training, if it is known. left_out: names that are not the
+    model's."""
 
     reader: TensorReader
     degrees: Degrees
@@ -123,6 +130,7 @@ class ModelSource:
     identity: str = ""
     notes: tuple[str, ...] = ()
     step: int | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_hub(self) -> bool:
@@ -153,10 +161,11 @@ def open_model(
         made = opener.foreign(found)
     else:
         made = opener.ours(open_catalogue(access.open(checkpoint)))
-    if not peft:
-        refuse_peft(made.reader.held, made.reader.url)
-        _refuse_without_scales(made.reader)
-    return made
+    if peft:
+        return made
+    refuse_peft(made.reader.held, made.reader.url)
+    _refuse_without_scales(made.reader)
+    return _without_value_head(made, settings)
 
 
 @dataclass(frozen=True)
@@ -246,8 +255,10 @@ class _Opener:
         if self.given.layout is not None or looks_transformed(names):
             return True
         kind = None if self.settings is None else self.settings.values["model_type"]
-        if kind is None or find_family(kind) is None:
+        if self.settings is None or kind is None or find_family(kind) is None:
             return False
+        heads = value_heads(names, self.settings.values.get("architectures") or [])
+        names = [name for name in names if name not in heads]
         if looks_packed(names, kind):
             return self.packed
         try:
@@ -297,6 +308,21 @@ def _degrees_of_files(given: GivenLayout, files: RankFilesFound) -> GivenLayout:
     if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
         tp, pp, ep = inside
     return replace(given, tp=tp, pp=pp, ep=ep)
+
+
+def _without_value_head(found: ModelSource, settings: ModelConfig | None) -> ModelSource:
+    names = [] if settings is None else settings.values.get("architectures") or []
+    heads = value_heads(found.reader.held, names)
+    if not heads:
+        return found
+    held = {name: t for name, t in found.reader.held.items() if name not in heads}
+    note = (
+        f"{', '.join(heads)} are a value head (as TRL's), for which Hugging Face's models have no "
+        "place: they are left out"
+    )
+    return replace(
+        found, reader=Some(found.reader, held), notes=(*found.notes, note), left_out=tuple(heads)
+    )
 
 
 def _refuse_without_scales(reader: TensorReader) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "stage_tensors",
     "tensors_at",
     "unwrapped",
+    "value_heads",
 ]
 
 log = logging.getLogger("smckpt")
@@ -50,6 +51,7 @@ _ROOT = re.compile(
     r"(.*?)(?:model\.(?:decoder\.|language_model\.)?embed_tokens|transformer\.(?:wte|word_embeddings)"
     r"|gpt_neox\.embed_in|embedding\.word_embeddings|tok_embeddings)\.weight"
 )
+_PEFT = "base_model.model."  # PEFT's model, before all names of its base
 # Not a trainer's own module: PEFT's, Megatron's beside a tower, ChatGLM's and Qwen-Omni's models.
 _NO_ATTRIBUTES = ("", "base_model", "language_model", "transformer", "thinker")
 T = TypeVar("T")
@@ -60,6 +62,11 @@ _MODELS = ("model", "state_dict", "module", "model_state_dict")
 _BEFORE_CORE = re.compile(
     r"(?:.*\.)?language_model\.(?:encoder|transformer)\.layers\.\d+"
     r"\.(?:self_)?attention\.query_key_value\.weight"
+)
+# A head beside a language model, of which Hugging Face's models have no place: TRL's, OpenRLHF's,
+# trlX's and their like; `score` is that of a classifier.
+_VALUE_HEAD = re.compile(
+    r"(v_head|value_head|critic_head|reward_head|score)\.(?:(?:summary|\d+)\.)*(?:weight|bias)"
 )
 _CHUNK = re.compile(r"\d+\..+")
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
@@ -160,9 +167,17 @@ def _below(tensors: Mapping[str, T], place: str) -> dict[str, T]:
     return {name[len(lead) :]: t for name, t in tensors.items() if name.startswith(lead)}
 
 
+def value_heads(names: Iterable[str], architectures: Collection[str]) -> list[str]:
+    """The names of a value head (or a reward's) beside a language model. `score` counts only where
+    the config's class is one that generates."""
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    found = (_VALUE_HEAD.fullmatch(name) for name in names)
+    return [match[0] for match in found if match and (match[1] != "score" or generates)]
+
+
 def refuse_peft(names: Iterable[str], where: str) -> None:
     """Raise UsageError if the names are those of a PEFT model."""
-    if any(name.startswith("base_model.model.") for name in names):
+    if any(name.startswith(_PEFT) for name in names):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
             remedy='pass lora="adapter" or lora="merge", with lora_config=', path=where,
@@ -309,7 +324,7 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
     out: dict[str, T] = {}
     outer = _outer_parts(found)
     for name, tensor in found.items():
-        clean = ".".join(_bare(name)[outer:])
+        clean = name if _VALUE_HEAD.fullmatch(name) else ".".join(_bare(name)[outer:])
         if clean in out:
             raise UsageError(
                 f"without the names of wrappers, {name} and another tensor are both called {clean}",
@@ -324,7 +339,7 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
 def _outer_parts(found: Iterable[str]) -> int:
     """How many parts at the beginning of all names are those of wrappers and trainers' modules, in
     any order: DDP of a trainer's module, a compiled DDP."""
-    names = {".".join(_bare(name)) for name in found}
+    names = {".".join(_bare(name)) for name in found if not _VALUE_HEAD.fullmatch(name)}
     count = 0
     while names and (
         all(name.startswith(f"{_DDP}.") for name in names)
@@ -338,6 +353,9 @@ def _outer_parts(found: Iterable[str]) -> int:
 
 def _is_attribute(names: Collection[str]) -> bool:
     """Whether all names are those of one model that is an attribute of a trainer's own module."""
+    above = {name.partition(_PEFT)[0] if _PEFT in name else "" for name in names}
+    if above and all(above) and len(above) == 1:  # an adapter alone has no embedding
+        return True
     places = places_of_models(names)
     if len(places) != 1 or places[0].partition(".")[0] in _NO_ATTRIBUTES:
         return False

@@ -30,6 +30,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements computed at once, so that their arrays stay in the processor's cache
 _FLOAT8 = "float8_e4m3fn"
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_OTHER_SCALES = ("_scale", "_scale_2", "_zero_point")
 _METHODS = ("fp8", "mxfp4")  # quantization_config.quant_method
 _SQUARE = (128, 128)  # blocks of float8 where the config names none, as in transformers
 _GROUP = 32  # numbers of mxfp4 with one scale, in 16 bytes
@@ -216,6 +217,13 @@ def dequantized(
         if held[name].dtype.startswith("float8")
         or (held[name].dtype == "uint8" and name.endswith(_SCALES))
     )
+    if others := [f"{n}{end}" for n in bare for end in _OTHER_SCALES if f"{n}{end}" in held]:
+        raise UsageError(
+            f"the weights are quantized with {others[0]}, one for a whole weight or a row, as "
+            "compressed-tensors and ModelOpt do, which smckpt does not read",
+            remedy="pass the release in bfloat16, or decompress it with the library that wrote it",
+            path=where,
+        )
     if bare:
         _lack(f"{bare[:8]} have no {_SCALE[1:]}, or no {_BLOCKS[1:]}, beside them", where)
     if not found:

@@ -16,7 +16,7 @@ from smckpt.checkpoint.strict_json import at_once
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import Access, Storage
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
     CONFIG,
@@ -159,10 +159,11 @@ def config_beside(
     if is_local(storage.url) and not os.path.isdir(local_path(storage.url)):
         return None, ()  # a single file
     strict = storage.without_links()
+    cached = _in_cache(storage.url)
     try:
-        if not any(file.name == CONFIG for file in strict.list(CONFIG)):
+        if CONFIG not in cached and not any(file.name == CONFIG for file in strict.list(CONFIG)):
             return None, ()
-        folder = _copied(strict, Path(copies()))
+        folder = _copied(strict, Path(copies()), cached)
     finally:
         strict.close()
     try:
@@ -172,8 +173,28 @@ def config_beside(
     return settings, (f"no config was given: {CONFIG} in the checkpoint's directory was taken",)
 
 
-def _copied(storage: Storage, folder: Path) -> Path:
+def _in_cache(url: str) -> dict[str, Path]:
+    """The files of a snapshot in Hugging Face's own cache, whose names are links to
+    `../../blobs/…` and to nothing else: name → blob."""
+    place = Path(local_path(url)) if is_local(url) else Path()
+    blobs = place.parent.parent / "blobs"
+    if place.parent.name != "snapshots" or blobs.is_symlink() or not blobs.is_dir():
+        return {}
+    found = {}
+    for path in place.iterdir():
+        leads_to = path.readlink().parts if path.is_symlink() else ()
+        if leads_to[:-1] == ("..", "..", "blobs") and is_plain_name(leads_to[-1]):
+            blob = blobs / leads_to[-1]
+            if blob.is_file() and not blob.is_symlink():
+                found[path.name] = blob
+    return found
+
+
+def _copied(storage: Storage, folder: Path, cached: Mapping[str, Path]) -> Path:
     """Copy the files that belong to a config."""
+    for name, blob in cached.items():
+        if is_beside_config(name):
+            (folder / name).write_bytes(_read(blob))
     for file in storage.list():
         if is_beside_config(file.name):
             (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import errors, export_hf, import_hf
+from smckpt.cli.app import app
 from tests.support import references
 from tests.support.references import on_disk
+from tests.translate.test_lora import llama as peft_llama
 
 State = dict[str, torch.Tensor]
 
@@ -133,12 +136,86 @@ def test_quantized_weights_without_scales_are_named(tmp_path, llama, dtype, suff
         export_hf(path, tmp_path / "hf", config=model.config)
 
 
-def test_a_value_head_is_left_out_with_a_note(tmp_path, llama):
-    """As TRL's AutoModelForCausalLMWithValueHead names it."""
+def test_scales_of_another_kind_are_named(tmp_path, llama):
+    """As compressed-tensors and ModelOpt write float8."""
     model, state = llama
-    more = {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}
-    torch.save({**state, **more}, tmp_path / "pytorch_model.bin")
-    report = export_hf(tmp_path / "pytorch_model.bin", tmp_path / "hf", config=model.config)
-    assert any("value head" in note for note in report.notes)
-    assert set(more) <= set(report.left_out)
-    assert_same(tmp_path / "hf", state)
+    odd = {n: t.to(torch.float8_e4m3fn) if "q_proj" in n else t for n, t in state.items()}
+    scales = {f"{n}_scale": torch.ones(1) for n in odd if "q_proj" in n}
+    save_file({**odd, **scales}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    for act in (lambda: export_hf(tmp_path, tmp_path / "hf"),
+                lambda: import_hf(tmp_path, tmp_path / "in", "mcore_te")):  # fmt: skip
+        with pytest.raises(errors.UsageError, match=r"q_proj.weight_scale.*compressed-tensors"):
+            act()
+    torch.save({**odd, "input_scale": torch.ones(1)}, tmp_path / "model.pt")  # of nothing here
+    with pytest.raises(errors.UsageError, match=r"q_proj.*no scales"):
+        export_hf(tmp_path / "model.pt", tmp_path / "no", config=model.config)
+
+
+HEADS = (
+    ("v_head.summary.weight", "v_head.summary.bias"), ("value_head.0.weight",),
+    ("critic_head.weight",), ("score.weight",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head[0])
+def test_a_value_head_is_left_out_with_a_note(tmp_path, llama, head):
+    """As TRL's AutoModelForCausalLMWithValueHead names it, with and without its attribute, and
+    others; beside Megatron's names too."""
+    model, state = llama
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    more = dict.fromkeys(head, torch.ones(1, 64))
+    below = {f"pretrained_model.{name}": tensor for name, tensor in state.items()}
+    for number, held in enumerate((state, below, {"model": references.mcore(state, 1, 0)})):
+        inner = held.get("model", held)
+        path, out = tmp_path / f"{number}.bin", tmp_path / f"hf{number}"
+        torch.save({"model": {**inner, **more}}, path)
+        report = export_hf(path, out, config=config)
+        assert any("value head" in note for note in report.notes)
+        assert set(more) <= set(report.left_out)
+        assert_same(out, state)
+    classifier = {**config, "architectures": ["LlamaForSequenceClassification"]}
+    if head == ("score.weight",):  # a classifier's own
+        kept = {**{n: t for n, t in state.items() if n != "lm_head.weight"}, **more}
+        torch.save(kept, tmp_path / "c.bin")
+        export_hf(tmp_path / "c.bin", tmp_path / "c", config=classifier, against_model=False)
+        assert_same(tmp_path / "c", kept)
+
+
+def test_a_snapshot_in_the_hubs_cache_is_a_source_with_its_config(tmp_path, llama):
+    """Its files are links to blobs; links to elsewhere are not followed."""
+    model, state = llama
+    model.save_pretrained(tmp_path / "own")
+    blobs, place = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/rev"
+    blobs.mkdir(parents=True)
+    place.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "own").iterdir())):
+        (blobs / f"{number}").write_bytes(file.read_bytes())
+        (place / file.name).symlink_to(Path("..", "..", "blobs", f"{number}"))
+    export_hf(place, tmp_path / "hf", dtype="bfloat16")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
+    import_hf(place, tmp_path / "in", "mcore_te", tp=2)
+    export_hf(tmp_path / "in", tmp_path / "again")
+    assert_same(tmp_path / "again", state)
+    (place / "config.json").unlink()
+    (place / "config.json").symlink_to(tmp_path / "own" / "config.json")
+    report = export_hf(place, tmp_path / "none")
+    assert any("no config was given" in note for note in report.notes)
+    assert not (tmp_path / "none" / "config.json").exists()
+
+
+def test_every_command_says_what_a_directory_is(tmp_path, llama):
+    model, state = llama
+    on_disk(model, tmp_path / "hub")
+    tuned = peft_llama()
+    tuned.save_pretrained(tmp_path / "peft")
+    for name, format, count in (("hub", "a Hugging Face directory", len(state)),
+                                ("peft", "a directory of PEFT", 8)):  # fmt: skip
+        shown = CliRunner().invoke(app, ["show", str(tmp_path / name), "--json"])
+        facts = json.loads(shown.output)
+        assert facts["format"] == format and len(facts["tensors"]) == count
+        checked = CliRunner().invoke(app, ["verify", str(tmp_path / name)])
+        assert checked.exit_code == 0 and f"{count} tensors" in checked.output, checked.output
+        out = tmp_path / f"{name}.pt"
+        made = CliRunner().invoke(app, ["convert", str(tmp_path / name), str(out), "--to", "torch"])
+        assert made.exit_code == 0 and len(torch.load(out)) == count, made.output

@@ -19,7 +19,7 @@ from smckpt.cli.app import app
 from tests.translate.test_lora import State, assert_merged, base, llama, logits, saved
 
 KINDS = ("ours", "pt", "model key", "lightning", "safetensors", "dcp", "peft", "peft.bin",
-         "peft file")  # fmt: skip
+         "peft file", "deepspeed", "other key", "one rank")  # fmt: skip
 
 
 def plain(state: State) -> State:
@@ -38,6 +38,15 @@ def source(folder: Path, kind: str, model: Any, *, whole: bool) -> Path:
             torch.save(state, folder / "peft" / "adapter_model.bin")
             (folder / "peft" / "adapter_model.safetensors").unlink(missing_ok=True)
         return folder / "peft" / ("adapter_model.safetensors" if kind == "peft file" else "")
+    if kind == "deepspeed":  # one tensor-parallel rank's file
+        path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+        path.parent.mkdir()
+        torch.save({"module": state, "mp_world_size": 1}, path)
+        (folder / "latest").write_text("global_step3")
+        return folder
+    if kind == "one rank":
+        torch.save({"model": state}, folder / "rank0.pt")
+        return folder / "rank0.pt"
     if kind == "dcp":
         dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
         return folder / "dcp"
@@ -46,7 +55,8 @@ def source(folder: Path, kind: str, model: Any, *, whole: bool) -> Path:
         save_file(state, path)
     else:
         named = {"pt": state, "model key": {"model": state, "step": 3},
-                 "lightning": {"state_dict": state, "epoch": 1}}  # fmt: skip
+                 "lightning": {"state_dict": state, "epoch": 1},
+                 "other key": {"policy": {"net": state}, "step": 3}}  # fmt: skip
         torch.save(named[kind], path)
     return path
 

@@ -23,7 +23,6 @@ from click.testing import CliRunner
 import smckpt
 from smckpt import errors, export_hf, reload_weights
 from smckpt.cli.app import app
-from tests.support import interpreters
 from tests.support import references as ref
 from tests.support.limits import seconds
 
@@ -67,7 +66,8 @@ def stand_in(
 
 def exported(folder: Path, seed: int) -> tuple[Any, Path]:
     torch.manual_seed(seed)
-    model = ref.model("llama")
+    # vLLM's attention on a CPU takes heads of 32 and more
+    model = ref.model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape))
@@ -160,25 +160,8 @@ def test_what_a_server_refuses_is_told_and_it_goes_on(tmp_path, two):
 
 # -- vLLM itself ---------------------------------------------------------------------------------
 
-ENGINE = """
-import sys
-from vllm import LLM, SamplingParams
-sys.path.insert(0, sys.argv[1])
-from smckpt.translate.servers import reload_weights
-engine = LLM(sys.argv[2], dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
-             max_model_len=64, max_num_seqs=2, num_gpu_blocks_override=16, disable_log_stats=True)
-greedy = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
-def tokens():
-    (made,) = engine.generate([{"prompt_token_ids": [3, 17, 5, 9] * 8}], greedy, use_tqdm=False)
-    print("tokens", *made.outputs[0].token_ids, flush=True)
-for place in sys.argv[2:]:
-    if place != sys.argv[2]:
-        reload_weights(place, engine)
-    tokens()
-"""
-OFFLINE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+SERVER = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1",
 }  # fmt: skip
 
@@ -195,29 +178,15 @@ def greedy(model: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_vllm_gives_transformers_tokens_before_and_after(two, monkeypatch):
-    python = vllm_python()
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    (one, first), (other, second) = two
-    wanted = [greedy(one), greedy(other), greedy(one)]
-    assert wanted[0] != wanted[1]
-    here = Path(smckpt.__file__).parents[1]
-    text = interpreters.run(python, "-c", ENGINE, here, first, second, first, timeout=900)
-    found = [line.split()[1:] for line in text.splitlines() if line.startswith("tokens")]
-    assert found == wanted
-
-
-@pytest.mark.long
 def test_a_server_of_vllm_gives_transformers_tokens_after_the_command(tmp_path, two):
     python = vllm_python()
     (one, first), (other, second) = two
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, **OFFLINE, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    environment.pop("PYTHONPATH", None)
+    # torchvision's build may lack its operators where there is no CUDA; no text model needs it
+    (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
+    environment = {**os.environ, **SERVER, "PYTHONPATH": str(tmp_path)}
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(first),
         "--served-model-name", "m", "--dtype", "float32", "--skip-tokenizer-init",

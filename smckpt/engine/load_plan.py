@@ -188,7 +188,7 @@ def plan_of(
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
     asked = functools.partial(request.asked, tops=tops)
-    plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group)
+    plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group, state_dict)
     if objects is not None:
         if request.strict:
             objects = _asked_for(objects, catalogue, tops, request, group)
@@ -210,6 +210,7 @@ def _read_plan(
     coordinates: ParallelCoordinates,
     request: LoadRequest,
     group: Group,
+    state_dict: Any,
 ) -> ReadPlan:
     rank, ranks = group.rank, group.ranks
     if request.renamed:
@@ -238,6 +239,7 @@ def _read_plan(
         coordinates=coordinates,
     )
     if request.strict and plan.missing:
+        _refuse_numbered(state_dict, plan.unexpected, catalogue.url, rank)
         if other is not None:  # numbers of parameters, say, in an optimizer's own state dict
             raise other
         # A peer may ask for a name that this rank does not (`refuse_spare`). Without peers it is
@@ -285,8 +287,34 @@ def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: G
     spare = _unmarked(told.spare, catalogue)
     if request.strict:
         spare = tuple(name for name in spare if request.asked(logical[name].path, told.tops))
+        _refuse_numbered(planned.state_dict, spare, catalogue.url, group.rank)
         refuse_names((), spare, catalogue.url, group.rank)
     _say_left((), spare, request, group)
+
+
+def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> None:
+    for above in _numbered(state):
+        if any(name.startswith(f"{above}state.") for name in spare):
+            raise KeysMismatchError(
+                f"the state of {above[:-1] or 'the optimizer'} was saved by the names of its "
+                "parameters, and the target has it by their numbers",
+                remedy="take the target's state dicts inside sm_state_dict_type(model, "
+                "smckpt.SHARDED), which names the parameters",
+                path=url,
+                rank=rank,
+            )
+
+
+def _numbered(state: Any, above: str = "") -> Iterator[str]:
+    """Where optimizers' own dicts are in a state: what comes before the names in them."""
+    if not isinstance(state, Mapping):
+        return
+    if {"state", "param_groups"} <= state.keys() and isinstance(state["state"], Mapping):
+        if all(type(key) is int for key in state["state"]):
+            yield above
+        return
+    for key, value in state.items():
+        yield from _numbered(value, f"{above}{key}.")
 
 
 def _under(path: Path, tops: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = ["Attempt", "Uncommitted", "uncommitted_at"]
+__all__ = ["RunAttempt", "Uncommitted", "uncommitted_at"]
 
 log = logging.getLogger("smckpt")
 
@@ -63,7 +63,7 @@ def uncommitted_at(step: Storage, identity: str) -> Uncommitted:
         return Uncommitted(identity)
 
 
-class Attempt:
+class RunAttempt:
     """This attempt, on rank 0. A store that refuses the file costs the count, and nothing else."""
 
     def __init__(self) -> None:

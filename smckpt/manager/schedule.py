@@ -20,7 +20,7 @@ from typing import Any, Literal
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.engine.job import Timings
 from smckpt.errors import PeerError, UsageError
-from smckpt.manager.attempts import Attempt
+from smckpt.manager.attempts import RunAttempt
 from smckpt.manager.book import Book
 from smckpt.manager.record import History, history_of
 from smckpt.meeting.keys import Keys
@@ -116,7 +116,7 @@ class Schedule:
         crowd = group.world_size / RANKS_A_SECOND
         self._pause, self._eager = max(POLL_SECONDS, crowd), max(EAGER_SECONDS, crowd)
         # rank 0's
-        self._attempt = Attempt()
+        self._attempt = RunAttempt()
         self._passed: tuple[int, float] | None = None  # a step, and when
         self._step_seconds = 0.0
         self._since: float | None = None  # when the last save was, or will be

@@ -108,6 +108,7 @@ def both(folder: str) -> None:
     lightnings(Path(folder, "lightning"))
 
 
+@pytest.mark.long
 def test_two_ranks_go_on(tmp_path: Path) -> None:
     for name in ("accelerate", "lightning"):
         (tmp_path / name).mkdir()

@@ -60,13 +60,13 @@ EXPORTED = [
         NAMES + "test_an_export_waits_for_the_names_where_it_could_not_begin_again",
     ),
     of(
-        "export: parts of ranks by the model's own names", "translate/contents.py",
-        "apart = said.layout is None and has_parts_of_ranks(catalogue, tensors)", "apart = False",
+        "export: parts of ranks by the model's own names", "translate/model_source.py",
+        "not cut and not has_parts_of_ranks(catalogue, tensors)", "not cut",
         LAYOUTS + "test_parts_under_hugging_faces_names_do_not_pass_for_the_model",
     ),
     of(
-        "export: a file without a model", "translate/rank_sources.py",
-        "    if not reader.held:\n", "    if False:\n",
+        "export: a file without a model", "translate/torch_files.py",
+        "    if not state.logical:\n", "    if False:\n",
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
     of(

@@ -103,6 +103,20 @@ def assert_resumed(resumed: list[dict[str, Any]], straight: list[dict[str, Any]]
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 2}], ids=["FSDP2", "tensor"])
+def test_torchtitans_own_manager_resumes_what_convert_gives_back(
+    straight: list[dict[str, Any]], top: Path, degrees: dict[str, int]
+) -> None:
+    whole, ours, back = straight, top / "straight", top / f"back {len(degrees)}"
+    if degrees:
+        whole, ours = train(top / "ours", **degrees)[0], top / "ours"
+    smckpt.convert(ours / "checkpoint" / "step-4", back / "checkpoint" / "step-4", to="torchtitan")
+    resumed, _ = train(back, stock=True, **degrees)
+    assert [its["began"] for its in resumed] == [4, 4]
+    assert_resumed(resumed, whole)
+
+
+@pytest.mark.long
 def test_an_unchanged_config_goes_through_the_door_and_resumes_what_torchtitan_saved(
     straight: list[dict[str, Any]], top: Path
 ) -> None:

@@ -73,7 +73,9 @@ def whole_state(
 
 def _room(catalogue: Catalogue, path: Path, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if catalogue.ours and catalogue.whole and nbytes > catalogue.nbytes:  # before memory is asked for
+    if (
+        catalogue.ours and catalogue.whole and nbytes > catalogue.nbytes
+    ):  # before memory is asked for
         raise CorruptCheckpointError(
             f"{dotted(path)!r} {list(shape)} has {nbytes:,} bytes, but all data files together "
             f"have {catalogue.nbytes:,}",

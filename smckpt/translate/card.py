@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from smckpt._version import __version__
-from smckpt.errors import StorageError
+from smckpt.errors import CorruptCheckpointError, StorageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.contents import ExportContents
@@ -39,7 +39,7 @@ def write_card(
     if CARD in output.storage.names():
         try:
             old = output.storage.read(CARD, most=_MOST).decode(errors="replace")
-        except StorageError:  # a link, or too large
+        except (CorruptCheckpointError, StorageError):  # a link, or too large
             old = ""
         if _OURS not in old:
             return (f"{CARD} was left as it is: smckpt did not write it",)

@@ -11,7 +11,7 @@ import pytest
 from smckpt.checkpoint.format import lease_name
 from smckpt.checkpoint.leases import leases_at, mark_lease, take_lease
 from smckpt.checkpoint.sealed import FORMAT_VERSION, seal_json
-from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
+from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
 
 A, B = "a" * 12, "b" * 12

@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.limits import seconds  # noqa: E402
+
 PACKAGE = ROOT / "smckpt"
 # What a save, a load and a run's life are made of; all else is other systems, Hugging Face's names,
 # doors and tools.
@@ -160,7 +164,7 @@ def imported(code: str) -> list[str]:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT, check=True, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=seconds(300),
     )  # fmt: skip
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -270,7 +274,6 @@ def table() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
     if "--names" in sys.argv[1:]:
         for name, paths in sorted(homonyms().items()):
             print(name, *paths)

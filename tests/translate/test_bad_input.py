@@ -142,7 +142,7 @@ def test_what_the_familys_own_table_says_needs_no_transformers(tmp_path):
     whole, short = saved(tmp_path / "whole", state_of()), saved(tmp_path / "short", less)
     arguments = (tmp_path / "site", tmp_path / "config", whole, short, tmp_path / "hf")
     told = child.run(code, *map(str, arguments), timeout=200).split("\n")
-    assert told[0] == "()"
+    assert "names no class" in told[0] and "transformers failed" not in told[0]
     assert all("transformers failed: RuntimeError: imported" in note for note in told[1:])
 
 

@@ -154,7 +154,10 @@ def test_parts_in_safetensors_come_out_bitwise(tmp_path, saved, released, judged
 def test_parts_in_safetensors_that_are_missing_or_mixed_are_refused(tmp_path, saved, released):
     first, second = sorted((saved / "parts").iterdir())
     for number, (files, told) in enumerate(
-        [([second], "shards \\[1\\] are missing"), ([first], r"\(60, 64\).*should be \(120, 64\)")]
+        [
+            ([second], "shards \\[1\\] are missing"),
+            ([first], r"\(60, 128\).*should be \(120, 128\)"),
+        ]
     ):
         folder = tmp_path / f"parts{number}"
         folder.mkdir()
@@ -199,14 +202,14 @@ def with_a_part_that_overlaps(metadata: Any) -> None:
 
 
 def with_a_part_outside(metadata: Any) -> None:
-    metadata.state_dict_metadata[Q].size = torch.Size([40, 64])
+    metadata.state_dict_metadata[Q].size = torch.Size([80, 128])
 
 
 def of_another_shape(metadata: Any) -> None:
     found = metadata.state_dict_metadata[Q]
-    found.size = torch.Size([64, 32])
+    found.size = torch.Size([128, 64])
     for chunk in found.chunks:
-        chunk.sizes = torch.Size([32, 32])
+        chunk.sizes = torch.Size([64, 64])
 
 
 def of_another_dtype(metadata: Any) -> None:
@@ -242,10 +245,10 @@ def compressed(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "told"),
     [
-        (without_a_part, errors.CorruptCheckpointError, "q_proj.*2048 elements are in no part"),
-        (with_a_part_that_overlaps, errors.CorruptCheckpointError, "64 in several"),
+        (without_a_part, errors.CorruptCheckpointError, "q_proj.*8192 elements are in no part"),
+        (with_a_part_that_overlaps, errors.CorruptCheckpointError, "128 in several"),
         (with_a_part_outside, errors.CorruptCheckpointError, "outside"),
-        (of_another_shape, errors.TensorMismatchError, r"q_proj.*\(32, 64\).*says.*\(32, 32\)"),
+        (of_another_shape, errors.TensorMismatchError, r"q_proj.*\(64, 128\).*says.*\(64, 64\)"),
         (of_another_dtype, errors.TensorMismatchError, "float32.*says bfloat16"),
         (beyond_the_end, errors.CorruptCheckpointError, "the file has [0-9]+ bytes"),
         (in_the_middle, errors.CorruptCheckpointError, "no whole archive of torch.save"),
@@ -381,7 +384,7 @@ def test_show_names_the_format_and_lists_the_tensors(whole, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["format"] == "torch.distributed.checkpoint (DCP)"
     found = {t["name"]: (t["dtype"], t["shape"], t["held"]) for t in facts["tensors"]}
-    assert found[Q] == ("float32", [64, 64], "2 parts")
+    assert found[Q] == ("float32", [128, 128], "2 parts")
     assert found.keys() == hub_families.model(SAMPLE).state_dict().keys()
     assert [file["name"] for file in facts["files"]] == ["__0_0.distcp", "__1_0.distcp"]
     app(["show", str(whole), "--tensors", "q_proj"], standalone_mode=False)

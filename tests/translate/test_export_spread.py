@@ -115,7 +115,8 @@ def test_several_processes_write_what_one_writes_and_fail_together(tmp_path, sav
     total = sum(len(data) for name, data in wanted.items() if name.endswith(".safetensors"))
     for told in ranks:
         files, nbytes, notes = told["report"]
-        assert len(files) > 3 and 0 < nbytes < total and notes == ()
+        assert len(files) > 3 and 0 < nbytes < total
+        assert all("names no class" in note for note in notes)
         assert "the directory is not empty" in told["not empty"]
         assert "lm_head.weight (1)" in told["nan"]
         assert told["counts"] == {"lm_head.weight": 1}

@@ -383,7 +383,7 @@ def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path, judged):
     index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
     assert same(round_trip(folder, tmp_path / "2", tp=2)[0], state)
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(errors.UsageError, match="pytorch_model-00002-of-00002.bin is missing"):
+    with pytest.raises(errors.CorruptCheckpointError, match="-00002-of-00002.bin is missing"):
         import_hf(folder, tmp_path / "r", "mcore_te")
     index.unlink()
     with pytest.raises(errors.UsageError, match="none of model.safetensors, .*pytorch_model.bin"):

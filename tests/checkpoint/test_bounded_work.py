@@ -101,7 +101,7 @@ def test_a_tokenizers_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> Non
     sparse(folder / "tokenizer.json")
     output = Output(open_storage(str(tmp_path / "out")), ())
     chosen = tokenizer_of(folder, None)
-    peak = peak_of(lambda: write_sidecars(output, None, chosen, None, ()), CheckpointError)
+    peak = peak_of(lambda: write_sidecars(output, None, chosen, None, (), None), CheckpointError)
     assert peak < MIB
 
 

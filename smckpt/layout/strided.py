@@ -65,7 +65,7 @@ class Box:
         part of this box). The parts are disjoint; `covered` proves whether they cover all of this
         box. Boxes that overlap in too many ways are a CorruptCheckpointError."""
         out, left, others = [], [self], list(among)
-        work = _Bound(len(others), len(self.sizes))
+        work = _Effort(len(others), len(self.sizes))
         for number, other in enumerate(others):
             if not left:
                 break
@@ -77,7 +77,7 @@ class Box:
     def subtract(self, *others: Box) -> list[Box]:
         """The elements of this box that are in none of the others, as disjoint boxes."""
         left = [self]
-        work = _Bound(len(others), len(self.sizes))
+        work = _Effort(len(others), len(self.sizes))
         for other in others:
             work.count(len(left))
             left = [part for rest in left for part in rest._without(other)]
@@ -112,7 +112,7 @@ class Box:
         return out
 
 
-class _Bound:
+class _Effort:
     """Bounds the steps with boxes of one tensor, which can cut each other into countless parts. The
     boxes of a mesh take about as many steps as there are boxes."""
 
@@ -354,10 +354,10 @@ def coverage(shape: Sequence[int], parts: Iterable[Strided]) -> Coverage:
                 grids.append(part.steps(shape))
             except ValueError:
                 return Coverage(math.prod(shape), 0, True)
-    return Coverage(*_counted(shape, grids, _Bound(len(grids), len(shape))), False)
+    return Coverage(*_counted(shape, grids, _Effort(len(grids), len(shape))), False)
 
 
-def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]], work: _Bound) -> tuple[int, int]:
+def _counted(shape: Shape, grids: Sequence[tuple[_Steps, ...]], work: _Effort) -> tuple[int, int]:
     """How many elements of `shape` no grid meets, and how many more than one meets.
 
     The first dimension is swept from edge to edge of the grids. Between two edges the indices that

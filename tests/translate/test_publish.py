@@ -376,7 +376,7 @@ def _kills_of(
     """Kill `what` at these of its calls; what is served stays whole, and the next try completes."""
     old = contents(served.host / "latest")
     before = {place: served.host.parent / f"{place.name}-before" for place in
-              (served.host, Path(served.root))}  # fmt: skip
+              (served.host, Path(served.root), Path(served.model))}  # fmt: skip
     for place, kept in before.items():
         shutil.copytree(place, kept, symlinks=True)
     kills = 0

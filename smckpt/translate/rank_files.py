@@ -187,11 +187,14 @@ def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, Saved
     return tensors
 
 
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+
+
 def weight_files(folder: Folder) -> list[ArchiveRecord]:
     """The files of weights of a Hugging Face directory, safetensors before torch's; [] without any.
 
     Raises:
-        CorruptCheckpointError: an index is damaged, or a file that it names is missing.
+        CorruptCheckpointError: an index is damaged or missing, or a file that it names is.
     """
     for index, single in ((INDEX, SINGLE), (INDEX_BIN, SINGLE_BIN)):
         if single in folder.files:
@@ -207,6 +210,11 @@ def weight_files(folder: Folder) -> list[ArchiveRecord]:
                     remedy="download the directory again", path=folder.url,
                 )  # fmt: skip
         return [folder.files[name] for name in names]
+    if alone := sorted(filter(_SHARD.fullmatch, folder.files)):
+        raise CorruptCheckpointError(
+            f"{alone[0]} is one of several files of a model, and no index names the others",
+            remedy="download the directory again", path=folder.url,
+        )  # fmt: skip
     return []
 
 

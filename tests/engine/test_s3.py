@@ -307,7 +307,7 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
     with pytest.raises(smckpt.UsageError, match="not empty"):
         smckpt.export_hf(tmp_path / "run", store.url)
     again = smckpt.export_hf(tmp_path / "run", store.url, overwrite=True)
-    assert {info.name for info in store.list()} == {"tokenizer.json", *again.files}
+    assert {i.name for i in store.list()} == {"tokenizer.json", "README.md", *again.files}
     assert len(again.files) == 1
 
 

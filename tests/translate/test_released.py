@@ -386,7 +386,7 @@ def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path, judged):
     with pytest.raises(errors.CorruptCheckpointError, match="-00002-of-00002.bin is missing"):
         import_hf(folder, tmp_path / "r", "mcore_te")
     index.unlink()
-    with pytest.raises(errors.UsageError, match="none of model.safetensors, .*pytorch_model.bin"):
+    with pytest.raises(errors.CorruptCheckpointError, match="-00001-of-00002.bin .*no index"):
         import_hf(folder, tmp_path / "r", "mcore_te")
     judged("llama", "release in .bin files", imports=["save_pretrained"], at="2")
 

@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.missing import what_is_missing
-from smckpt.checkpoint.remove import remove_probes
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.pins import finish_removals, remove_unless_pinned
@@ -181,9 +180,6 @@ class Keeper:
         gone = [one for one in self.doomed(newest) if self.remove(one)]
         if not self._finished and self._keep.last is not None:
             self.finish()
-            if (step := self._book.template.step_of(newest)) is not None:
-                older = (way for one, way in self._book.places() if one < step)
-                remove_probes(self._book.root, older)
         return gone
 
     def doomed(self, newest: str | None = None) -> list[FoundCheckpoint]:

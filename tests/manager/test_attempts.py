@@ -130,23 +130,6 @@ def tried(root: str, *ways: str) -> None:
         open_storage(root).join(way).put(probe_name(f"{number:012x}"), b"{}")
 
 
-@pytest.mark.parametrize("store", ["disk", "s3"])
-def test_what_a_killed_save_tried_goes_with_the_next_deletion(
-    tmp_path: Path, request: pytest.FixtureRequest, store: str
-) -> None:
-    root = str(tmp_path) if store == "disk" else request.getfixturevalue("s3_root")
-    tried(root, "3", "4", "5/tp0", "5/tp1", "6", "7/tp0/deeper", "99", "other")
-    open_storage(root).join("6").put("notes.txt", b"the user's")
-    with CheckpointManager(root, signals=(), keep_last_n=1) as manager:
-        for step in (10, 11):
-            manager.save(step, {"model": torch.nn.Linear(2, 2)}).wait()
-    ways = ("3", "4", "5/tp0", "5/tp1", "6", "7/tp0/deeper", "99", "other")
-    left = [way for way in ways if open_storage(root).join(way).names()]
-    assert left == ["6", "7/tp0/deeper", "99", "other"]
-    assert store == "s3" or not {"3", "4", "5", "10"} & {*os.listdir(root)}
-    assert [one.step for one in smckpt.find_checkpoints(root)] == [11]
-
-
 def test_doors_of_frameworks_remove_what_a_killed_save_tried(tmp_path: Path) -> None:
     tried(str(tmp_path), "step-2", "step-4", "step-9", "elsewhere", "step-3")
     (tmp_path / "step-3" / "data").touch()

@@ -102,14 +102,7 @@ class RunAttempt:
             assert self._at is not None and self._before is not None
             now = Uncommitted(self._before.identity, self._before.count + 1, own_process())
             body: dict[str, Any] = {"format": list(FORMAT_VERSION), **asdict(now)}
-            data = seal_json(body)
             try:
-                writer = self._at.create_file(ATTEMPTS, len(data), replace=True)
-                try:
-                    writer.write_at(0, memoryview(data))
-                    writer.finish()
-                except BaseException:
-                    writer.abort()
-                    raise
+                self._at.overwrite(ATTEMPTS, seal_json(body))
             except CheckpointError as error:
                 log.debug("this attempt is not counted: %s", error)

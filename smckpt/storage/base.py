@@ -276,6 +276,20 @@ class Storage(ABC):
         if not self.put_exclusive(name, data):
             raise name_taken(file_url(self.url, name))
 
+    def overwrite(self, name: str, data: bytes) -> None:
+        """Create a small file, or replace the one that has the name. It has all bytes, or none.
+
+        Raises:
+            StorageError: the store refused.
+        """
+        writer = self.create_file(name, len(data), replace=True)
+        try:
+            writer.write_at(0, memoryview(data))
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
     def read(
         self, name: str, offset: int = 0, length: int | None = None, *, most: int | None = None
     ) -> bytes:

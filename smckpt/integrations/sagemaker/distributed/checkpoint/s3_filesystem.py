@@ -107,14 +107,7 @@ class S3FileSystem:
         elif mode == "wb":
             written = io.BytesIO()
             yield written
-            data = written.getvalue()
-            writer = place.create_file(name, len(data), replace=True)
-            try:
-                writer.write_at(0, memoryview(data))
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
+            place.overwrite(name, written.getvalue())
         else:
             raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
 

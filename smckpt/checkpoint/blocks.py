@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
 from smckpt.checkpoint.format import FileRecord
@@ -24,9 +24,11 @@ __all__ = [
     "SCRATCH_BYTES",
     "BlockReader",
     "Destination",
+    "HostMemory",
     "Readers",
     "SavedFile",
     "Scratch",
+    "Span",
     "not_missing",
     "requests",
 ]
@@ -51,15 +53,38 @@ class SavedFile:
         return hash((self.directory, self.record.name))
 
 
+class Span(Protocol):
+    """Bytes that a load fills: a memoryview, or a device's memory, which `HostMemory` fills."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Span: ...
+
+
 class Destination(NamedTuple):
     """Where the bytes from `offset` of a file belong."""
 
     offset: int
-    buffer: memoryview
+    buffer: Span
 
     @property
     def end(self) -> int:
         return self.offset + len(self.buffer)
+
+
+class HostMemory(Protocol):
+    """Host memory for the time of a read, in place of a device's (`smckpt.staging.ring`).
+
+    request_bytes: how many bytes one read should ask for.
+    """
+
+    request_bytes: int
+
+    def lent(
+        self, segments: Sequence[Destination]
+    ) -> AbstractContextManager[Sequence[Destination]]: ...
+
+    def finish(self) -> None: ...
 
 
 @contextmanager
@@ -207,6 +232,7 @@ class BlockReader:
                 gap = segment.offset - at
                 pieces.append(spare[used : used + gap])
                 used += gap
+            assert isinstance(segment.buffer, memoryview)  # a ring has put it there
             pieces.append(segment.buffer)
             at = segment.end
         if at < high:
@@ -296,11 +322,15 @@ def combined(sums: Sequence[int], size: int) -> int:
 
 
 def requests(
-    reader: BlockReader, segments: Sequence[Destination], most: int | None = None, least: int = 0
+    reader: BlockReader,
+    segments: Sequence[Destination],
+    most: int | None = None,
+    least: int = 0,
+    ring: HostMemory | None = None,
 ) -> Iterable[Callable[[], None]]:
     """Requests of whole blocks that together fill the disjoint, ordered segments. Each request has
     at most `most` bytes, and at most what the storage takes well at once (or `least`, if that is
-    more)."""
+    more). Segments on a device need a ring."""
     limit = max(min(most or reader.storage.request_bytes, reader.storage.request_bytes), least)
     pending = [s for s in segments if len(s.buffer)]
     at = 0
@@ -327,13 +357,20 @@ def requests(
             pending[at] = Destination(high, segment.buffer[cut:])
             break
         end = min(-(-inside[-1].end // BLOCK) * BLOCK, reader.size)
-        yield _request(reader, low, end, inside)
+        yield _request(reader, low, end, inside, ring)
 
 
 def _request(
-    reader: BlockReader, low: int, high: int, segments: list[Destination]
+    reader: BlockReader, low: int, high: int, segments: list[Destination], ring: HostMemory | None
 ) -> Callable[[], None]:
-    return lambda: reader.fill(low, high, segments)
+    if ring is None:
+        return lambda: reader.fill(low, high, segments)
+
+    def run() -> None:
+        with ring.lent(segments) as hosts:
+            reader.fill(low, high, hosts)
+
+    return run
 
 
 class _BlockSums:

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smckpt.checkpoint.blocks import (
     SCRATCH_BYTES,
     BlockReader,
     Destination,
+    HostMemory,
     Readers,
     SavedFile,
+    Span,
     requests,
 )
 from smckpt.checkpoint.catalogue import Stored
@@ -31,7 +33,16 @@ from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.strided import Box, Copy, elements
 from smckpt.layout.strided import execute as copy_elements
 
-__all__ = ["ReadPlan", "ReadStats", "Readers", "StoredCopy", "execute", "same_bytes"]
+__all__ = [
+    "ReadPlan",
+    "ReadStats",
+    "Readers",
+    "StoredCopy",
+    "execute",
+    "same_bytes",
+    "scattered",
+    "share_of_processors",
+]
 
 Task = Callable[[], None]
 
@@ -83,12 +94,13 @@ class ReadStats:
 
 def execute(
     plan: ReadPlan,
-    buffers: Sequence[memoryview],
+    buffers: Sequence[Span],
     readers: Readers,
     *,
     threads: int = 4,
     preverify: bool = False,
     progress: Progress | None = None,
+    ring: HostMemory | None = None,
 ) -> ReadStats:
     """Carry out a read plan.
 
@@ -100,6 +112,7 @@ def execute(
         threads: how many threads read and check.
         preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
         progress: called with (requests done, requests in all), one call at a time.
+        ring: fills the buffers that are a device's memory. No copy may scatter into those.
 
     Raises:
         CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
@@ -110,7 +123,7 @@ def execute(
     if preverify:
         checking = readers if readers.verify else Readers(readers.access)
         _run(list(reads.checks(checking)), threads)
-    reads.fill(readers, threads, progress)
+    reads.fill(readers, threads, progress, ring)
     return ReadStats(reads.nbytes, time.perf_counter() - began)
 
 
@@ -118,15 +131,14 @@ class _Reads:
     """A plan as reads: those that go straight to targets, by file, and copies whose source is first
     read into scratch."""
 
-    def __init__(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, plan: ReadPlan, buffers: Sequence[Span]) -> None:
         self.direct: dict[SavedFile, list[Destination]] = {}
         self.gathers: list[StoredCopy] = []
         self._buffers = buffers
         for stored in plan.copies:
             slots, copy, number, itemsize = stored
             target = buffers[number]
-            outer, run = copy.stretch()
-            if run * itemsize < RUN_BYTES and math.prod(copy.sizes[:outer]) > 1:
+            if _scatters(stored):
                 self.gathers += _fitting(stored)
                 continue
             for low, to, count in copy.runs():
@@ -148,18 +160,20 @@ class _Reads:
         for stored in self.gathers:
             yield from ((file, offset, nbytes) for _, file, offset, nbytes in _source(stored))
 
-    def fill(self, readers: Readers, threads: int, progress: Progress | None = None) -> None:
-        repeated: list[tuple[memoryview, memoryview]] = []
+    def fill(
+        self, readers: Readers, threads: int, progress: Progress | None, ring: HostMemory | None
+    ) -> None:
+        repeated: list[tuple[Any, Any]] = []
         try:
             most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
             crowded = self._crowded(readers)
-            least = _ALONE if crowded else 0
+            least = _ALONE if crowded else ring.request_bytes if ring else 0
             tasks: Sequence[Task] = [
                 *(
                     request
                     for file, segments in self.direct.items()
                     for layer in _disjoint(segments, repeated)
-                    for request in requests(readers.of(file), layer, most, least)
+                    for request in requests(readers.of(file), layer, most, least, ring)
                 ),
                 *(
                     _gather_task(stored, self._buffers[stored.target], readers)
@@ -172,6 +186,8 @@ class _Reads:
             if crowded:
                 tasks = _run_until_one_waits(tasks)
             _run(tasks, threads)
+            if ring is not None:
+                ring.finish()
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(
                 f"{error.message}; the tensors of the target are now undefined",
@@ -198,9 +214,8 @@ class _Reads:
         """Whether this rank has fewer than two processors and reads from a file system."""
         if not hasattr(resource, "RUSAGE_THREAD"):
             return False
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         places = {file.directory for file, _, _ in self._all()}
-        return _processors() < 2 * ranks and all(
+        return share_of_processors() < 2 and all(
             readers.storage(place).is_file_system for place in places
         )
 
@@ -288,6 +303,21 @@ def _same_range(
     return True
 
 
+def scattered(plan: ReadPlan) -> frozenset[int]:
+    """The targets that some copy fills in short runs, which go through scratch."""
+    return frozenset(stored.target for stored in plan.copies if _scatters(stored))
+
+
+def _scatters(stored: StoredCopy) -> bool:
+    outer, run = stored.copy.stretch()
+    return run * stored.itemsize < RUN_BYTES and math.prod(stored.copy.sizes[:outer]) > 1
+
+
+def share_of_processors() -> int:
+    """How many of the host's processors this rank may count on."""
+    return _processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _processors() -> int:
     """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -329,14 +359,14 @@ def _run(tasks: Sequence[Task], threads: int) -> None:
 
 
 def _disjoint(
-    segments: list[Destination], repeated: list[tuple[memoryview, memoryview]]
+    segments: list[Destination], repeated: list[tuple[Any, Any]]
 ) -> list[list[Destination]]:
     """Layers of segments that do not overlap. Bytes that several targets need whole (such as the
-    step of a flat parameter) are read once and copied."""
-    first: dict[tuple[int, int], Destination] = {}
+    step of a flat parameter) are read once and copied, within one kind of memory."""
+    first: dict[tuple[int, int, type], Destination] = {}
     layers: list[list[Destination]] = [[]]
     for segment in sorted(segments, key=lambda s: (s.offset, s.end)):
-        same = first.setdefault((segment.offset, segment.end), segment)
+        same = first.setdefault((segment.offset, segment.end, type(segment.buffer)), segment)
         if same is not segment:
             repeated.append((same.buffer, segment.buffer))
             continue
@@ -362,10 +392,11 @@ def _check(reader: BlockReader, low: int, high: int) -> Task:
     return lambda: reader.fill(low, high, [])
 
 
-def _gather_task(stored: StoredCopy, buffer: memoryview, readers: Readers) -> Task:
+def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:
     """Read the range that the copy's source spans into scratch, and copy from there to `buffer`."""
     reads = [(readers.of(file), at, offset, n) for at, file, offset, n in _source(stored)]
     nbytes = stored.copy.source.extent * stored.itemsize
+    assert isinstance(buffer, memoryview)  # `scattered` has named it
 
     def run() -> None:
         scratch = readers.scratch.take("gather", nbytes)

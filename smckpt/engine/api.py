@@ -41,7 +41,7 @@ __all__ = [
     "save",
 ]
 
-LOAD_THREADS, LOAD_TIMEOUT = 4, 1800.0
+LOAD_TIMEOUT = 1800.0
 # One object for the process: SMP's functions take no handle, so the queues live here.
 _RUNTIME = Runtime()
 
@@ -260,7 +260,7 @@ def load(
     renamed: Mapping[str, str] | None = None,
     check_keys_matched: bool | Literal["target"] = True,
     preverify: bool = False,
-    threads: int = LOAD_THREADS,
+    threads: int | None = None,
     timeout: float = LOAD_TIMEOUT,
     groups: Sequence[Sequence[int]] | None = None,
     parallel_state: Any = None,
@@ -298,8 +298,9 @@ def load(
             "target": all names of the target must be saved; what else is saved is left, as in DCP.
         preverify: read everything twice, the first time only to check, so that a bad block leaves
             the targets untouched.
-        threads: reading threads per rank. A rank with one processor first reads in the calling
-            thread, and starts the others when it waits for a file system's data.
+        threads: reading threads per rank; None: one for each of the host's processors that are this
+            rank's share, 4 to 16. A rank with one processor first reads in the calling thread, and
+            starts the others when it waits for a file system's data.
         timeout: how many seconds each meeting of the ranks may take.
         groups: as for `async_save`.
         parallel_state: as for `async_save`. If ranks saved plain tensors of their own (tensor or
@@ -331,7 +332,7 @@ def load(
             only=only,
             renamed=renamed,
             preverify=preverify or None,
-            threads=None if threads == LOAD_THREADS else threads,
+            threads=threads,
             timeout=None if timeout == LOAD_TIMEOUT else timeout,
             groups=groups,
             parallel_state=parallel_state,
@@ -367,7 +368,7 @@ def load(
         request.refuse_target(state_dict)
     except Exception as error:  # tell the peers, which count this load too, and then raise
         request = LoadRequest(
-            "", Access(), True, False, LOAD_THREADS, LOAD_TIMEOUT, groups, None, refusal=error
+            "", Access(), True, False, None, LOAD_TIMEOUT, groups, None, refusal=error
         )
     return _RUNTIME.loader(group).load(state_dict, request)
 

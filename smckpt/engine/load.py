@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
 from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.read import execute, share_of_processors
 from smckpt.checkpoint.readers import open_any
 from smckpt.checkpoint.replaced import noticing_replacement
 from smckpt.engine.events import LoadEvent, Sinks
@@ -41,6 +41,7 @@ from smckpt.errors import (
 from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting, Round
+from smckpt.staging.ring import OnDevice, Ring
 from smckpt.state_dict.bindings import optimizer_dicts
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.opened import Opened
@@ -141,7 +142,7 @@ class Loader:
             planned=clock.planned,
             read=clock.read,
             ended=clock.now(),
-            nbytes=0 if planned is None else sum(b.nbytes for b in planned.memory.buffers),
+            nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
             begun_anew=clock.begun_anew,
             retries=None if planned is None else planned.catalogue.readers.retries,
         )
@@ -385,14 +386,23 @@ class Loader:
         def under_way() -> str:
             return f"{100 * done[0] // done[1]}% is read from {request.directory} on this rank"
 
-        with telling(self.group.rank, under_way):
+        # more than sixteen gained nothing on sixteen processors
+        threads = request.threads or min(max(share_of_processors(), 4), 16)
+        threads = max(threads, request.storage.read_threads)
+        on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
+        with (
+            telling(self.group.rank, under_way),
+            neutral(),
+            Ring(threads) if on_device else nullcontext() as ring,
+        ):
             execute(
                 planned.plan,
                 planned.memory.buffers,
                 planned.catalogue.readers,
-                threads=max(request.threads, request.storage.read_threads),
+                threads=threads,
                 preverify=request.preverify,
                 progress=progress,
+                ring=ring,
             )
 
     def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:

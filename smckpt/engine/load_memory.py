@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from smckpt.checkpoint.blocks import Span
+from smckpt.checkpoint.read import ReadPlan, scattered
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
+from smckpt.staging.ring import OnDevice
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
@@ -22,7 +25,7 @@ __all__ = ["Memory", "memory_of"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Writable bytes for each tensor.
+    """The bytes of each tensor: its own memory, a stand-in's, or a CUDA device's.
 
     late: (live tensor, stand-in) pairs that are copied at the end.
     shared: (entry, an earlier entry, stand-in) of the same memory. If both were read into that
@@ -30,7 +33,7 @@ class Memory:
     """
 
     selection: Selection
-    buffers: list[memoryview]
+    buffers: list[Span]
     late: list[tuple[torch.Tensor, torch.Tensor]]
     shared: list[tuple[int, int, torch.Tensor]]
 
@@ -65,7 +68,7 @@ class Memory:
             )
 
 
-def memory_of(selection: Selection, *, partly: bool) -> Memory:
+def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> Memory:
     """
     Args:
         partly: some tensors may not be read. They keep their values.
@@ -73,17 +76,22 @@ def memory_of(selection: Selection, *, partly: bool) -> Memory:
     Raises:
         StateError: elements of a tensor share memory, so they cannot hold what was saved.
     """
-    buffers: list[memoryview] = []
+    buffers: list[Span] = []
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
     shared: list[tuple[int, int, torch.Tensor]] = []
     seen: dict[tuple[int, int], int] = {}
+    on_device = any(tensor.is_cuda for tensor in selection.tensors)
+    on_host = scattered(plan) if on_device else frozenset()
     for number, tensor in enumerate(selection.tensors):
         live, address, count = tensor, tensor.data_ptr(), tensor.numel()
         first = seen.setdefault((address, count), number) if count else number
         if first != number:
             live = _stand_in(tensor, partly)
             shared.append((number, first, live))
-        elif not live.is_cpu or not live.is_contiguous() or live.is_conj() or live.is_neg():
+        elif live.is_cuda and count and number not in on_host and _is_plain(live):
+            buffers.append(OnDevice(live))
+            continue
+        elif not live.is_cpu or not _is_plain(live):
             _refuse_expanded(selection, number)
             live = _stand_in(tensor, partly)
             late.append((tensor.detach(), live))
@@ -94,6 +102,12 @@ def memory_of(selection: Selection, *, partly: bool) -> Memory:
         memory = (ctypes.c_char * size).from_address(at) if size else b""
         buffers.append(memoryview(memory).cast("B"))
     return Memory(selection, buffers, late, shared)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory has its elements in their order, and any mode may change it."""
+    transformed = tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous()
+    return not transformed and (tensor.is_cpu or not tensor.is_inference())
 
 
 def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) -> bool:

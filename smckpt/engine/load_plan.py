@@ -47,7 +47,7 @@ class LoadRequest:
     access: Access
     keys: bool | Literal["target"]
     preverify: bool
-    threads: int
+    threads: int | None
     timeout: float
     groups: Any
     parallel_state: Any
@@ -57,7 +57,7 @@ class LoadRequest:
 
     def __post_init__(self) -> None:
         for name, value, kinds in (
-            ("threads", self.threads, int),
+            ("threads", 1 if self.threads is None else self.threads, int),
             ("timeout", self.timeout, (int, float)),
         ):
             if not isinstance(value, kinds) or value <= 0:
@@ -193,7 +193,7 @@ def plan_of(
         if request.strict:
             objects = _asked_for(objects, catalogue, tops, request, group)
         _check_objects(selection, objects, settled, request, group)
-    memory = memory_of(selection, partly=not request.strict)
+    memory = memory_of(selection, plan, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]

@@ -14,7 +14,9 @@ from smckpt.storage.directory import Directory
 __all__ = ["Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
 
 _READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
-_STRETCH = 256 << 10  # bytes; `seen` gets this much while it is in the processor's cache
+_STRETCH = (
+    1 << 20
+)  # bytes, a block: with less, many threads wait for the interpreter, not for bytes
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,41 @@ def test_what_another_stream_still_writes_does_not_undo_a_load(tmp_path: Path) -
     smckpt.load(target, checkpoint_id=tmp_path / "c")
     torch.cuda.synchronize()
     assert torch.equal(target["w"], saved["w"])
+
+
+def test_a_load_takes_no_image_of_the_state_on_the_host(tmp_path: Path) -> None:
+    saved = {"w": torch.arange(1 << 30, dtype=torch.int32, device="cuda")}  # 4 GiB
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    target = {"w": torch.zeros(1 << 30, dtype=torch.int32, device="cuda")}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    smckpt.load(target, checkpoint_id=tmp_path / "c", threads=8)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert torch.equal(target["w"], saved["w"])
+    assert grown < 1 << 20  # KiB: its 13 slots have 208 MiB
+
+
+def test_a_state_of_many_sizes_is_read_through_the_ring_and_through_scratch(
+    tmp_path: Path,
+) -> None:
+    """Tensors smaller and larger than a slot, two that are one, one of no elements."""
+    sizes = [0, 1, 7, 1000, 3 << 20, 9 << 20, 20 << 20]
+    saved = {f"t{n}": torch.randn(n, device="cuda") for n in sizes}
+    saved["rows"] = torch.randn(3000, 700, device="cuda")
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    target = {key: torch.full_like(value, 9.0) for key, value in saved.items()}
+    target["rows"] = torch.full((700, 3000), 9.0, device="cuda").t()
+    smckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert differences(flat(copied(target)), flat(copied(saved))) == []
+
+
+def test_a_bad_block_is_named_and_its_request_stays_on_the_host(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(1 << 20, device="cuda")}
+    smckpt.save(saved, checkpoint_id=tmp_path / "c")
+    data = next((tmp_path / "c").rglob("*.safetensors"))
+    with open(data, "r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"wrong")
+    target = {"w": torch.zeros(1 << 20, device="cuda")}
+    with pytest.raises(smckpt.CorruptCheckpointError, match="checksum differs"):
+        smckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert not target["w"].any()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
 from smckpt.checkpoint.readers import Reader, register_reader
+from smckpt.engine.backend import BACKENDS, Backend
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
@@ -194,4 +195,17 @@ def _of_others(storage: Any) -> Any:
     return foreign_catalogue(storage)
 
 
+def _save_by_dcp(*arguments: Any, **more: Any) -> Any:
+    from smckpt.integrations.dcp import foreign_save
+
+    return foreign_save(*arguments, **more)
+
+
+def _load_by_dcp(*arguments: Any, **more: Any) -> Any:
+    from smckpt.integrations.dcp import foreign_load
+
+    return foreign_load(*arguments, **more)
+
+
 register_reader("others", Reader(_of_others))
+BACKENDS.register("dcp", Backend(_save_by_dcp, _load_by_dcp))

@@ -275,3 +275,17 @@ def test_the_script_says_what_its_commands_are():
     for command in ("./dev train", "./dev test"):
         assert command in done.stderr
         assert command in (ROOT / "README.md").read_text()
+
+
+def test_no_room_imports_one_above_it_by_a_string() -> None:
+    """The tool that holds the contract of imports reads statements alone."""
+    layers = (ROOT / "pyproject.toml").read_text().partition("\nlayers = [")[2].partition("]")[0]
+    rooms = [re.findall(r"\w+", layer) for layer in re.findall('"(.*)"', layers)]
+    floor = {room: number for number, layer in enumerate(rooms) for room in layer}
+    assert floor["cli"] < floor["engine"] < floor["errors"]
+    found = []
+    for path in sorted((ROOT / "smckpt").rglob("*.py")):
+        here = floor.get(path.relative_to(ROOT / "smckpt").parts[0].removesuffix(".py"), -1)
+        named = re.findall(r"""import_module\(\s*f?["']smckpt\.(\w+)""", path.read_text())
+        found += [f"{path.name}: {room}" for room in named if floor[room] < here]
+    assert found == []

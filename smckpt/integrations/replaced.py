@@ -6,29 +6,15 @@ Until then they may be the only checkpoint. Afterwards a reader of those files w
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smckpt.checkpoint.format import parse_name
 from smckpt.checkpoint.remove import remove_probes
 from smckpt.storage import access_to
+from smckpt.translate.stock.format import is_stock
 
-__all__ = ["is_stock", "remove_stale", "remove_tried", "stamps", "stock_files"]
-
-# Weights and training state as the Trainer, accelerate, PEFT and DeepSpeed write them.
-_STOCK = re.compile(
-    r"(model|pytorch_model|adapter_model)([-_.].*)?\.(safetensors|bin)(\.index\.json)?"
-    r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|training_args\.bin"
-    r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
-    r"|pytorch_model_fsdp_\d+|optimizer_\d+|global_step\d+|latest|zero_to_fp32\.py"
-)
-
-
-def is_stock(name: str) -> bool:
-    """Whether a file or folder of this name holds another system's weights or training state."""
-    return _STOCK.fullmatch(name) is not None and parse_name(name) is None
+__all__ = ["remove_stale", "remove_tried", "stamps", "stock_files"]
 
 
 def stamps(directory: str) -> dict[str, tuple[int, int]]:

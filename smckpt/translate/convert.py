@@ -26,12 +26,12 @@ from smckpt.storage import Access, access_to
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.foreign_catalogue import ForeignCatalogue
 from smckpt.translate.new_target import NewTarget
-from smckpt.translate.stock_format import FRAMEWORKS, StockFormat
+from smckpt.translate.stock import STOCK, refuse_without
 from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMATS", "ConvertReport", "convert"]
 
-FORMATS = ("smckpt", "dcp", "torch", *FRAMEWORKS)
+FORMATS = ("smckpt", "dcp", "torch", *STOCK)
 _GENERATORS = "manager.random."  # `CheckpointManager` saves each rank's random generators below it
 
 
@@ -121,7 +121,7 @@ def convert(
         else:
             if shard != 1:
                 raise UsageError(f"shard={shard!r} with to={to!r}", remedy='pass it to="smckpt"')
-            if to in FRAMEWORKS:
+            if to in STOCK:
                 if rank is not None:
                     raise UsageError(
                         f"rank={rank!r} with to={to!r}",
@@ -198,13 +198,13 @@ class _Work:
 
     def to_framework(self, target: str, framework: str) -> _Converted:
         target = _local(target, framework)
-        stock = StockFormat.of(framework)
+        stock = STOCK[framework]
         ranks = self._catalogue.object_ranks
         whole = WholeState(
             self._catalogue, ranks[0], self._threads, left_out=self._left_out,
             progress=self._progress,
         )  # fmt: skip
-        stock.refuse(whole, framework)
+        refuse_without(whole, framework)
         with NewTarget(target, directory=not stock.one_file) as place:
             changed = stock.write(whole, place)
         return _converted(target, len(ranks), whole, changed)

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from smckpt.errors import CheckpointNotFoundError, UsageError
-from smckpt.integrations.lightning.contents import checkpoint_of, state_of
 from smckpt.integrations.lightning.s3 import (
     DEFAULT_CHUNK_SIZE_MB,
     DEFAULT_MAX_READ_CONCURRENCY,
@@ -30,6 +29,7 @@ from smckpt.integrations.lightning.saves import (
 )
 from smckpt.storage import open_storage
 from smckpt.storage.urls import is_local, is_s3_url, scheme_of
+from smckpt.translate.stock.lightning_dict import checkpoint_of, state_of
 
 __all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any"]
 

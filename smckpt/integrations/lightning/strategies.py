@@ -17,17 +17,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import smckpt
 from smckpt.errors import UsageError
-from smckpt.integrations.lightning.contents import (
-    LIGHTNING_KEYS,
-    optimizer_key,
-    rest_of,
-    state_of,
-)
 from smckpt.integrations.lightning.plugin import SmckptCheckpointIO
 from smckpt.integrations.lightning.saves import (
     Saves,
     refuse_storage_options,
     written_by_lightning,
+)
+from smckpt.translate.stock.lightning_dict import (
+    LIGHTNING_KEYS,
+    optimizer_key,
+    rest_of,
+    state_of,
 )
 
 __all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]

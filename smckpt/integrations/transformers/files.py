@@ -16,8 +16,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from smckpt.checkpoint.format import parse_name
-from smckpt.integrations.replaced import is_stock
 from smckpt.storage import Storage
+from smckpt.translate.stock.format import is_stock
 
 __all__ = [
     "STEP",

@@ -7,10 +7,10 @@ import re
 import zipfile
 
 from smckpt.errors import CorruptCheckpointError
-from smckpt.integrations.stock.optimizers import numbered
-from smckpt.integrations.stock.sharded import is_sharded, write_sharded
 from smckpt.translate.new_target import NewTarget
-from smckpt.translate.stock_format import StockFormat
+from smckpt.translate.stock.format import StockFormat
+from smckpt.translate.stock.optimizers import numbered
+from smckpt.translate.stock.sharded import is_sharded, write_sharded
 from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMAT"]

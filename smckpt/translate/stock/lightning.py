@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from smckpt.errors import UsageError
-from smckpt.integrations.stock.optimizers import numbered
-from smckpt.integrations.stock.sharded import is_sharded
 from smckpt.translate.new_target import NewTarget
-from smckpt.translate.stock_format import StockFormat
+from smckpt.translate.stock.format import StockFormat
+from smckpt.translate.stock.lightning_dict import checkpoint_of
+from smckpt.translate.stock.optimizers import numbered
+from smckpt.translate.stock.sharded import is_sharded
 from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMAT"]
 
 
 def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
-    try:  # the names under which the door saves are known in a package that imports Lightning
-        from smckpt.integrations.lightning.contents import checkpoint_of
-    except ImportError as error:
-        raise UsageError(
-            "Lightning is not installed here", remedy="convert where the training runs"
-        ) from error
     try:
         checkpoint = checkpoint_of(whole.nested())
     except UsageError as error:

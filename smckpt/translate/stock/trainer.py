@@ -12,13 +12,12 @@ import torch
 
 from smckpt.checkpoint.format import parse_name
 from smckpt.errors import StateError
-from smckpt.integrations.replaced import is_stock
-from smckpt.integrations.stock.optimizers import numbered
-from smckpt.integrations.stock.sharded import is_sharded, write_sharded
-from smckpt.integrations.stock.weights import write_safetensors
 from smckpt.storage import Storage
 from smckpt.translate.new_target import NewTarget
-from smckpt.translate.stock_format import StockFormat
+from smckpt.translate.stock.format import StockFormat, is_stock
+from smckpt.translate.stock.optimizers import numbered
+from smckpt.translate.stock.sharded import is_sharded, write_sharded
+from smckpt.translate.stock.weights import write_safetensors
 from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMAT"]

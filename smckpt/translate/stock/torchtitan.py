@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smckpt.translate.new_target import NewTarget
-from smckpt.translate.stock_format import StockFormat
+from smckpt.translate.stock.format import StockFormat
 from smckpt.translate.whole_state import WholeState
 
 __all__ = ["FORMAT"]

@@ -217,7 +217,8 @@ def probe(
         {"seen": bool}, and "remark" if there is something that the user should know.
 
     Raises:
-        StorageError, UsageError: saves cannot work here.
+        StorageError: saves cannot work here, or another job saves here at the same time.
+        UsageError: the session has no name of one.
     """
     storage = access.open(directory)
     name = probe_name(session)
@@ -233,6 +234,16 @@ def probe(
     try:
         storage.read(name)  # not `size`: an object store's answer without a body gives no reason
     except CheckpointNotFoundError:
+        for lease in leases_at(storage):
+            if session in lease.before:  # the file was here: that session's commit swept it away
+                raise StorageError(
+                    f"session {lease.session} took the lease with fencing token "
+                    f"{lease.fencing_token} while this session began: another job saves here; "
+                    "this save is not committed",
+                    remedy="end the older of the two jobs; give each its own directory if both "
+                    "are meant to run",
+                    path=file_url(storage.url, lease.name),
+                ) from None
         return {"seen": False}
     return {"seen": True}
 

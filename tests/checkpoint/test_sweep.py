@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,21 @@ def test_probes_go_once_their_session_has_committed(tmp_path):
     leases.probe(Access(), str(tmp_path), C, True)  # it began after our lease
     swept(group, manifest)
     assert f"probe-{A}.json" not in names(tmp_path) and f"probe-{C}.json" in names(tmp_path)
+
+
+def test_a_job_whose_probe_another_job_swept_away_hears_of_that_job(tmp_path):
+    probe = partial(leases.probe, Access(), str(tmp_path))
+    rival = group_of(tmp_path, B)
+    swept(rival, rival.save())
+    assert probe(C, False) == {"seen": False}  # nobody has written it: a host of its own
+    probe(A, True)
+    later = group_of(tmp_path, C)
+    manifest = later.save()
+    assert probe(A, False) == {"seen": True}
+    swept(later, manifest)
+    with pytest.raises(StorageError, match=rf"session {C} .* another job saves here") as caught:
+        probe(A, False)
+    assert str(caught.value.path) == str(tmp_path / lease_name(2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration
@@ -244,15 +245,20 @@ def test_weights_are_merged(
         merge_fsdp_weights(f"{tmp_path}/step_2/pytorch_model_fsdp_3", tmp_path / "out")
 
 
+@pytest.mark.parametrize("of", ["smckpt", "accelerate"])
 def test_the_command_merges_weights_under_smckpt_run(
-    plain: SmckptAccelerator, tmp_path: Path
+    plain: SmckptAccelerator, tmp_path: Path, of: str
 ) -> None:
-    plain.save_state(tmp_path / "step_2")
-    smckpt.maybe_finalize_async_calls()
-    script = tmp_path / "merges.py"
-    script.write_text("from accelerate.commands.accelerate_cli import main\nmain()\n")
-    run = ("-m", "smckpt.run", "--for", "accelerate")
-    arguments = ("merge-weights", str(tmp_path / "step_2"), str(tmp_path / "out"))
-    done = child.script(script, *arguments, by=run)
+    saved, out = tmp_path / "step_2", tmp_path / "out"
+    state = plain._models[0].state_dict()
+    if of == "smckpt":
+        plain.save_state(saved)
+        smckpt.maybe_finalize_async_calls()
+    else:  # as accelerate saves an FSDP model
+        dcp.save({"model": state}, checkpoint_id=saved, no_dist=True)
+    line = "-m smckpt.run --for accelerate -m accelerate.commands.accelerate_cli merge-weights"
+    done = child.script(out, by=(*line.split(), str(saved)))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    merged = load_file(out / "model.safetensors")
+    assert merged.keys() == state.keys()
+    assert all(torch.equal(merged[name], state[name]) for name in state)

@@ -117,7 +117,6 @@ def test_of_two_jobs_one_goes_on_and_the_other_is_told(
                 "a later run writes here",
                 "another run",
                 "another job",
-                "do not see what host",  # its probe went with the other's commit
             )
         ), said
 

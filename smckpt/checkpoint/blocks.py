@@ -6,14 +6,13 @@ checksum is taken right after the read, while the bytes are in the processor's c
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
+from smckpt.checkpoint.crc import BLOCK, combined, crc64, hex64, unpacked_sums
 from smckpt.checkpoint.format import FileRecord
 from smckpt.checkpoint.sealed import sound
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -258,7 +257,7 @@ class BlockReader:
 
         def read() -> tuple[bytes, Sequence[int]]:
             data = self.storage.read(name, most=8 * blocks)
-            sums = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
+            sums = unpacked_sums(data)
             right = self.file.record.crc64
             if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != right:
                 raise CorruptCheckpointError(
@@ -311,14 +310,6 @@ class Readers:
         if directory not in self._storages:
             self._storages[directory] = self.access.open(directory)
         return self._storages[directory]
-
-
-def combined(sums: Sequence[int], size: int) -> int:
-    """The checksum of a file of `size` bytes from those of its blocks."""
-    whole = 0
-    for block, value in enumerate(sums):
-        whole = combine(whole, value, max(min(BLOCK, size - block * BLOCK), 0))
-    return whole
 
 
 def requests(

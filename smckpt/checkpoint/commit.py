@@ -6,6 +6,7 @@ exists is ever replaced: leases, manifests and records are created exclusively.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,30 @@ def publish_manifest(
     manifest = gathered_manifest(stores, session, number, fencing_token, ranks, parts, record, over)
     _refuse_fenced(stores, fencing_token, attempt)
     return create_manifest(storage, manifest)
+
+
+def commit_alone(
+    storage: Storage, attempt: str, parts: Sequence[Mapping[str, str]]
+) -> tuple[str, int]:
+    """Take a lease, and commit the parts of ranks 0, 1, …, all of which this process wrote: what
+    `PartWriter.finish` gave. Where it fails, the manifest may yet be there: a store may have
+    created it and lost its answer.
+
+    Returns:
+        The manifest's name, and the fencing token.
+
+    Raises:
+        StorageError: the store refused, or a later session has a lease of the directory.
+    """
+    session, _, number = attempt.partition("-")
+    host = socket.gethostname()
+    lease = take_lease(storage.access, storage.url, session, host)
+    token = int(lease["fencing_token"])
+    done = publish_manifest(
+        storage.access, storage.url, attempt, session, int(number), token, range(len(parts)),
+        {str(rank): {**part, "host": host} for rank, part in enumerate(parts)}, None,
+    )  # fmt: skip
+    return str(done["manifest"]), token
 
 
 def gathered_manifest(

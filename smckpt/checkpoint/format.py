@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "is_path",
     "lease_name",
     "manifest_name",
+    "new_attempt",
     "parse_name",
     "parse_temporary",
     "part_name",
@@ -73,6 +75,11 @@ _LATEST = (1 << 63) - 1  # nanoseconds since 1970: the year 2262
 
 # Fields whose key in a file is another word, which the format keeps.
 _KEYS = {"fencing_token": "epoch", "prefix_sharding": "spread"}
+
+
+def new_attempt() -> str:
+    """The first save of a session that begins now."""
+    return f"{secrets.token_hex(6)}-{0:08d}"
 
 
 def data_name(attempt: str, rank: int, file: int) -> str:

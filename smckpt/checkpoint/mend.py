@@ -8,15 +8,14 @@ the name in one step, and is read back. A file of which one block is nowhere sta
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, combined
+from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch
 from smckpt.checkpoint.contents import Contents, GroupContents
-from smckpt.checkpoint.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.format import FileRecord, PartRecord
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.prefixes import PrefixStores
@@ -169,7 +168,7 @@ class Donors:
         if known is None:
             try:
                 data = place.storage.read(place.crc_name, most=_BLOCK_FILES)
-                known = _unpacked(data)
+                known = unpacked_sums(data)
             except CheckpointError:
                 known = ()
             with self._lock:
@@ -309,7 +308,7 @@ class _FileLook:
         name, count = self._record.crc_name, -(-self._record.size // BLOCK)
 
         def right(data: bytes) -> bool:
-            return len(data) == 8 * count and self._belong(_unpacked(data))
+            return len(data) == 8 * count and self._belong(unpacked_sums(data))
 
         def read() -> bytes:
             data = self._storage.read(name, most=max(8 * count, 1))
@@ -320,16 +319,16 @@ class _FileLook:
             return data
 
         try:
-            return _unpacked(sound(self._storage, read)), None
+            return unpacked_sums(sound(self._storage, read)), None
         except CheckpointError as error:
             what = error.message
         own = tuple(self._values.get(n, -1) for n in range(count))
         if size == self._record.size and self._belong(own):
-            found: bytes | None = struct.pack(f"<{count}Q", *own)
+            found: bytes | None = packed_sums(own)
         else:
             found = self._donors.small(self._group, self._rank, name, right)
         damage = Damage(self._storage, name, self._rank, what, data=found)
-        return None if found is None else _unpacked(found), damage
+        return None if found is None else unpacked_sums(found), damage
 
     def _belong(self, sums: tuple[int, ...]) -> bool:
         """Whether these are the checksums of the blocks of the file that the manifest names."""
@@ -344,10 +343,6 @@ class _FileLook:
             else:
                 out.append((low, high))
         return tuple(out)
-
-
-def _unpacked(data: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
 
 
 # -- mending -----------------------------------------------------------------------------------

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import platform
-import secrets
-import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smckpt._version import __version__
 from smckpt.calls import alone
-from smckpt.checkpoint.blocks import combined
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
-from smckpt.checkpoint.commit import publish_manifest, take_lease
+from smckpt.checkpoint.commit import commit_alone
 from smckpt.checkpoint.coordinates import ParallelCoordinates
-from smckpt.checkpoint.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.format import FileRecord, Part, crc_name, data_name, part_name
+from smckpt.checkpoint.format import new_attempt
 from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.part import PartWriter, SummedFile, part_body
 from smckpt.checkpoint.plan import Planner, followed_rank
 from smckpt.checkpoint.prefixes import PrefixStores
 from smckpt.checkpoint.read import ReadPlan, execute
 from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sealed import seal_json
 from smckpt.checkpoint.sweep import discard_attempt
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry, dotted
@@ -146,8 +139,7 @@ class _Writer:
         self, catalogue: Catalogue, storage: Storage, ranks: int, ignore: Sequence[str],
         threads: int, progress: Progress | None,
     ) -> None:  # fmt: skip
-        self.session = secrets.token_hex(6)
-        self.attempt = f"{self.session}-{0:08d}"
+        self.attempt = new_attempt()
         self.kind = "FULL" if ranks == 1 else "SHARDED"
         self.nbytes = 0
         self._catalogue, self._storage, self._threads = catalogue, storage, threads
@@ -160,7 +152,7 @@ class _Writer:
         ]
         total = sum(file.size for layout in self._layouts for file in layout.files)
         self._meter = Meter(progress, total)
-        self._parts: dict[str, dict[str, str]] = {}
+        self._parts: list[dict[str, str]] = []
 
     @property
     def tensors(self) -> int:
@@ -171,47 +163,26 @@ class _Writer:
 
     def write(self) -> None:
         for rank, layout in enumerate(self._layouts):
-            files = [self._file(rank, layout, number) for number in range(len(layout.files))]
-            self._part(rank, layout, tuple(files))
+            part = PartWriter(self._storage, self.attempt, rank)
+            try:
+                for number, image in enumerate(layout.files):
+                    self._write_file(part.file(image.size), rank, layout, number)
+                self._parts.append(part.finish(self._body(rank, layout)))
+            except BaseException:
+                part.abort()
+                raise
 
     def commit(self) -> str:
-        access, url = self._storage.access, self._storage.url
-        lease = take_lease(access, url, self.session, socket.gethostname())
-        done = publish_manifest(
-            access, url, self.attempt, self.session, 0, int(lease["fencing_token"]), self._group,
-            self._parts, None,
-        )  # fmt: skip
-        return str(done["manifest"])
+        return commit_alone(self._storage, self.attempt, self._parts)[0]
 
-    def _file(self, rank: int, layout: Layout, number: int) -> FileRecord:
-        image = layout.files[number]
-        name = data_name(self.attempt, rank, number)
-        sums, pending = list[int](), bytearray()
-        writer = self._storage.create_file(name, image.size)
-        try:
-            at = 0
-            for piece in self._pieces(rank, layout, number):
-                writer.write_at(at, piece)
-                at += len(piece)
-                pending += piece
-                whole = len(pending) // BLOCK * BLOCK
-                view = memoryview(pending)
-                sums += [crc64(view[low : low + BLOCK]) for low in range(0, whole, BLOCK)]
-                view.release()
-                del pending[:whole]
-                self._meter.add(len(piece))
-            if pending:
-                sums.append(crc64(bytes(pending)))
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
-        self.nbytes += image.size
-        self._storage.put(
-            crc_name(self.attempt, rank, number), struct.pack(f"<{len(sums)}Q", *sums)
-        )
-        crc = hex64(combined(sums, image.size))
-        return FileRecord(name, image.size, crc, crc_name(self.attempt, rank, number))
+    def _write_file(self, file: SummedFile, rank: int, layout: Layout, number: int) -> None:
+        at = 0
+        for piece in self._pieces(rank, layout, number):
+            file.write_at(at, piece)
+            at += len(piece)
+            self._meter.add(len(piece))
+        file.finish()
+        self.nbytes += file.size
 
     def _pieces(self, rank: int, layout: Layout, number: int) -> Iterator[memoryview]:
         yield memoryview(layout.files[number].header)
@@ -242,21 +213,18 @@ class _Writer:
             }
         return self._planners[rank]
 
-    def _part(self, rank: int, layout: Layout, files: tuple[FileRecord, ...]) -> None:
-        catalogue, host = self._catalogue, socket.gethostname()
-        part = Part(
-            checkpoint_id=self._storage.url, kind=self.kind, step=catalogue.step,
-            attempt=self.attempt, session=self.session, number=0, rank=rank, host=host,
-            group_ranks=self._group, fingerprint=layout.fingerprint, classes=layout.classes,
-            layout=encode_rows(self._shapes.entries(rank), catalogue.containers),
-            objects=self._shapes.objects(rank), files=files,
+    def _body(self, rank: int, layout: Layout) -> dict[str, Any]:
+        catalogue = self._catalogue
+        return part_body(
+            layout,
+            encode_rows(self._shapes.entries(rank), catalogue.containers),
+            checkpoint_id=self._storage.url,
+            kind=self.kind,
+            step=catalogue.step,
+            objects=self._shapes.objects(rank),
             optimizers=self._shapes.optimizers(),
             metadata=catalogue.metadata,
-            versions={"smckpt": __version__, "python": platform.python_version()},
-        )  # fmt: skip
-        name, body = part_name(self.attempt, rank), seal_json(part.to_json())
-        self._storage.put(name, body)
-        self._parts[str(rank)] = {"part": name, "crc64": hex64(crc64(body)), "host": host}
+        )
 
 
 def _chunks(entry: Entry, rank: int) -> Iterator[Entry]:

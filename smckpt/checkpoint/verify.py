@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.blocks import SavedFile, combined, not_missing
+from smckpt.checkpoint.blocks import SavedFile, not_missing
 from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
-from smckpt.checkpoint.crc import BLOCK, hex64
+from smckpt.checkpoint.crc import BLOCK, combined, hex64
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.replaced import replacement
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError

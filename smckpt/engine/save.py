@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt._version import __version__
 from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.part import part_body
 from smckpt.checkpoint.prefixes import PrefixSharding
 from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sealed import FORMAT_VERSION
 from smckpt.engine.alarms import Last, Looker
 from smckpt.engine.commands import ArenaFile, WritePart
 from smckpt.engine.commit import Committed, Committer, Written
@@ -61,8 +59,8 @@ class Compiled:
 class Staged:
     """A state in the arena, or on its way there.
 
-    arena: None if the state has no bytes. copies: None if they have ended. part: the fields of the
-        part record that are known before writing. held: checksums for the comparison of replicas.
+    arena: None if the state has no bytes. copies: None if they have ended. part: `part_body`.
+        held: checksums for the comparison of replicas.
     """
 
     layout: Layout
@@ -212,9 +210,6 @@ class Saver:
         """Wait for the copies. Then the worker writes this rank's files and its part."""
         self._wait_for_copies(job, staged)
         request, layout = job.request, staged.layout
-        attempt = job.attempt(meeting.id)
-        part = {**staged.part, "attempt": attempt, "session": meeting.id}
-        part["number"] = job.handle.number
         prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
         directory = request.directory
         looker = staged.looker
@@ -224,11 +219,11 @@ class Saver:
                 directory=prefix_sharding.directory_of(directory, self.group.rank)
                 if prefix_sharding
                 else directory,
-                attempt=attempt,
+                attempt=job.attempt(meeting.id),
                 rank=self.group.rank,
                 arena=None if staged.arena is None else self._attached(staged.arena),
                 files=tuple(ArenaFile(file.arena_offset, file.size) for file in layout.files),
-                part=part,
+                part=staged.part,
                 watched=tuple(slot.where for slot in slots),
             ),
             timeout=request.options.timeout,
@@ -305,26 +300,17 @@ class Saver:
             }
             for leaf in selection.objects
         }
-        return {
-            "format": list(FORMAT_VERSION),
-            "checkpoint_id": request.directory,
-            "kind": selection.kind,
-            "rank": self.group.rank,
-            "host": socket.gethostname(),
-            "group_ranks": list(self.group.ranks),
-            "fingerprint": compiled.layout.fingerprint,
-            "classes": compiled.layout.classes,
-            "layout": compiled.rows,
-            "objects": objects,
-            "optimizers": selection.optimizers,
-            "topology": request.topology,
-            "versions": {
-                "smckpt": __version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
+        return part_body(
+            compiled.layout,
+            compiled.rows,
+            checkpoint_id=request.directory,
+            kind=selection.kind,
+            objects=objects,
+            optimizers=selection.optimizers,
+            topology=request.topology,
+            versions={"torch": str(torch.__version__)},
             **request.recorded(),
-        }
+        )
 
     def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Looker:
         """What looks at this save for alarms."""

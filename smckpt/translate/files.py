@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from smckpt.checkpoint.crc import BLOCK, combine, hex64
-from smckpt.checkpoint.crc import crc64 as crc
+from smckpt.checkpoint.part import SummedFile
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
@@ -50,7 +49,7 @@ class Output:
         self._hidden = is_local(url) and len(files) == 1
         self._files = tuple(files)
         self._lock = threading.Lock()
-        self._open: dict[str, _Summed] = {}
+        self._open: dict[str, SummedFile] = {}
         self._chunks: dict[str, int] = {}
         self._made: list[str] = []
         self._folders: dict[str, Storage] = {}
@@ -78,7 +77,7 @@ class Output:
         with self._lock:
             if file.name not in self._open:
                 name = self._stored(file)
-                writer = _Summed(self.storage.create_file(name, file.size), file.size)
+                writer = self._begun(file, name)
                 self._open[file.name] = writer
                 self._chunks[file.name] = chunks
                 self._made.append(name)
@@ -167,16 +166,12 @@ class Output:
             )
         return present
 
-    def blocks_of(self, file: OutputFile) -> list[int]:
-        """The CRC-64/NVME of each block of a file that this process wrote."""
-        return self._open[file.name].blocks()
-
     def checksum_of(self, file: OutputFile) -> str:
         """The CRC-64/NVME of a file that this process wrote, in hexadecimal."""
-        total = 0
-        for at, value in enumerate(self.blocks_of(file)):
-            total = combine(total, value, min(BLOCK, file.size - at * BLOCK))
-        return hex64(total)
+        return self._open[file.name].crc64
+
+    def _begun(self, file: OutputFile, name: str) -> SummedFile:
+        return SummedFile(self.storage.create_file(name, file.size), file.size)
 
     def _finish(self, file: OutputFile) -> None:
         self._open[file.name].finish()
@@ -243,40 +238,6 @@ def _remove(storage: Storage, name: str) -> None:
     """Delete a file of a folder, and the folder if it is empty then."""
     storage.delete(name)
     storage.remove_directory()
-
-
-class _Summed(FileWriter):
-    """A file that is being written, and the checksums of what was written, in any order."""
-
-    def __init__(self, writer: FileWriter, size: int) -> None:
-        self._writer = writer
-        self.piece = writer.piece
-        self._size = size
-        self._runs: dict[int, tuple[int, int]] = {}  # offset → length within a block, checksum
-
-    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
-        at = total = 0
-        while at < len(data):
-            length = min(BLOCK - (offset + at) % BLOCK, len(data) - at)
-            value = crc(data[at : at + length])
-            self._runs[offset + at] = length, value
-            total = combine(total, value, length)
-            at += length
-        self._writer.write_at(offset, data, total)
-
-    def finish(self) -> None:
-        self._writer.finish()
-
-    def abort(self) -> None:
-        self._writer.abort()
-
-    def blocks(self) -> list[int]:
-        """The checksum of each block of the file."""
-        out = [0] * -(-self._size // BLOCK)
-        for at in sorted(self._runs):
-            length, value = self._runs[at]
-            out[at // BLOCK] = combine(out[at // BLOCK], value, length)
-        return out
 
 
 def _abort(writer: FileWriter) -> None:

@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone
+from smckpt.checkpoint.format import new_attempt
 from smckpt.errors import UsageError
 from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.arguments import check_counts, check_flags, check_paths, refuse_store
-from smckpt.translate.checkpoint_output import CheckpointOutput, new_session, rank_files
+from smckpt.translate.checkpoint_output import CheckpointOutput, rank_files
 from smckpt.translate.config import CONFIG, ModelConfig
 from smckpt.translate.degrees import Degrees
 from smckpt.translate.family import Family
@@ -195,13 +196,13 @@ def import_hf(
             *left_out, *_notes(chosen, size, degrees.tp, pad_vocab_to_multiple_of),
         ]  # fmt: skip
         nonfinite = NonFinite()
-        ranker, session = topology.ranker, new_session()
+        ranker, attempt = topology.ranker, new_attempt()
         own = [
             stages[ranker.get_pp_rank(r)].of(made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)])
             for r in range(topology.world_size)
         ]
-        written = rank_files(session, tuple(filter(None, prefix.split("."))), own)
-        output = CheckpointOutput(access.open(url), session, written)
+        written = rank_files(attempt, tuple(filter(None, prefix.split("."))), own)
+        output = CheckpointOutput(access.open(url), attempt, written)
         cleanup.callback(output.close)
         output.prepare(overwrite=overwrite)
         on_failure = cleanup.enter_context(ExitStack())

@@ -31,9 +31,9 @@ from torch.futures import Future
 from smckpt.checkpoint.choose import choose_commit, refuse_committed
 from smckpt.checkpoint.commit import probe, publish_manifest, take_lease
 from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.part import part_body
 from smckpt.checkpoint.prefixes import PrefixSharding, prefix_sharding_for
 from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sealed import FORMAT_VERSION
 from smckpt.checkpoint.sweep import sweep
 from smckpt.engine.commands import ArenaFile
 from smckpt.engine.worker_write import write_part
@@ -242,9 +242,21 @@ class DistributedFileSystemWriter(StorageWriter):
         chosen = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         self._whole = not isinstance(plan.planner_data, Mapping)
         entries, tensors = _entries(chosen, planner, paths, ticket.rank)
-        layout = compile_layout(entries, rank=ticket.rank, group_ranks=(ticket.rank,))
+        layout = compile_layout(entries, rank=ticket.rank, group_ranks=ticket.ranks)
         objects = self._objects(plan, planner, paths, ticket)
-        part = self._part(ticket, layout, objects)
+        part = part_body(
+            layout,
+            encode_rows(layout.entries, {}),
+            checkpoint_id=self.checkpoint_id,
+            kind="SHARDED",
+            step=self._step,
+            objects=objects,
+            metadata=self._metadata,
+            versions={
+                "torch": str(torch.__version__),
+                **({WHOLE_VALUES: "DCP's planner did not cut them"} if self._whole else {}),
+            },
+        )
         done = self._write(ticket, layout, dict(zip(map(id, entries), tensors, strict=True)), part)
         done["host"] = part["host"]
         results = [WriteResult(item.index, _size(item), None) for item in plan.items]
@@ -323,34 +335,6 @@ class DistributedFileSystemWriter(StorageWriter):
         return {
             dotted(path): {"path": list(path), "value": encode_object(value, path=dotted(path))}
             for path, value in joined(values, tensors)
-        }
-
-    def _part(self, ticket: _Ticket, layout: Layout, objects: dict[str, Any]) -> dict[str, Any]:
-        from smckpt._version import __version__
-
-        return {
-            "format": list(FORMAT_VERSION),
-            "checkpoint_id": self.checkpoint_id,
-            "kind": "SHARDED",
-            "step": self._step,
-            "attempt": ticket.attempt,
-            "session": ticket.session,
-            "number": ticket.number,
-            "rank": ticket.rank,
-            "host": socket.gethostname(),
-            "group_ranks": list(ticket.ranks),
-            "fingerprint": layout.fingerprint,
-            "classes": layout.classes,
-            "layout": encode_rows(layout.entries, {}),
-            "objects": objects,
-            "optimizers": {},
-            "topology": None,
-            "metadata": self._metadata,
-            "versions": {
-                "smckpt": __version__,
-                "torch": str(torch.__version__),
-                **({WHOLE_VALUES: "DCP's planner did not cut them"} if self._whole else {}),
-            },
         }
 
     def _write(

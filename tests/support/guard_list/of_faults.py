@@ -105,7 +105,7 @@ HANGING = [
 DISKS = [
     of(
         "disk: what a failed write began is removed", "engine/worker_write.py",
-        "    except BaseException:\n        _take_back(undo)\n        raise\n", "    except BaseException:\n        raise\n",
+        "    except BaseException:\n        writer.abort()\n        raise\n", "    except BaseException:\n        raise\n",
         WORKER + "test_a_write_that_fails_halfway_leaves_nothing",
     ),
     of(

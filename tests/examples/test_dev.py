@@ -128,10 +128,34 @@ def test_the_versions_stand_at_the_top_and_at_the_end_of_what_is_tested(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(dev, "references", dict)
+    monkeypatch.setattr(dev, "CHECKS", ())
     monkeypatch.setattr(dev, "say_versions", lambda: told.append("versions"))
     monkeypatch.setattr(dev, "run", lambda command, **_: told.append(str(command[0])) or 0)
     assert dev.test([]) == 0
-    assert told[0] == told[-1] == "versions" and len(told) == 2 + len(dev.CHECKS) + 1
+    assert told == ["versions", str(dev.PYTHON), "versions"]
+
+
+def test_a_check_that_fails_beside_the_tests_is_named_and_fails_the_run(
+    dev: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, line in (("right", "echo all is well"), ("wrong", "echo a fault; exit 3")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line} >&2\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for name in ("references", "say_versions"):
+        monkeypatch.setattr(dev, name, dict)
+    monkeypatch.setattr(dev, "ENV", tmp_path)
+    monkeypatch.setattr(dev, "run", lambda command, **_: 0)  # all tests pass
+    monkeypatch.setattr(dev, "CHECKS", (["right"], ["wrong", "."]))
+    assert dev.test([]) == 1
+    printed = capfd.readouterr().out
+    assert "==> right\nall is well\n==> wrong .\na fault\n" in printed
+    assert printed.endswith("==> failed: wrong .\n")
+    monkeypatch.setattr(dev, "CHECKS", (["right"],))
+    assert dev.test([]) == 0
 
 
 def once(name: str, what: str = "assert not first") -> str:

@@ -1,60 +1,30 @@
-"""The notebooks run from top to bottom, as they are, and so do the examples that they start."""
+"""The notebooks run from top to bottom, as they are, and so do the examples that they start.
+
+The quickstart runs the main job, and is run for its tests: tests/examples/test_train.py."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 from safetensors.torch import load_file
 
 from smckpt import find_checkpoints
-from tests.support.limits import seconds
-from tests.support.main_job import ROOT, environment
+from tests.support.main_job import ROOT
+from tests.support.notebooks import executed
 
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-
-
-def executed(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The outputs of a notebook's cells; all of them ran, and wrote into one directory of runs."""
-    # in a copy of the tree, so that it writes into no checkout
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "notebooks").mkdir()
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=round(seconds(600)),  # a cell
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path / "notebooks")}},
-    )
-    client.execute()
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in cells)
-    return [out for cell in cells for out in cell.outputs]
-
-
-def test_the_quickstart_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = executed("quickstart", tmp_path, monkeypatch)
-    assert "image/png" in {kind for out in outputs for kind in out.get("data", ())}
-    assert (tmp_path / "runs" / "quickstart" / "train.png").exists()
-    assert os.listdir(tmp_path / "runs") == ["quickstart"]
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the notebook ran, which runs the tensor-parallel example, and what they printed."""
     folder = tmp_path_factory.mktemp("export")
-    with pytest.MonkeyPatch.context() as patch:
-        outputs = executed("export", folder, patch)
+    outputs = executed("export", folder)
     return folder / "runs", "".join(out.get("text", "") for out in outputs)
 
 

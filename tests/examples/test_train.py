@@ -1,4 +1,7 @@
-"""The main job does what it says: killed at a random moment, it ends like one that was not."""
+"""The main job does what it says: killed at a random moment, it ends like one that was not.
+
+Most tests look at one run of it, that of the quickstart notebook.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,29 @@ from transformers import AutoModelForCausalLM
 from smckpt import find_checkpoints, verify_checkpoint
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, SMALL, Outcome, run_main_job
+from tests.support.notebooks import executed
 from tests.support.s3 import server_program
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The main job with its defaults, as a new user runs it."""
-    return run_main_job(tmp_path_factory.mktemp("main"))
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Where the notebook ran, and the outputs of its cells."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, executed("quickstart", folder)
+
+
+@pytest.fixture(scope="module")
+def finished(quickstart: tuple[Path, list[Any]]) -> Outcome:
+    """The main job of the notebook: with its defaults, but for the steps."""
+    folder, outputs = quickstart
+    (printed,) = (out.text for out in outputs if "SIGKILL to rank" in out.get("text", ""))
+    return Outcome(folder / "runs" / "quickstart", 0, printed)
+
+
+def test_the_quickstart_runs_to_its_end(quickstart: tuple[Path, list[Any]]) -> None:
+    folder, outputs = quickstart
+    assert "image/png" in {kind for out in outputs for kind in out.get("data", ())}
+    assert os.listdir(folder / "runs") == ["quickstart"]
 
 
 def assert_killed_and_equal(outcome: Outcome, ranks: int = 4) -> None:
@@ -52,8 +71,19 @@ def test_the_main_job_is_killed_resumes_and_every_loss_equals_the_uninterrupted_
     assert "equal the uninterrupted run's" in " ".join(finished.output.split())
 
 
+@pytest.mark.long
+def test_so_it_is_with_all_its_defaults(tmp_path: Path) -> None:
+    outcome = run_main_job(tmp_path)
+    assert_killed_and_equal(outcome)
+    assert_it_learns(outcome)
+
+
 def test_it_learns_and_every_rank_reads_other_text(finished: Outcome) -> None:
-    losses = finished.losses("reference")
+    assert_it_learns(finished)
+
+
+def assert_it_learns(outcome: Outcome) -> None:
+    losses = outcome.losses("reference")
     first, last = ([float.fromhex(loss) for loss in losses[step]] for step in (1, max(losses)))
     assert all(loss < 0.6 * start for loss, start in zip(last, first, strict=True))
     assert len(set(last)) == 4
@@ -96,7 +126,7 @@ def test_the_exported_model_is_the_trained_one(finished: Outcome) -> None:
     tokens = torch.tensor(list(text)).reshape(16, 64)
     with torch.no_grad():
         loss = float(model(input_ids=tokens, labels=tokens).loss)
-    assert loss < 3.3 < math.log(256)  # text it never saw
+    assert loss < 3.7 < math.log(256)  # text it never saw; 3.44 after 24 steps
     (written,) = finished.of("text")
     assert written["text"].startswith("def ")
 
@@ -108,8 +138,9 @@ def test_the_figure_is_drawn(finished: Outcome) -> None:
 
 
 @pytest.mark.long
-def test_a_finished_run_is_not_trained_again(finished: Outcome, tmp_path: Path) -> None:
-    again = run_main_job(finished.directory, "--no-reference", "--kill-at", "never")
+def test_a_finished_run_is_not_trained_again(finished: Outcome) -> None:
+    steps = ("--steps", str(max(finished.losses("run"))))
+    again = run_main_job(finished.directory, *steps, "--no-reference", "--kill-at", "never")
     assert again.status == 0, again.output
     assert "resumed from the checkpoint of step" in again.output
     start = again.of("start", phase="run")[-1]
@@ -266,9 +297,12 @@ def test_the_command_for_checkpoints_on_disk_can_be_pasted(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (look,) = re.findall(r"^Checkpoints: (.*)$", finished.output, re.MULTILINE)
-    done = subprocess.run(look, shell=True, capture_output=True, text=True, timeout=seconds(60))
+    done = subprocess.run(
+        look, shell=True, capture_output=True, text=True, timeout=seconds(60),
+        cwd=finished.directory.parents[1],
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert str(finished.directory) in done.stdout
+    assert f"step_{max(finished.losses('run'))}" in done.stdout
 
 
 @pytest.mark.long

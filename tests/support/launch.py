@@ -1,7 +1,7 @@
 """Run a function on several real processes that meet over loopback, by gloo or another backend.
 
-The processes are forked from a server that has imported torch, once for a whole run of the tests:
-importing it takes seconds of processor time, and there are hundreds of ranks to start.
+The processes are forked from a server that has imported torch and smckpt, once for a whole run of
+the tests: importing them takes seconds of processor time, and there are hundreds of ranks to start.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch._dynamo",  # every optimizer imports it
+    "pytest",  # most modules of tests do
+    # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
+    "smckpt.engine.save",
+    "smckpt.engine.load",
+    "smckpt.full",
+    "smckpt.state_dict",
 ]
 
 

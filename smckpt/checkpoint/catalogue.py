@@ -152,6 +152,14 @@ class Catalogue:
     def optimizers(self) -> dict[str, Any]:
         return self._first.optimizers
 
+    def optimizers_of(self, rank: int) -> dict[str, Any]:
+        """The same, as saved rank `rank` has it. Ranks may number other parameters under one path:
+        pipeline stages do, and `optimizers` has those of the lowest rank."""
+        if len(self.parts) == 1:
+            return self.optimizers
+        found: dict[str, Any] = self.part(rank)["optimizers"]
+        return found
+
     @cached_property
     def containers(self) -> dict[Path, str] | None:
         """Path → kind, for each container above tensors that is not a dict; None if an older writer

@@ -415,10 +415,11 @@ def _tables(body: Part | Manifest) -> None:
     for name, version in body.versions.items():
         _text(version, f"the version of {name}")
     for at, facts in body.optimizers.items():
-        ids = facts.get("ids") if isinstance(facts, dict) else None
-        named = isinstance(ids, list) and all(isinstance(names, list) for names in ids)
-        if not named or not all(isinstance(name, str) for names in ids or () for name in names):
-            raise ValueError(f"the parameters of the optimizer {at!r} are not lists of names")
+        facts = facts if isinstance(facts, dict) else {}
+        for ids in (facts.get("ids"), facts.get("names", [])):
+            named = isinstance(ids, list) and all(isinstance(names, list) for names in ids)
+            if not named or not all(isinstance(name, str) for names in ids or () for name in names):
+                raise ValueError(f"the parameters of the optimizer {at!r} are not lists of names")
         if not isinstance(facts.get("form", ""), str):
             raise ValueError(f"the form of the optimizer {at!r} is {facts['form']!r}")
     if body.topology is not None:

@@ -23,6 +23,7 @@ from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.groups import number_as_saved
 from smckpt.state_dict.optimizers import named_as_target, prepare_optimizers
 from smckpt.state_dict.parts import make_state, match
 from smckpt.state_dict.restore import gathered_parts, make_extra_state
@@ -169,6 +170,8 @@ def plan_of(
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
+        if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
+            selection = target.selector.select(state_dict)
         objects = _values(catalogue, saved, selection, state_dict)
         renewed, settled = prepare_optimizers(
             state_dict, catalogue, objects, rank=saved, strict=request.strict

@@ -17,7 +17,8 @@ from smckpt.full.wire import Attempt, Wire
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Piece, execute, meet
 from smckpt.state_dict.bindings import Binding, bind, tuple_like, walked
-from smckpt.state_dict.optimizers import fill_groups, of_no_parameter, put
+from smckpt.state_dict.groups import fill_groups
+from smckpt.state_dict.optimizers import of_no_parameter, put
 from smckpt.state_dict.own_methods import hand_over
 from smckpt.state_dict.select import geometry_of
 from smckpt.state_dict.slots import SavedSlot, room

@@ -44,13 +44,15 @@ class Binding:
     """An optimizer, the kind of state that was taken, and its parameters.
 
     held: by id of the parameter; empty where the model is not known, and names are numbers.
-    put_through: as in `FullStateDict`.
+    put_through: as in `FullStateDict`. order: the number of each parameter, where it is not its
+    position: a load gives it that of the checkpoint.
     """
 
     optimizer: torch.optim.Optimizer
     kind: str
     held: dict[int, Held] = field(repr=False)
     put_through: Callable[[Any], object] | None = field(default=None, repr=False)
+    order: tuple[int, ...] = ()
 
     @property
     def by_id(self) -> bool:
@@ -63,9 +65,13 @@ class Binding:
         """The parameters, each with its group."""
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
 
+    def number(self, index: int) -> int:
+        """The number of the parameter at a position."""
+        return self.order[index] if self.order else index
+
     def names(self, parameter: torch.Tensor, index: int) -> tuple[str, ...]:
         found = self.held.get(id(parameter))
-        return found.fqns if found else (str(index),)
+        return found.fqns if found else (str(self.number(index)),)
 
     def flat(self, parameter: torch.Tensor) -> bool:
         """Whether it is a flat array of tensors that have shapes (FSDP1)."""
@@ -94,7 +100,7 @@ class Binding:
         Raises:
             StateError: a parameter is not one of the model's, so it has no name.
         """
-        ids = {id(p): index for index, p in enumerate(self.parameters())}
+        ids = {id(p): self.number(index) for index, p in enumerate(self.parameters())}
         state: dict[Any, Any] = {}
         seen: set[int] = set()
         for parameter, slots in self.optimizer.state.items():
@@ -205,7 +211,7 @@ def _part(
 # -- outside a block ----------------------------------------------------------------------------
 
 
-def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def stock(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> OptimizerStateDict:
     """A copy of a stock state dict that remembers this optimizer."""
     groups = ParamGroups(state_dict["param_groups"])
     groups.binding = Binding(optimizer, "LOCAL", {})

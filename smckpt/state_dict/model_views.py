@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from smckpt.errors import UsageError
+from smckpt.layout.entries import Path, dotted
 from smckpt.registry import Registry
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.views import DdpView, Fsdp2View, ModelView
 
-__all__ = ["register_model_view", "view_of"]
+__all__ = ["modules_in", "names_in_state", "register_model_view", "view_of"]
 
 _VIEWS: Registry[Any] = Registry(
     "model view",
@@ -45,6 +47,28 @@ def view_of(model: nn.Module) -> ModelView:
         if _checked(name, view).sees(model):
             return view(model)  # type: ignore[no-any-return]
     return ModelView(model)
+
+
+def names_in_state(modules: Iterable[tuple[Path, nn.Module]]) -> dict[int, tuple[str, str]]:
+    """By id: the names of the parameters of modules in a state, after the path of the module and
+    without it."""
+    found: dict[int, tuple[str, str]] = {}
+    for path, module in modules:
+        view = view_of(module)
+        for raw, parameter in module.named_parameters(remove_duplicate=False):
+            name = view.name(raw)
+            found.setdefault(id(parameter), (dotted((*path, name)), name))
+    return found
+
+
+def modules_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    """The modules in a nested state, each with its path."""
+    if isinstance(tree, nn.Module):
+        yield path, tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if isinstance(child, (dict, list, tuple, nn.Module)):
+                yield from modules_in(child, (*path, key))
 
 
 def _checked(name: str, view: Any) -> type[ModelView]:

@@ -16,7 +16,9 @@ from smckpt.state_dict.bindings import (
     stock_record,
     tuple_like,
 )
+from smckpt.state_dict.groups import names_of
 from smckpt.state_dict.materialised import Materialised
+from smckpt.state_dict.model_views import modules_in, names_in_state
 from smckpt.state_dict.modes import mode_of
 from smckpt.state_dict.own_methods import (
     copied,
@@ -51,10 +53,15 @@ class Opened:
         self._models: dict[int, torch.nn.Module] = {}  # those that may be on the meta device
         self.memory = Materialised()
         self._objects: list[Any] = []  # those whose state dicts are being opened
+        self._optimizers: list[tuple[Any, RememberingDict]] = []  # with the dict in its place
 
     def open(self, state_dict: Any) -> Any:
         """The state that a load fills: `state_dict` itself where nothing is replaced."""
         opened = self._open(state_dict)
+        if self._optimizers:
+            known = names_in_state(modules_in(state_dict))
+            for optimizer, tree in self._optimizers:
+                tree.names = names_of(optimizer, known)
         optimizers = [b.optimizer for _, _, b in optimizer_dicts(opened) if b is not None]
         self.memory.enter(self._models.values(), optimizers)
         return opened
@@ -99,7 +106,9 @@ class Opened:
             if bound(given) is not None:
                 return self._open(given)
             if stock_record(given) is not None and not has_own_methods(value):
-                return stock(value, {key: self._open(child) for key, child in given.items()})
+                tree = stock(value, {key: self._open(child) for key, child in given.items()})
+                self._optimizers.append((value, tree))
+                return tree
             # Only its own load_state_dict knows what it added, or names from elsewhere, such as
             # those of torch's get_optimizer_state_dict.
         if is_optimizer(value):
@@ -113,7 +122,9 @@ class Opened:
             return inner
         if not isinstance(inner, StatefulStateDict):
             inner = self._copy(StatefulStateDict(inner), given)
-        inner.of_optimizer = is_optimizer(value)
+        if is_optimizer(value):
+            inner.of_optimizer = True
+            self._optimizers.append((value, inner))
         return inner
 
     def _given(self, value: dict[str, Any]) -> StatefulStateDict:

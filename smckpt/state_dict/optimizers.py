@@ -20,6 +20,7 @@ from smckpt.state_dict.bindings import (
     is_optimizer_dict,
     optimizer_dicts,
 )
+from smckpt.state_dict.groups import fill_groups, renamed_groups
 from smckpt.state_dict.slots import (
     ABSENT,
     Room,
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "copy_exactly",
-    "fill_groups",
     "fill_optimizer",
     "named_as_target",
     "of_no_parameter",
     "prepare_optimizers",
     "put",
-    "renamed_groups",
 ]
 
 
@@ -102,7 +101,8 @@ def prepare_optimizers(
                 remedy="use an older checkpoint",
             )
         if (groups := saved.groups()) is not None:
-            _align_groups(tree["param_groups"], renamed_groups(groups, tree, record))
+            groups = renamed_groups(groups, tree, record, dotted(path) if strict else None)
+            _align_groups(tree["param_groups"], groups)
             settled.add((*path, "param_groups"))
             renewed = True
     for path, given in _given_by_optimizers(state_dict):
@@ -157,7 +157,7 @@ def _align_live(
     """Give the live optimizer the saved slots. Returns whether any changed."""
     state, changed = binding.optimizer.state, False
     for index, (parameter, group) in enumerate(binding.members()):
-        keys = (*binding.names(parameter, index), index)
+        keys = (*binding.names(parameter, index), binding.number(index))
         wanted = saved.slots(keys)
         if has_no_elements(parameter) and not _has_state_where_empty(
             binding, parameter, [tensor.name for tensor in saved.tensors(keys)], held_empty
@@ -309,28 +309,6 @@ def copy_exactly(live: Any, given: Any, name: str) -> None:
         put_back([live])
 
 
-def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
-    """Write hyperparameters into the live param_groups, matched by position."""
-    live = binding.optimizer.param_groups
-    if len(groups) != len(live):
-        raise StateError(
-            f"{len(groups)} parameter groups were saved, the optimizer has {len(live)}",
-            remedy="build the optimizer with the same groups",
-        )
-    given: dict[int, torch.Tensor] = {}  # groups may share one tensor (a learning rate)
-    for mine, theirs in zip(live, groups, strict=True):
-        for key, value in theirs.items():
-            if key == "params":
-                continue
-            if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                if not torch.equal(given.setdefault(id(mine[key]), value), value):
-                    mine[key] = value
-                elif mine[key] is not value:
-                    mine[key].copy_(value)
-            else:
-                mine[key] = value
-
-
 def _owner(binding: Binding, key: Any, slots: Any) -> tuple[Any, Mapping[str, Any]] | None:
     """The parameter of a key, with its group; None if what was kept belongs to no parameter."""
     for index, (parameter, group) in enumerate(binding.members()):
@@ -364,44 +342,6 @@ def _has_state_where_empty(
     if binding.optimizer.state.get(parameter):
         return True
     return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))
-
-
-def renamed_groups(saved: list[Any], tree: dict[str, Any], record: Any) -> list[dict[str, Any]]:
-    """Saved groups in the target's order, with the target's names of parameters.
-
-    Groups are matched by the names of their parameters where both sides have names, else by
-    position.
-    """
-    target = tree["param_groups"]
-    binding = getattr(target, "binding", None)
-    if binding is None or record is None or len(saved) != len(target):
-        groups = [dict(g) for g in saved]
-        for group, mine in zip(groups, target, strict=False):
-            group["params"] = mine["params"]
-        return groups
-    names = record["ids"]
-
-    def members(group: Mapping[str, Any]) -> set[str]:
-        out: set[str] = set()
-        for p in group["params"]:
-            known = isinstance(p, int) and 0 <= p < len(names)
-            out.update(names[p] if known else (str(p),))
-        return out
-
-    mine_names = [list(binding.names(p, i)) for i, p in enumerate(binding.parameters())]
-    at = 0
-    out = []
-    by_members = [(members(g), g) for g in saved]
-    for position, (mine, live) in enumerate(
-        zip(target, binding.optimizer.param_groups, strict=True)
-    ):
-        count = len(live["params"])
-        wanted = {n for names_ in mine_names[at : at + count] for n in names_}
-        at += count
-        found = max(by_members, key=lambda pair: len(pair[0] & wanted), default=None)
-        chosen = found[1] if found is not None and found[0] & wanted else saved[position]
-        out.append({**chosen, "params": mine["params"]})
-    return out
 
 
 # -- what is no tensor, by the target's names -----------------------------------------------------

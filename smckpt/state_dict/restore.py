@@ -19,7 +19,7 @@ from smckpt.state_dict.bindings import (
     tuple_like,
 )
 from smckpt.state_dict.computed import is_extra_state
-from smckpt.state_dict.optimizers import fill_groups
+from smckpt.state_dict.groups import fill_groups
 from smckpt.state_dict.own_methods import hand_over
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import (

@@ -17,6 +17,8 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
+from smckpt.state_dict.groups import names_of, names_record
+from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.own_methods import is_optimizer, spelled
 from smckpt.state_dict.parts import parts_of
@@ -71,6 +73,7 @@ class _Walk:
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
     gathered: bool = False
+    optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
 
 
 class Selector:
@@ -103,11 +106,17 @@ class Selector:
         try:
             self._visit(state_dict, (), walk)
             # In the order of their keys on all ranks: an object's state_dict may run a collective.
+            modules = [(at, v) for at, v in walk.stateful if isinstance(v, torch.nn.Module)]
+            known: dict[int, tuple[str, str]] | None = None
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
                     given = value.state_dict()
                     self._visit(spelled(given) if is_optimizer(value) else given, path, walk)
+                    if is_optimizer(value):
+                        known = names_in_state(modules) if known is None else known
+                        if names := names_of(value, known):
+                            walk.optimizers[dotted(path)] = names_record(names)
         except RecursionError as error:
             raise StateError(
                 "the state dict is nested without end: a dict or list in it holds itself",
@@ -141,7 +150,7 @@ class Selector:
                     walk.containers[path] = order_kind(order)
             tensors.append(local)
             tags.append(tag)
-        optimizers = {}
+        optimizers = walk.optimizers
         for path, tree, binding in optimizer_dicts(state_dict):
             record = stock_record(tree) if binding is None else binding.record()
             if record is not None:

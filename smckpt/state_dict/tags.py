@@ -154,7 +154,12 @@ def tag_of(tensor: torch.Tensor) -> Tag | None:
 
 class RememberingDict(dict):  # type: ignore[type-arg]
     """Copies as a plain dict and pickles as an `OrderedDict`: `torch.load` with weights_only
-    refuses other classes, even `dict` by name."""
+    refuses other classes, even `dict` by name.
+
+    names: of an optimizer object that gave the dict for a load, the names of its parameters.
+    """
+
+    names: Sequence[Sequence[str]] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, (), None, None, iter(self.items()))

@@ -24,6 +24,7 @@ __all__ = [
     "BlockReader",
     "Destination",
     "HostMemory",
+    "OtherFile",
     "Readers",
     "SavedFile",
     "Scratch",
@@ -37,16 +38,30 @@ DISK = "use an older checkpoint, and check the disk"
 
 
 @dataclass(frozen=True)
+class OtherFile:
+    """A file of another system, without checksums of ours."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
 class SavedFile:
     """A data file and the rank that wrote it."""
 
     directory: str
-    record: FileRecord
+    record: FileRecord | OtherFile
     rank: int
 
     @property
     def path(self) -> str:
         return file_url(self.directory, self.record.name)
+
+    @property
+    def summed(self) -> FileRecord:
+        """The record of a file of ours, which names its checksums."""
+        assert isinstance(self.record, FileRecord)
+        return self.record
 
     def __hash__(self) -> int:
         return hash((self.directory, self.record.name))
@@ -251,14 +266,14 @@ class BlockReader:
     def _load_sums(self) -> tuple[bytes, Sequence[int]]:
         """The bytes of the checksum file, and the checksum of each block. The file is compared with
         the data file's checksum in the manifest."""
-        name = self.file.record.crc_name
+        name = self.file.summed.crc_name
         path = file_url(self.file.directory, name)
         blocks = -(-self.size // BLOCK)
 
         def read() -> tuple[bytes, Sequence[int]]:
             data = self.storage.read(name, most=8 * blocks)
             sums = unpacked_sums(data)
-            right = self.file.record.crc64
+            right = self.file.summed.crc64
             if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != right:
                 raise CorruptCheckpointError(
                     f"the checksums in {name} do not belong to {self.file.record.name}",

@@ -1,41 +1,27 @@
-"""Everything that a committed checkpoint holds: by key and rank, and by logical name."""
+"""What a checkpoint holds, by key and rank and by logical name, whoever wrote it.
+
+A load, a comparison and a translation ask a `Catalogue`. `smckpt.checkpoint.committed` answers for
+a commit of ours; readers of other systems' checkpoints (`smckpt.checkpoint.readers`) for theirs.
+"""
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.blocks import BlockReader, Readers, SavedFile, not_missing
-from smckpt.checkpoint.choose import READERS, Commit, choose_commit, read_part
-from smckpt.checkpoint.format import SENSELESS, Manifest, PartRecord
-from smckpt.checkpoint.headers import Header, StoredSlot, read_header
+from smckpt.checkpoint.blocks import Readers, SavedFile
+from smckpt.checkpoint.format import SENSELESS
+from smckpt.checkpoint.headers import StoredSlot
 from smckpt.checkpoint.objects import decode_object
-from smckpt.checkpoint.prefixes import found_prefix_sharding
-from smckpt.checkpoint.replaces import refuse_newer_dcp
-from smckpt.checkpoint.rows import decode_containers, decode_rows
 from smckpt.checkpoint.sources import SavedPiece, SavedPieces
 from smckpt.errors import CheckpointError, CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.entries import Entry, Path
 from smckpt.layout.mesh import Shape
-from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = [
-    "Catalogue",
-    "CommittedGroup",
-    "Found",
-    "LogicalTensor",
-    "SavedFile",
-    "SavedPiece",
-    "Stored",
-    "catalogue_of",
-    "open_catalogue",
-]
+__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "Stored"]
 
 Stored = tuple[SavedFile, StoredSlot]  # a part of a rank's array, and the file that has it
 
@@ -50,128 +36,104 @@ class LogicalTensor:
     shape: Shape
 
 
-@dataclass(frozen=True)
-class CommittedGroup:
-    """One group's manifest and its directory. directories: rank r's files are in number r modulo
-    their count."""
+class Catalogue(ABC):
+    """What one checkpoint holds. Thread-safe.
 
-    directory: str
-    manifest: Manifest
-    rows: tuple[Entry, ...]
-    directories: tuple[str, ...]
+    A load asks for `identity`, then for names and boxes (`kind`, `object_ranks`, `rows` and what
+    follows from them) and the values (`objects`, `optimizers_of`). It calls `read_headers` for the
+    ranks from which it will read, and `slots` for each array. `readers` reads the bytes of those;
+    who opened the catalogue closes them.
 
-
-class Found:
-    """What a catalogue has read and found out so far."""
-
-    def __init__(self, readers: Readers) -> None:
-        self.lock = threading.Lock()
-        self.readers = readers
-        self.files: dict[int, list[SavedFile]] = {}
-        self.headers: dict[SavedFile, Header] = {}
-        self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """A committed checkpoint; made by `open_catalogue`. Thread-safe.
-
-    Headers are read when they are needed, and compared with the checksums of their blocks.
+    url: where it is.
     """
 
     url: str
-    commit: Commit
-    members: tuple[CommittedGroup, ...]
-    _found: Found = field(compare=False, repr=False)
 
     @property
+    @abstractmethod
     def identity(self) -> str:
-        """The name of the file that commits it. It is the same for all groups of a step."""
-        return self.commit.identity
+        """Tells it from others in the same directory. It is the same for all groups of a step."""
+
+    @property
+    def name(self) -> str | None:
+        """The file by which a peer finds it without a list, if there is one."""
+        return None
+
+    @property
+    @abstractmethod
+    def ours(self) -> bool:
+        """Whether smckpt wrote it. Only then it records a step."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int | None: ...
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of state; SHARDED where names are those of whole tensors."""
+        return "SHARDED"
 
     @property
     def above(self) -> str:
-        """The directory from which all groups of the step can be opened. For a single group it is
-        `url`."""
-        record = self._first.record
-        if record is None or self.commit.through_record:
-            return self.url
-        return parent_url(join_url(self.members[0].directory, record))
-
-    @property
-    def ours(self) -> bool:
-        """Whether smckpt wrote it. Only then it records a step."""
-        return True
+        """The directory from which all groups of the step can be opened."""
+        return self.url
 
     @property
     def single_group(self) -> bool:
-        return len(self.members) == 1
+        return True
 
     @property
     def whole(self) -> bool:
         """Whether all groups of the step are here, and not one group of several."""
-        return self.members[0].manifest.record is None or self.commit.through_record
-
-    @property
-    def manifests(self) -> tuple[Manifest, ...]:
-        return tuple(m.manifest for m in self.members)
-
-    @property
-    def _first(self) -> Manifest:
-        return self.members[0].manifest
-
-    @property
-    def kind(self) -> str | None:
-        return self._first.kind
-
-    @property
-    def step(self) -> int | None:
-        return self._first.step
-
-    @property
-    def fencing_token(self) -> int:
-        return self._first.fencing_token
-
-    @property
-    def number(self) -> int:
-        return self._first.number
-
-    @property
-    def committed_at(self) -> int:
-        return self.commit.committed_at
+        return True
 
     @property
     def topology(self) -> dict[str, Any] | None:
-        return self._first.topology
+        """The coordinates of the ranks that saved it, if they were recorded."""
+        return None
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return self._first.metadata
+        """What the caller of the save gave."""
+        return {}
+
+    # -- tensors -------------------------------------------------------------------------------
 
     @property
-    def optimizers(self) -> dict[str, Any]:
-        return self._first.optimizers
-
-    def optimizers_of(self, rank: int) -> dict[str, Any]:
-        """The same, as saved rank `rank` has it. Ranks may number other parameters under one path:
-        pipeline stages do, and `optimizers` has those of the lowest rank."""
-        if len(self.parts) == 1:
-            return self.optimizers
-        found: dict[str, Any] = self.part(rank)["optimizers"]
-        return found
-
-    @cached_property
-    def containers(self) -> dict[Path, str] | None:
-        """Path → kind, for each container above tensors that is not a dict; None if an older writer
-        recorded no kinds."""
-        said = [decode_containers(m.layout, self.url) for m in self.manifests]
-        if None in said:
-            return None
-        return {path: kind for kinds in reversed(said) for path, kind in (kinds or {}).items()}
-
-    @cached_property
+    @abstractmethod
     def rows(self) -> tuple[Entry, ...]:
-        return tuple(row for member in self.members for row in member.rows)
+        """The saved arrays: key, dtype and geometry, and the ranks that hold them."""
+
+    @property
+    @abstractmethod
+    def pieces(self) -> SavedPieces:
+        """The rows by logical name, and the boxes that ranks hold according to them."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of all data files. No tensor has more, if all groups are here."""
+
+    @property
+    @abstractmethod
+    def readers(self) -> Readers:
+        """The readers of its files, with the checksums and connections that they already have."""
+
+    @abstractmethod
+    def read_headers(self, ranks: Iterable[int]) -> None:
+        """Read what `slots` needs of these ranks, several files at a time.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, missing, or has another size.
+        """
+
+    @abstractmethod
+    def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
+        """Where the array of `row` that `holders` share is stored, in the order of its bytes.
+
+        Raises:
+            CorruptCheckpointError: some elements are in no file.
+        """
 
     @cached_property
     def rows_by_key(self) -> dict[str, list[Entry]]:
@@ -179,11 +141,6 @@ class Catalogue:
         for row in self.rows:
             found.setdefault(row.key, []).append(row)
         return found
-
-    @cached_property
-    def pieces(self) -> SavedPieces:
-        """The rows by logical name, and the boxes that ranks hold according to them."""
-        return SavedPieces(self.rows, (manifest.group_ranks for manifest in self.manifests))
 
     @cached_property
     def logical(self) -> dict[str, LogicalTensor]:
@@ -195,42 +152,6 @@ class Catalogue:
                 name, row.logical_path(fqn), row.dtype, row.geometry.shape_of(fqn)
             )
         return out
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Of all data files. No tensor has more, if all groups are here."""
-        return sum(f.size for m in self.manifests for part in m.parts for f in part.files)
-
-    @cached_property
-    def parts(self) -> dict[int, tuple[str, PartRecord]]:
-        """Rank → the directory of its files, and its part."""
-        return {
-            part.rank: (member.directories[part.rank % len(member.directories)], part)
-            for member in self.members
-            for part in member.manifest.parts
-        }
-
-    @property
-    def object_ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(self.parts))
-
-    @property
-    def files(self) -> list[SavedFile]:
-        return [file for rank in self.object_ranks for file in self._files_of(rank)]
-
-    @property
-    def readers(self) -> Readers:
-        """The readers of its files, with the checksums and connections that they already have."""
-        return self._found.readers
-
-    def storage(self, directory: str) -> Storage:
-        return self._found.readers.storage(directory)
-
-    def reader(self, file: SavedFile) -> BlockReader:
-        """The checking reader of a data file."""
-        return self._found.readers.of(file)
-
-    # -- where tensors are ---------------------------------------------------------------------
 
     def sources(self, name: str) -> list[SavedPiece]:
         """The saved pieces of a logical tensor, one for each distinct shard coordinate.
@@ -248,101 +169,43 @@ class Catalogue:
         """For each distinct array of this row: the ranks that hold it."""
         return list(self.pieces.holders(row).values())
 
-    def read_headers(self, ranks: Iterable[int]) -> None:
-        """Read the headers of all files that these ranks wrote, several at a time.
+    # -- values that are not tensors -----------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def containers(self) -> dict[Path, str] | None:
+        """Path → kind, for each container above tensors that is not a dict; None if an older writer
+        recorded no kinds."""
+
+    @property
+    @abstractmethod
+    def object_ranks(self) -> tuple[int, ...]:
+        """The ranks that saved values, in order."""
+
+    @abstractmethod
+    def part(self, rank: int) -> dict[str, Any]:
+        """What a rank saved beside its tensors, as it is written: "objects" and "optimizers".
 
         Raises:
-            CorruptCheckpointError: a file is damaged, missing, or has another size.
+            CorruptCheckpointError: it is missing, or differs from what was written.
         """
-        files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
-        files = [file for file in files if file not in self._found.headers]
-        if len(files) > 1:
-            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
-                list(pool.map(self.header, files))
 
-    def header(self, file: SavedFile) -> Header:
-        """The header of a data file.
+    @abstractmethod
+    def part_url(self, rank: int) -> str:
+        """The file of that, for errors."""
 
-        Raises:
-            CorruptCheckpointError: the header is damaged, or the file is missing or has another
-                size.
-        """
-        header = self._found.headers.get(file)
-        if header is None:
-            reader = self.reader(file)
-            with not_missing(file.path):
-                size = reader.storage.size(file.record.name)
-            if size != reader.size:
-                raise CorruptCheckpointError(
-                    f"the file has {size} bytes, but {reader.size} were written",
-                    remedy="the file was cut or replaced after it was written: use an older "
-                    "checkpoint",
-                    path=file.path,
-                )
-            header = read_header(reader.read, size, file.path)
-            self._found.headers[file] = header
-        return header
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """Path → the names of its parameters, of each optimizer's state."""
+        return {}
 
-    def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
-        """Where the array of `row` that `holders` share is stored, in the order of its bytes.
-
-        Raises:
-            CorruptCheckpointError: some elements are in no file.
-        """
-        shape = row.geometry.local_shape(holders[0])
-        dtype = DTYPES[row.dtype]
-        numel, itemsize = math.prod(shape), dtype.itemsize
-        found = []
-        for file, stored in self._stored(tuple(holders)).get(row.key, ()):
-            count = stored.shape[0] if stored.part else numel
-            if (
-                stored.code != (dtype.code or "U8")
-                or stored.nbytes != count * itemsize
-                or stored.stop > numel * itemsize
-            ):
-                raise CorruptCheckpointError(
-                    f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
-                    f"byte {stored.start}, but the manifest says that it is {row.dtype} "
-                    f"{list(shape)}",
-                    remedy="use an older checkpoint",
-                    path=file.path,
-                )
-            found.append((file, stored))
-        if len(found) > 1:
-            found.sort(key=lambda stored: stored[1][:2])
-        at = 0
-        for _, slot in found:
-            if slot.start > at:
-                break
-            at = max(at, slot.stop)
-        if at < numel * itemsize or not found:
-            raise CorruptCheckpointError(
-                f"{row.key!r}: elements {at // itemsize} to {numel} of the array of ranks "
-                f"{list(holders)} are missing from their files",
-                remedy="use an older checkpoint",
-                path=self.url,
-            )
+    def optimizers_of(self, rank: int) -> dict[str, Any]:
+        """The same, as saved rank `rank` has it. Ranks may number other parameters under one path:
+        pipeline stages do, and `optimizers` has those of the lowest rank."""
+        if len(self.object_ranks) == 1:
+            return self.optimizers
+        found: dict[str, Any] = self.part(rank)["optimizers"]
         return found
-
-    def _files_of(self, rank: int) -> list[SavedFile]:
-        if rank not in self._found.files:
-            directory, part = self.parts[rank]
-            self._found.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
-        return self._found.files[rank]
-
-    def _stored(self, holders: tuple[int, ...]) -> dict[str, list[Stored]]:
-        """The arrays that the files of these ranks hold, by key."""
-        if holders not in self._found.slots:
-            self.read_headers(holders)
-            found: dict[str, list[Stored]] = {}
-            for rank in holders:
-                for file in self._files_of(rank):
-                    for key, slot in self.header(file).slots.items():
-                        found.setdefault(key, []).append((file, slot))
-            self._found.slots[holders] = found
-        return self._found.slots[holders]
-
-    # -- values that are not tensors ---------------------------------------------------------------
 
     def objects(self, rank: int) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are not tensors: key → (path, value).
@@ -357,75 +220,18 @@ class Catalogue:
                 for key, leaf in self.part(rank)["objects"].items()
             }
         except CheckpointError as error:
-            directory, part = self.parts[rank]
-            error.path = error.path or file_url(directory, part.name)
+            error.path = error.path or self.part_url(rank)
             raise
         except SENSELESS as error:
-            directory, part = self.parts[rank]
             raise CorruptCheckpointError(
                 f"the values beside the tensors cannot be decoded: {type(error).__name__} {error}",
                 remedy="use an older checkpoint",
-                path=file_url(directory, part.name),
+                path=self.part_url(rank),
             ) from error
 
-    def part(self, rank: int) -> dict[str, Any]:
-        """The part record of a saved rank, checked against the manifest.
-
-        Raises:
-            CorruptCheckpointError: the part is missing, or differs from the one that the manifest
-                names.
+    def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)
         """
-        directory, part = self.parts[rank]
-        manifest = next(m for m in self.manifests if rank in m.group_ranks)
-        with not_missing(file_url(directory, part.name)):
-            return read_part(self.storage(directory), part, manifest)
-
-
-def open_catalogue(
-    storage: Storage, *, choose: str | None = None, name: str | None = None
-) -> Catalogue:
-    """Open the newest committed checkpoint in a directory, which is a group's or has a record.
-
-    Args:
-        choose: open this commit (`Catalogue.identity`), which another group chose.
-        name: the name by which a peer found the commit here (`Commit.name`). Then nothing is
-            listed.
-
-    Raises:
-        CheckpointNotFoundError: nothing committed is here. The message says what is here instead.
-        CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
-        UsageError: torch's own DCP has saved here since.
-    """
-    commit = choose_commit(storage, choose, name)
-    if name is None:  # else the peer has looked
-        refuse_newer_dcp(storage, commit.replaces)
-    return catalogue_of(storage, commit)
-
-
-def catalogue_of(storage: Storage, commit: Commit) -> Catalogue:
-    """The catalogue of a commit in a directory, which was read or is about to be made."""
-    storage = storage.reading_from(*_tops(commit))
-    members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
-    # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
-    # requests.
-    share = storage.access.share.times(min(len(member.directories) for member in members))
-    return Catalogue(storage.url, commit, members, Found(Readers(storage.access.holding(share))))
-
-
-def _tops(commit: Commit) -> Iterator[str]:
-    """The directories below which all files of a commit are."""
-    for where, manifest in commit.manifests:
-        record, sharding = manifest.record, manifest.prefix_sharding
-        yield where if record is None else parent_url(join_url(where, record))
-        if sharding is not None:
-            yield sharding.root(where)
-
-
-def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:
-    directory = storage.url
-    rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
-    prefix_sharding = manifest.prefix_sharding
-    if prefix_sharding is not None:
-        prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
-    directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
-    return CommittedGroup(directory, manifest, rows, tuple(directories))
+        Raises:
+            StateError: the checkpoint has values that no reader of plain data can give; the message
+                names them. Those that are left out do not count.
+        """

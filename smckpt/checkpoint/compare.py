@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.catalogue import Catalogue, Stored, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue, Stored
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.difference import Difference, leaves_of, value_difference
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.numbers import CODES, numbers

@@ -39,7 +39,7 @@ class ParallelCoordinates:
         if catalogue.topology is None:
             return cls()
         saved = ParallelState.from_json(catalogue.topology)
-        at = {r: _coordinates(saved, r) for r in catalogue.parts}
+        at = {r: _coordinates(saved, r) for r in catalogue.object_ranks}
         meshes = catalogue.pieces.joined
         if any(len({at[r] for r in mesh if r in at}) > 1 for mesh in meshes):
             return cls()  # tensors are distributed over these ranks, so plain tensors are copies

@@ -169,7 +169,7 @@ class _Finder:
         self._rank = rank
         self._group_ranks = group_ranks
         self._pieces = catalogue.pieces
-        self._same_ranks = catalogue.parts.keys() <= set(group_ranks)
+        self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
         self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
     def copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:

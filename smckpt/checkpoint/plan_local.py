@@ -99,7 +99,7 @@ def _source_ranks(
 ) -> list[int]:
     """The saved ranks that held the same shards as this rank; all saved ranks if nothing is
     sharded."""
-    candidates = set(catalogue.parts)
+    candidates = set(catalogue.object_ranks)
     ruled = False
     taken: set[int] = set()  # ids of tuples, which the catalogue keeps alive
     for entry in entries:
@@ -122,7 +122,7 @@ def _source_ranks(
             path=catalogue.url,
             rank=rank,
         )
-    if not ruled and sorted(group_ranks) != sorted(catalogue.parts):
+    if not ruled and sorted(group_ranks) != list(catalogue.object_ranks):
         _refuse_unruled(catalogue, entries, rank)
     return sorted(candidates)
 

@@ -50,7 +50,7 @@ def open_any(storage: Storage, *, choose: str | None = None, name: str | None = 
         UsageError: others wrote it, in a form that is no whole state.
     """
     # so that `import smckpt`, which registers a reader, loads none of this room
-    from smckpt.checkpoint.catalogue import open_catalogue
+    from smckpt.checkpoint.committed import open_catalogue
     from smckpt.checkpoint.format import parse_name
     from smckpt.errors import CheckpointNotFoundError
     from smckpt.storage.urls import is_local, local_path

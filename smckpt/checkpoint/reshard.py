@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue
 from smckpt.checkpoint.commit import commit_alone
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.format import new_attempt
 from smckpt.checkpoint.meter import Meter, Progress
@@ -268,8 +269,8 @@ class _Shapes:
 
     def optimizers(self) -> dict[str, Any]:
         """Of all groups; of two with one name the first group's."""
-        manifests = reversed(self._catalogue.manifests)
-        return {name: told for m in manifests for name, told in m.optimizers.items()}
+        saved = [self._catalogue.optimizers_of(r) for r in self._catalogue.object_ranks]
+        return {name: names for of in reversed(saved) for name, names in of.items()}
 
     def _left_out(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)

@@ -288,7 +288,7 @@ class _FileCopy:
 
     def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
         self.reader = reader
-        self.record: FileRecord = reader.file.record
+        self.record = reader.file.summed
         self.present = False
         self.target = group.to.of(reader.file.rank)
         self._group = group

@@ -11,7 +11,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.blocks import SavedFile, not_missing
-from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.committed import Committed, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, combined, hex64
 from smckpt.checkpoint.meter import Meter, Progress
 from smckpt.checkpoint.replaced import replacement
@@ -105,7 +105,7 @@ def _verified(
 
 
 def verify_catalogue(
-    catalogue: Catalogue,
+    catalogue: Committed,
     url: str,
     threads: int = 4,
     progress: Progress | None = None,
@@ -144,7 +144,7 @@ def _problem(error: CheckpointError, path: str) -> Problem:
 class _FileCheck:
     """One data file: its size, every block, its checksum file, the header. Thread-safe."""
 
-    def __init__(self, catalogue: Catalogue, file: SavedFile, quick: bool) -> None:
+    def __init__(self, catalogue: Committed, file: SavedFile, quick: bool) -> None:
         self.file = file
         self.quick = quick
         self.problems: list[Problem] = []
@@ -191,7 +191,7 @@ class _FileCheck:
         except CheckpointError as error:
             self.problems.append(_problem(error, self.file.path))
             sums = [value for _, value in sorted(self._sums.items())]
-            if self._there == size and hex64(combined(sums, size)) != self.file.record.crc64:
+            if self._there == size and hex64(combined(sums, size)) != self.file.summed.crc64:
                 self.problems.append(Problem(self.file.path, "the checksum of the file differs"))
             return self.problems
         for block in bad:
@@ -208,7 +208,7 @@ class _FileCheck:
         if size:
             self._reader.stored_sum(0)
         kept = self._reader.storage.stored_crc64(self.file.record.name)
-        if kept is not None and hex64(kept) != self.file.record.crc64:
+        if kept is not None and hex64(kept) != self.file.summed.crc64:
             what = "the store keeps another checksum for it"
             self.problems.append(Problem(self.file.path, what))
 
@@ -239,7 +239,7 @@ class _FileCheck:
                 self.problems.append(Problem(self.file.path, what))
 
 
-def _check_part(catalogue: Catalogue, rank: int) -> list[Problem]:
+def _check_part(catalogue: Committed, rank: int) -> list[Problem]:
     try:
         catalogue.objects(rank)
     except StateError:  # the type must be allowed by the load, or a library is missing here
@@ -249,7 +249,7 @@ def _check_part(catalogue: Catalogue, rank: int) -> list[Problem]:
     return []
 
 
-def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
+def _stored_once(catalogue: Committed, damaged: set[int]) -> Iterator[Problem]:
     """Check that every stored array is whole and has no overlaps. Damaged files are left out."""
     for row in catalogue.rows:
         for holders in catalogue.holders(row):
@@ -270,7 +270,7 @@ def _stored_once(catalogue: Catalogue, damaged: set[int]) -> Iterator[Problem]:
                 )
 
 
-def _covered(catalogue: Catalogue) -> Iterator[Problem]:
+def _covered(catalogue: Committed) -> Iterator[Problem]:
     """Check that the pieces of every logical tensor cover all of it."""
     if not catalogue.whole:
         return  # one group of several: its tensors are whole only together with those of the others

@@ -152,7 +152,7 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
 
     Of a checkpoint that others wrote: its format, tensors and files.
     """
-    from smckpt.checkpoint.catalogue import open_catalogue
+    from smckpt.checkpoint.committed import open_catalogue
     from smckpt.cli.show import describe, print_description
     from smckpt.storage import open_storage
 

@@ -86,7 +86,7 @@ class Facts:
         self.steps.append(step)
 
     def _read(self, step: dict[str, Any], run: dict[str, Any]) -> None:
-        from smckpt.checkpoint.catalogue import open_catalogue
+        from smckpt.checkpoint.committed import open_catalogue
         from smckpt.cli.show import describe
 
         try:

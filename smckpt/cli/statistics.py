@@ -93,5 +93,5 @@ def stretches(catalogue: Catalogue, name: str) -> Iterator[bytearray]:
                 for start in range(max(slot.start, done), slot.stop, _AT_ONCE):
                     stop = min(start + _AT_ONCE, slot.stop)
                     offset = slot.offset + start - slot.start
-                    yield catalogue.reader(file).read(offset, offset + stop - start)
+                    yield catalogue.readers.of(file).read(offset, offset + stop - start)
                 done = max(done, slot.stop)

@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue
+from smckpt.checkpoint.committed import Committed, open_catalogue
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.read import execute, share_of_processors
 from smckpt.checkpoint.readers import open_any
@@ -262,7 +263,7 @@ class Loader:
         told = self.told("find", found, timeout)
         return None if told["found"] is None else FoundCheckpoint.from_json(told["found"])
 
-    def open(self, storage: Storage, timeout: float) -> Catalogue:
+    def open(self, storage: Storage, timeout: float) -> Committed:
         """Open the newest commit in a directory. One rank finds it and sends its name to the
         others, which list nothing.
 
@@ -270,11 +271,11 @@ class Loader:
             CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: all ranks raise it.
             PeerError: a rank did not come within `timeout` seconds; the message names it.
         """
-        opened: list[Catalogue] = []
+        opened: list[Committed] = []
 
         def commit() -> dict[str, Any]:
             opened.append(open_catalogue(storage))
-            return {"choose": opened[0].identity, "name": opened[0].commit.name}
+            return {"choose": opened[0].identity, "name": opened[0].name}
 
         told = self.told("open", commit, timeout)
         return opened[0] if opened else open_catalogue(storage, **told)
@@ -331,7 +332,7 @@ class Loader:
                 with _swept(request, Choice(theirs)):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
-            return Choice(found.identity, found.commit.name)
+            return Choice(found.identity, found.name)
 
         commit = rounds.choose(bring, look)
         return Chosen(commit, opened[0] if opened else None)

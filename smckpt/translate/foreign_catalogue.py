@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import os
 import shutil
 import tempfile
@@ -21,10 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.blocks import BlockReader, Destination, Readers, SavedFile
-from smckpt.checkpoint.catalogue import Catalogue, CommittedGroup, Found, Stored
-from smckpt.checkpoint.choose import Commit
-from smckpt.checkpoint.format import FileRecord, Manifest, PartRecord, part_name
+from smckpt.checkpoint.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
+from smckpt.checkpoint.catalogue import Catalogue, Stored
 from smckpt.checkpoint.headers import StoredSlot
 from smckpt.checkpoint.objects import encode_object
 from smckpt.checkpoint.sources import SavedPieces
@@ -35,7 +34,6 @@ from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.leaves import joined
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
-from smckpt.storage.urls import is_local
 from smckpt.translate.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
 from smckpt.translate.foreign import ForeignCheckpoint
 from smckpt.translate.rank_sources import RankFilesFound, open_source
@@ -44,8 +42,6 @@ from smckpt.translate.state_files import open_state
 
 __all__ = ["ForeignCatalogue", "foreign_catalogue"]
 
-_SESSION = "0" * 12
-_ATTEMPT = f"{_SESSION}-{0:08d}"
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
 
 
@@ -74,23 +70,7 @@ def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:
     for tensor in source.saved.values():
         if tensor.boxes:
             refuse_gaps(tensor, source.url)
-    record = PartRecord(0, "", part_name(_ATTEMPT, 0), "0" * 16, ())
-    manifest = Manifest(
-        checkpoint_id=source.url, kind="SHARDED", step=_step_of(source), attempt=_ATTEMPT,
-        session=_SESSION, number=0, fencing_token=0, group_ranks=(0,), record=None,
-        committed_at=_changed_at(source.url), parts=(record,), layout={},
-    )  # fmt: skip
-    commit = Commit(
-        source.format, source.format, manifest.committed_at, (0, 0), ((source.url, manifest),)
-    )
-    member = CommittedGroup(source.url, manifest, (), (source.url,))
-    readers = _ForeignReaders(source.source)
-    return ForeignCatalogue(source.url, commit, (member,), Found(readers), source, readers)
-
-
-def _changed_at(url: str) -> int:
-    """In nanoseconds; 0 for what is in a store."""
-    return os.stat(url).st_mtime_ns if is_local(url) else 0
+    return ForeignCatalogue(source.url, source, _ForeignReaders(source.source))
 
 
 def _step_of(source: ForeignCheckpoint) -> int | None:
@@ -107,19 +87,37 @@ def _step_of(source: ForeignCheckpoint) -> int | None:
 class ForeignCatalogue(Catalogue):
     """What others wrote; made by `foreign_catalogue`."""
 
+    url: str
     source: ForeignCheckpoint = field(compare=False, repr=False)
     _own: _ForeignReaders = field(compare=False, repr=False)
+
+    @property
+    def identity(self) -> str:
+        return self.source.format
 
     @property
     def ours(self) -> bool:
         return False
 
+    @cached_property
+    def step(self) -> int | None:
+        return _step_of(self.source)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in self.source.saved.values()
+        )
+
+    @property
+    def readers(self) -> Readers:
+        return self._own
+
+    @property
+    def object_ranks(self) -> tuple[int, ...]:
+        return (0,)
+
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:
-        """
-        Raises:
-            StateError: values are not plain data; the message names them. Those that are left out
-                do not count.
-        """
         unread = [name for name in sorted(self.unread) if not left_out(name)]
         if unread:
             why = self.unread[unread[0]].message
@@ -157,6 +155,9 @@ class ForeignCatalogue(Catalogue):
 
     def part(self, rank: int) -> dict[str, Any]:
         return {"objects": self._encoded[0], "optimizers": {}}
+
+    def part_url(self, rank: int) -> str:
+        return self.url
 
     @cached_property
     def unread(self) -> dict[str, StateError]:
@@ -206,13 +207,6 @@ def _entry(tensor: SavedTensor, box: Box, number: int) -> Entry:
 
 
 # -- the bytes -------------------------------------------------------------------------------------
-
-
-class _AnyFile(FileRecord):
-    """A file whose name is not ours, without checksums of ours."""
-
-    def __post_init__(self) -> None:
-        pass
 
 
 class _ForeignReaders(Readers):
@@ -268,7 +262,7 @@ class _ForeignReaders(Readers):
         )
         if path not in self._files:
             directory, _, name = path.rpartition("/")
-            record = _AnyFile(name, self._records.files.whole(path).nbytes, "", "")
+            record = OtherFile(name, self._records.files.whole(path).nbytes)
             self._files[path] = SavedFile(f"{directory}/", record, 0)
         return self._files[path], slot
 

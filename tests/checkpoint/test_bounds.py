@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.discover import find_checkpoints
 from smckpt.checkpoint.format import FileRecord
 from smckpt.checkpoint.leases import take_lease

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.format import Manifest, Record
 from smckpt.checkpoint.sealed import open_json

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.catalogue import Catalogue, open_catalogue
+from smckpt.checkpoint.catalogue import Catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.format import Manifest, Part, Record
 from smckpt.checkpoint.plan import plan_local, plan_logical
 from smckpt.checkpoint.read import execute

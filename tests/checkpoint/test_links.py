@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import smckpt
-from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import find_checkpoints
 from smckpt.checkpoint.missing import what_is_missing

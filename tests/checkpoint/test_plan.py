@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.plan import plan_logical
 from smckpt.checkpoint.read import execute

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from smckpt import export_hf
-from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import find_checkpoints
 from smckpt.checkpoint.format import Manifest, data_name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.format import data_name, parse_name
 from smckpt.checkpoint.leases import take_lease

@@ -11,7 +11,7 @@ import torch
 
 import smckpt
 from smckpt import verify_checkpoint
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.compare import compare_checkpoints
 from smckpt.checkpoint.reshard import reshard_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.plan import plan_logical, whole_tensors
 from smckpt.checkpoint.restorable import parse_geometry, restorable_at

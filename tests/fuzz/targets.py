@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.catalogue import open_catalogue
 from smckpt.checkpoint.choose import read_manifest, read_record
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.crc import crc64, hex64
 from smckpt.checkpoint.discover import FoundCheckpoint

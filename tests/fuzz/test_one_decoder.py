@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import strategies as st
 
 import smckpt
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.restorable import restorable_at
 from smckpt.cli.app import app
 from smckpt.cli.browse_facts import Facts, Wanted

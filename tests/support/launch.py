@@ -129,9 +129,11 @@ def _main(job: bytes, folder: str, rank: int, environment: dict[str, str]) -> No
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
 
+    import numpy
     import torch
     import torch.distributed as dist
 
+    numpy.random.seed()  # else each rank has the server's generator; that of `random` is new
     torch.set_num_threads(1)
     module, name, args, backend = pickle.loads(job)
     dist.init_process_group(backend)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.checkpoint.verify import verify_checkpoint
 from smckpt.storage import open_storage
 from smckpt.translate import (

@@ -33,7 +33,7 @@ _MOST = 1 << 28  # bytes of a file beside the checkpoint
 
 def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
     keys, ranks = whole.keys, whole.catalogue.object_ranks
-    beside = dict(_beside(whole.catalogue.storage(whole.catalogue.url).without_links()))
+    beside = dict(_beside(whole.catalogue.readers.storage(whole.catalogue.url).without_links()))
     adapter = _is_adapter(whole, beside)
     changed: tuple[str, ...] = ()
     if is_sharded(whole, "model"):

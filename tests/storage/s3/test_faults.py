@@ -16,7 +16,7 @@ import botocore.auth
 import pytest
 
 from smckpt.checkpoint.blocks import Readers
-from smckpt.checkpoint.catalogue import open_catalogue
+from smckpt.checkpoint.committed import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
 from smckpt.storage.s3 import storage as s3

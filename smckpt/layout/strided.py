@@ -108,17 +108,17 @@ class Box:
         return out
 
 
-def _cut(boxes: Iterable[Box], other: Box, work: _Effort) -> tuple[list[Box], list[Box]]:
+def _cut(boxes: Sequence[Box], other: Box, work: _Effort) -> tuple[list[Box], list[Box]]:
     """The blocks of `boxes` that are in `other`, and those that are left."""
-    met, left, steps = [], [], 0
-    for steps, box in enumerate(boxes, 1):
+    met, left = [], []
+    for box in boxes:
         common = box.intersect(other)
         if common is None:
             left.append(box)
         else:
             met.append(common)
             left += box._around(common)
-    work.count(steps, len(met))
+    work.count(len(boxes), len(met))
     return met, left
 
 

@@ -69,9 +69,8 @@ class Box:
         for number, other in enumerate(others):
             if not left:
                 break
-            work.count(len(left))
-            out += [(number, c) for rest in left if (c := rest.intersect(other)) is not None]
-            left = [part for rest in left for part in rest._without(other)]
+            met, left = _cut(left, other, work)
+            out += [(number, common) for common in met]
         return out
 
     def subtract(self, *others: Box) -> list[Box]:
@@ -79,8 +78,7 @@ class Box:
         left = [self]
         work = _Effort(len(others), len(self.sizes))
         for other in others:
-            work.count(len(left))
-            left = [part for rest in left for part in rest._without(other)]
+            left = _cut(left, other, work)[1]
         return left
 
     def chunks(self, most: int) -> Iterator[Box]:
@@ -96,10 +94,8 @@ class Box:
             sizes = (*self.sizes[:dim], min(step, low + size - at), *self.sizes[dim + 1 :])
             yield from Box(offsets, sizes).chunks(most)
 
-    def _without(self, other: Box) -> list[Box]:
-        common = self.intersect(other)
-        if common is None:
-            return [self]
+    def _around(self, common: Box) -> list[Box]:
+        """This box without a block of it."""
         out = []
         offsets, sizes = list(self.offsets), list(self.sizes)
         for dim, (low, kept) in enumerate(zip(common.offsets, common.sizes, strict=True)):
@@ -112,17 +108,34 @@ class Box:
         return out
 
 
+def _cut(boxes: Sequence[Box], other: Box, work: _Effort) -> tuple[list[Box], list[Box]]:
+    """The blocks of `boxes` that are in `other`, and those that are left."""
+    met, left = [], []
+    for box in boxes:
+        common = box.intersect(other)
+        if common is None:
+            left.append(box)
+        else:
+            met.append(common)
+            left += box._around(common)
+    work.count(len(boxes), len(met))
+    return met, left
+
+
 class _Effort:
     """Bounds the steps with boxes of one tensor, which can cut each other into countless parts. The
-    boxes of a mesh take about as many steps as there are boxes."""
+    boxes of a mesh take about as many steps as there are boxes. In whatever order they come, each
+    cuts one part."""
 
     def __init__(self, boxes: int, dims: int) -> None:
         self._boxes = boxes
         self._left = 4096 + max(dims, 1) * max(256 * boxes, min(boxes * boxes, 1 << 20))
+        self._cuts = 4096 + 8 * boxes
 
-    def count(self, steps: int) -> None:
+    def count(self, steps: int, cuts: int = 0) -> None:
         self._left -= steps
-        if self._left < 0:
+        self._cuts -= cuts
+        if self._left < 0 or self._cuts < 0:
             raise CorruptCheckpointError(
                 f"{self._boxes} parts of a tensor overlap in too many ways",
                 remedy="use an older checkpoint, or one from a source that you trust",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from smckpt.errors import CheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
+from smckpt.layout.strided import Box
 from smckpt.translate.config import code_files
 from smckpt.translate.pickled import read_pickle
 from smckpt.translate.sidecars import tokenizer_of, write_sidecars
@@ -63,6 +65,32 @@ def test_the_names_of_a_flat_unit_are_looked_up_and_not_searched_for() -> None:
     for name in pieces.by_name:
         assert len(pieces.all(name)) == 1
     assert Name.compared < 30 * count
+
+
+def test_boxes_that_all_cut_each_other_are_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, intersect = [0], Box.intersect
+
+    def counted(one: Box, other: Box) -> Box | None:
+        steps[0] += 1
+        return intersect(one, other)
+
+    monkeypatch.setattr(Box, "intersect", counted)
+    boxes = [Box(((7 * n) % 12_000, (7 * n + 3) % 12_000), (6000 + n,) * 2) for n in range(3000)]
+    whole = Box.whole((24_000, 24_000))
+    for act in (lambda: whole.shared(boxes), lambda: whole.subtract(*boxes)):
+        steps[0] = 0
+        with pytest.raises(CheckpointError, match="3000 parts of a tensor overlap in too many"):
+            act()
+        assert steps[0] < 250_000
+
+
+def test_boxes_that_do_not_overlap_may_come_in_any_order() -> None:
+    tiles = [Box((3 * a, 5 * b), (3, 5)) for a in range(32) for b in range(32)]
+    random.Random(1).shuffle(tiles)
+    whole, cut = Box.whole((96, 160)), Box((1, 2), (90, 151))
+    assert sorted(number for number, _ in whole.shared(tiles)) == [*range(1024)]
+    assert sum(part.numel for _, part in cut.shared(tiles)) == cut.numel
+    assert whole.subtract(*tiles) == []
 
 
 def test_a_key_that_stands_twice_is_named() -> None:

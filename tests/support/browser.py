@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -60,6 +61,12 @@ class Browser:
         )
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
+
+    def picture(self, width: int, height: int) -> bytes:
+        """The upper part of the page, as a PNG."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def _call(self, method: str, **parameters: Any) -> Any:
         self._sent += 1

@@ -51,6 +51,8 @@ from smckpt.translate.config import read_config
 from tests.support import families, interpreters, megatron_run, next_families, vision
 from tests.support import references as ref
 
+pytestmark = pytest.mark.early
+
 State = dict[str, torch.Tensor]
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
 MORE: dict[str, dict[str, Any]] = {

@@ -31,8 +31,14 @@ settings.register_profile("smckpt", deadline=None, print_blob=True)
 settings.load_profile("smckpt")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "early: of a file that takes minutes, so it begins first")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The limit of a whole test is scaled like all others."""
+    """The limit of a whole test is scaled like all others. Files run side by side, and the longest
+    begin first: begun last, one would run alone while the other cores have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     given = config.getoption("timeout", None) or float(config.getini("timeout") or 0)
     for item in items:
         marked = item.get_closest_marker("timeout")

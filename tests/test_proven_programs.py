@@ -13,6 +13,8 @@ from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 from tests.test_guide import blocks
 
+pytestmark = pytest.mark.early
+
 LAUNCHER = ROOT / "examples" / "launchers" / "train.py"
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.limits import seconds
 
@@ -66,31 +67,21 @@ print("rank", rank, "reached the end", flush=True)
 """
 
 
-SERVER = """
-import time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(3600)
-"""
-
-
 def ranks(tmp_path: Path, *arguments: str, script: str = SCRIPT, count: int = 2) -> tuple[int, str]:
     """Run ranks without a launcher that would kill them. The exit status of the last of them, and
     all that they wrote."""
     file = tmp_path / "script.py"
     file.write_text(script)
-    host = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     try:
-        assert host.stdout is not None
-        port = host.stdout.readline().strip()
         for rank in range(count):
             environment = {
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(count),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "PYTHONPATH": str(ROOT),
@@ -106,7 +97,7 @@ def ranks(tmp_path: Path, *arguments: str, script: str = SCRIPT, count: int = 2)
         for child in children:
             child.wait(seconds(100))
     finally:
-        for child in (*children, host):
+        for child in children:
             child.kill()
             child.wait()
     text = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(count))
@@ -118,11 +109,11 @@ def ranks(tmp_path: Path, *arguments: str, script: str = SCRIPT, count: int = 2)
     [
         ("staging", "exit"),
         ("writing", "finalize"),
-        ("before its part", "exit"),
-        ("before the save", "exit"),
+        pytest.param("before its part", "exit", marks=pytest.mark.long),
+        pytest.param("before the save", "exit", marks=pytest.mark.long),
         ("writing", "exception"),
         ("publishing", "exit"),
-        ("publishing", "exception"),
+        pytest.param("publishing", "exception", marks=pytest.mark.long),
     ],
 )
 def test_survivors_of_a_kill_end_by_themselves(tmp_path: Path, moment: str, end: str) -> None:

@@ -382,7 +382,7 @@ def a_peer_dies(folder: str) -> str:
         smckpt.save(
             {"a": torch.ones(10)},
             checkpoint_id=f"{folder}/c",
-            options=smckpt.SaveOptions(timeout=seconds(3)),
+            options=smckpt.SaveOptions(timeout=1),
         )
     except errors.SaveFailedError as error:
         assert time.monotonic() - began < seconds(60)

@@ -17,6 +17,8 @@ from smckpt import find_checkpoints
 from tests.support.main_job import ROOT
 from tests.support.notebooks import executed
 
+pytestmark = pytest.mark.early
+
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -25,6 +25,8 @@ from tests.support.main_job import ROOT, SMALL, Outcome, run_main_job
 from tests.support.notebooks import executed
 from tests.support.s3 import server_program
 
+pytestmark = pytest.mark.early
+
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:

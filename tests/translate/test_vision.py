@@ -22,6 +22,8 @@ from smckpt.translate.model import hub_side
 from tests.support import interpreters, judges, megatron_bridge_run, vision
 from tests.support.references import each_rank
 
+pytestmark = pytest.mark.early
+
 State = dict[str, torch.Tensor]
 Cut = Callable[[int, int], State]
 MOE = "qwen3_vl_moe"

@@ -190,7 +190,7 @@ def __dir__() -> list[str]:
 
 def _of_others(storage: Any) -> Any:
     """The engine, a room below the translator, opens checkpoints of other systems by this."""
-    from smckpt.translate.foreign_catalogue import foreign_catalogue
+    from smckpt.translate.ranks.foreign_catalogue import foreign_catalogue
 
     return foreign_catalogue(storage)
 

@@ -171,7 +171,7 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
 
 def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> bool:
     """Show what others wrote; whether it is that."""
-    from smckpt.translate.rank_sources import open_source
+    from smckpt.translate.ranks.rank_sources import open_source
 
     source = open_source(checkpoint)
     if source is None:
@@ -355,7 +355,7 @@ def export(
     if given:
         raise click.UsageError(f"--{next(iter(given))} needs --follow")
     from smckpt.translate import export_hf
-    from smckpt.translate.export_group import export_group_of_environment
+    from smckpt.translate.exports.export_group import export_group_of_environment
 
     files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
     group = export_group_of_environment(timeout)

@@ -71,7 +71,7 @@ def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
     """The catalogue of ours or of others."""
     from smckpt.checkpoint.readers import open_any
     from smckpt.storage import open_storage
-    from smckpt.translate.foreign_catalogue import ForeignCatalogue
+    from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
 
     catalogue = open_any(open_storage(url))
     if isinstance(catalogue, ForeignCatalogue):
@@ -81,7 +81,7 @@ def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
 
 def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
     """Refuse a comparison of two formats that have no name in common: all would differ."""
-    from smckpt.translate.rank_sources import HUB_DIRECTORY
+    from smckpt.translate.ranks.rank_sources import HUB_DIRECTORY
 
     names, others = a.logical.keys(), b.logical.keys()
     if (a.ours and b.ours) or not names or not others or names & others:

@@ -28,7 +28,7 @@ def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -
     SOURCE has safetensors files, as `smckpt export` writes them. `smckpt apply` makes it again,
     byte for byte, where servers are. Both may be in S3.
     """
-    from smckpt.translate.publish import publish as run
+    from smckpt.translate.publishing.publish import publish as run
 
     report = run(source, out, delta=None if delta == "none" else delta, full_every=full_every)
     if as_json:
@@ -51,7 +51,7 @@ def apply(root: str, directory: str, number: int | None, keep: int, as_json: boo
 
     It reads what changed, compares the result with its checksums, and then moves the link.
     """
-    from smckpt.translate.apply import apply_published
+    from smckpt.translate.publishing.apply import apply_published
 
     report = apply_published(root, directory, number=number, keep=keep)
     if as_json:

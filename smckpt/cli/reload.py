@@ -24,7 +24,7 @@ def reload(directory: str, server: tuple[str, ...], timeout: float, as_json: boo
     at the same path: an export, or the link `latest` of `smckpt apply`. What it has cached of
     prompts is dropped.
     """
-    from smckpt.translate.servers import reload_weights
+    from smckpt.translate.publishing.servers import reload_weights
 
     reports = [reload_weights(directory, url, timeout=timeout) for url in server]
     if as_json:

@@ -11,15 +11,15 @@ from smckpt.cli.show import SHOWN, picked, print_tensors
 from smckpt.layout.entries import DTYPES
 
 if TYPE_CHECKING:
-    from smckpt.translate.foreign import ForeignCheckpoint
-    from smckpt.translate.rank_sources import RankFilesFound
+    from smckpt.translate.ranks.rank_sources import RankFilesFound
+    from smckpt.translate.sources.foreign import ForeignCheckpoint
 
 __all__ = ["describe_foreign", "print_foreign"]
 
 
 def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | None) -> Any:
     """All facts, as JSON values. `pattern` selects tensors, as for ours."""
-    from smckpt.translate.foreign import ForeignCheckpoint
+    from smckpt.translate.sources.foreign import ForeignCheckpoint
 
     facts = _of_checkpoint(source) if isinstance(source, ForeignCheckpoint) else _of_files(source)
     facts["tensors"] = [t for t in facts["tensors"] if picked(t["name"], pattern)]
@@ -43,8 +43,8 @@ def _of_checkpoint(source: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _of_files(source: RankFilesFound) -> dict[str, Any]:
-    from smckpt.translate.degrees import Degrees
-    from smckpt.translate.rank_sources import open_ranks
+    from smckpt.translate.ranks.rank_sources import open_ranks
+    from smckpt.translate.tables.degrees import Degrees
 
     degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
     reader = open_ranks(source, degrees, pp, None, None, equal_ranks=True)

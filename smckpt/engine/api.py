@@ -11,7 +11,7 @@ from smckpt.checkpoint.choose import refuse_committed
 from smckpt.checkpoint.contents import contents_of
 from smckpt.checkpoint.discover import FoundCheckpoint, latest
 from smckpt.checkpoint.remove import RemoveReport, remove_checkpoint
-from smckpt.engine.backend import BACKENDS, Backend
+from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
 from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
@@ -129,7 +129,7 @@ def async_save(
             s3_region=s3_region,
             s3client_config=s3client_config,
         )
-        begun: SaveHandle = _dcp().save(
+        begun: SaveHandle = dcp().save(
             _RUNTIME,
             group,
             state_dict,
@@ -344,7 +344,7 @@ def load(
                 "a DCP reader or planner needs a target to fill, and there is none",
                 remedy="pass a state_dict",
             )
-        loaded: MutableMapping[str, Any] = _dcp().load(
+        loaded: MutableMapping[str, Any] = dcp().load(
             _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
         )
         return loaded
@@ -479,12 +479,6 @@ def _wait_for_own(directory: str) -> None:
     of the save's stages bound the wait. A failed save is reported at the usual place."""
     for handle in _RUNTIME.in_flight(directory) if directory else ():
         handle.ended()
-
-
-def _dcp() -> Backend:
-    found = BACKENDS.find("dcp")
-    assert found is not None  # the package registers it
-    return found
 
 
 def _is_foreign(other: Any, ours: str) -> bool:

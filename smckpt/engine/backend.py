@@ -9,7 +9,7 @@ from typing import Any
 
 from smckpt.registry import Registry
 
-__all__ = ["BACKENDS", "Backend"]
+__all__ = ["BACKENDS", "Backend", "dcp"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,9 @@ class Backend:
 
 
 BACKENDS = Registry("backend of saves and loads", Backend, "smckpt.backends", {})
+
+
+def dcp() -> Backend:
+    found = BACKENDS.find("dcp")
+    assert found is not None  # the package registers it
+    return found

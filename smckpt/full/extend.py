@@ -22,7 +22,7 @@ from smckpt.state_dict.model_views import view_of
 
 if TYPE_CHECKING:
     from smckpt.topology import ParallelState
-    from smckpt.translate.table import TensorLayout
+    from smckpt.translate.tables.table import TensorLayout
 
 __all__ = ["TorchExtension", "extend_torch_config", "is_extended"]
 

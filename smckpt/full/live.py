@@ -30,13 +30,13 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView
 from smckpt.topology import ParallelState
-from smckpt.translate.compile import Block
-from smckpt.translate.config import ModelConfig, read_config
-from smckpt.translate.degrees import Degrees
-from smckpt.translate.detect import looks_transformed
-from smckpt.translate.model import prove, target_of
-from smckpt.translate.pieces import Side, TensorKey
-from smckpt.translate.table import TensorLayout
+from smckpt.translate.configs.config import ModelConfig, read_config
+from smckpt.translate.models.model import prove, target_of
+from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.detect import looks_transformed
+from smckpt.translate.tables.pieces import Side, TensorKey
+from smckpt.translate.tables.table import TensorLayout
 
 __all__ = [
     "FullWishes",

@@ -12,7 +12,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
 from smckpt.topology import ParallelState
 from smckpt.topology.mesh import role_of
-from smckpt.translate.pieces import RankTensors, TensorKey
+from smckpt.translate.tables.pieces import RankTensors, TensorKey
 
 __all__ = ["LiveTensors", "live_tensors"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from smckpt.checkpoint.remove import remove_probes
 from smckpt.storage import access_to
-from smckpt.translate.stock.format import is_stock
+from smckpt.translate.conversion.stock.format import is_stock
 
 __all__ = ["remove_stale", "remove_tried", "stamps", "stock_files"]
 

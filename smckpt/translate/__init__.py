@@ -1,19 +1,26 @@
 """Translation between checkpoints and Hugging Face files: offline, streaming, and proven before
-data moves."""
+data moves.
+
+Names are resolved on first use: a door that needs one module of the translator loads that one.
+"""
 
 from __future__ import annotations
 
-from smckpt.translate.apply import ApplyReport, apply_published
-from smckpt.translate.convert import ConvertReport, convert
-from smckpt.translate.export import ExportReport, export_hf
-from smckpt.translate.families import register_family
-from smckpt.translate.family import Family
-from smckpt.translate.imports import ImportReport, import_hf
-from smckpt.translate.layouts import get_layout, register_layout
-from smckpt.translate.publish import PublishReport, publish
-from smckpt.translate.servers import ReloadReport, reload_weights
-from smckpt.translate.table import LayoutRow, TensorLayout
-from smckpt.translate.verify_hf import HFReport, verify_hf
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smckpt.translate.conversion.convert import ConvertReport, convert
+    from smckpt.translate.exports.export import ExportReport, export_hf
+    from smckpt.translate.exports.imports import ImportReport, import_hf
+    from smckpt.translate.exports.verify_hf import HFReport, verify_hf
+    from smckpt.translate.publishing.apply import ApplyReport, apply_published
+    from smckpt.translate.publishing.publish import PublishReport, publish
+    from smckpt.translate.publishing.servers import ReloadReport, reload_weights
+    from smckpt.translate.tables.families import register_family
+    from smckpt.translate.tables.family import Family
+    from smckpt.translate.tables.layouts import get_layout, register_layout
+    from smckpt.translate.tables.table import LayoutRow, TensorLayout
 
 __all__ = [
     "ApplyReport",
@@ -37,3 +44,51 @@ __all__ = [
     "reload_weights",
     "verify_hf",
 ]
+
+_HOMES = {
+    "conversion.convert": (
+        "ConvertReport",
+        "convert",
+    ),
+    "exports.export": (
+        "ExportReport",
+        "export_hf",
+    ),
+    "exports.imports": (
+        "ImportReport",
+        "import_hf",
+    ),
+    "exports.verify_hf": (
+        "HFReport",
+        "verify_hf",
+    ),
+    "publishing.apply": (
+        "ApplyReport",
+        "apply_published",
+    ),
+    "publishing.publish": (
+        "PublishReport",
+        "publish",
+    ),
+    "publishing.servers": (
+        "ReloadReport",
+        "reload_weights",
+    ),
+    "tables.families": ("register_family",),
+    "tables.family": ("Family",),
+    "tables.layouts": (
+        "get_layout",
+        "register_layout",
+    ),
+    "tables.table": (
+        "LayoutRow",
+        "TensorLayout",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,15 +34,15 @@ from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Round, Said
 from smckpt.meeting.store import OverStore
-from smckpt.translate.config import read_config
-from smckpt.translate.dcp.metadata import read_metadata
-from smckpt.translate.lora import read_lora_config
-from smckpt.translate.pickled import read_pickle
-from smckpt.translate.rank_files import open_directory
-from smckpt.translate.source_files import SourceFiles
-from smckpt.translate.targets import INDEX
-from smckpt.translate.torch_archive import open_archive
-from smckpt.translate.torch_files import stored_state
+from smckpt.translate.archives.pickled import read_pickle
+from smckpt.translate.archives.source_files import SourceFiles
+from smckpt.translate.archives.torch_archive import open_archive
+from smckpt.translate.configs.config import read_config
+from smckpt.translate.models.lora import read_lora_config
+from smckpt.translate.sources.dcp.metadata import read_metadata
+from smckpt.translate.sources.rank_files import open_directory
+from smckpt.translate.sources.torch_files import stored_state
+from smckpt.translate.writing.targets import INDEX
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 import smckpt
 from smckpt.cli.convert import convert as command
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
-from smckpt.translate.convert import FORMATS
+from smckpt.translate.conversion.convert import FORMATS
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child
 from tests.support.launch import run_ranks

@@ -23,8 +23,8 @@ _REGISTRIES = {
     "smckpt.storage.base": "_STORES",
     "smckpt.checkpoint.readers": "_READERS",
     "smckpt.state_dict.model_views": "_VIEWS",
-    "smckpt.translate.families": "_FAMILIES",
-    "smckpt.translate.layouts": "_LAYOUTS",
+    "smckpt.translate.tables.families": "_FAMILIES",
+    "smckpt.translate.tables.layouts": "_LAYOUTS",
 }
 # Variables that pytest and torch set by themselves.
 _LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "CUDA_")

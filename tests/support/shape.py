@@ -133,7 +133,7 @@ def words(found: list[Module]) -> str:
 def arguments(found: list[Module]) -> str:
     """How many arguments the calls have that users make."""
     wanted = {
-        "translate/export.py": "export_hf", "engine/api.py": "load",
+        "translate/exports/export.py": "export_hf", "engine/api.py": "load",
         "manager/manager.py": "CheckpointManager",
     }  # fmt: skip
     out = []

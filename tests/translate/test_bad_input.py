@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors, export_hf, import_hf, verify_hf
-from smckpt.translate.config import read_config
-from smckpt.translate.lora import read_lora_config
-from smckpt.translate.meta_model import compare
+from smckpt.translate.configs.config import read_config
+from smckpt.translate.models.lora import read_lora_config
+from smckpt.translate.models.meta_model import compare
 from tests.support import child, shards
 from tests.support import references as ref
 from tests.support.limits import seconds

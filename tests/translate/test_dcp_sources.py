@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import smckpt
 from smckpt import errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate import pickled
-from smckpt.translate.verify_hf import verify_hf
+from smckpt.translate.archives import pickled
+from smckpt.translate.exports.verify_hf import verify_hf
 from tests.support import hub_families
 from tests.support.launch import run_ranks
 

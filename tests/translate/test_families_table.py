@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from smckpt.translate.families import _BUILT_IN as BUILT_IN
-from smckpt.translate.layouts import layouts_of
+from smckpt.translate.tables.families import _BUILT_IN as BUILT_IN
+from smckpt.translate.tables.layouts import layouts_of
 from tests.support import hub_families, judged
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt.translate import meta_model
+from smckpt.translate.models import meta_model
 from tests.support import hub_families, judges
 
 LISTED = [(server, family) for server in judges.SERVERS for family in judges.read(server)]

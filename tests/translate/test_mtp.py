@@ -261,7 +261,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path, release, hub_model):
 def rows_of_the_model_alone() -> Any:
     from dataclasses import replace
 
-    from smckpt.translate.layouts import get_layout
+    from smckpt.translate.tables.layouts import get_layout
 
     layout = get_layout("mcore_te", "deepseek_v3")
     return replace(layout, rows=tuple(row for row in layout.rows if not row.predicts))

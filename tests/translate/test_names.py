@@ -17,8 +17,9 @@ from transformers import StableLmConfig, StableLmForCausalLM
 
 import smckpt
 from smckpt import LOCAL, SHARDED, errors, export_hf, sm_state_dict_type
-from smckpt.translate import comparison, import_hf, meta_model
-from smckpt.translate.verify_hf import verify_hf
+from smckpt.translate import import_hf
+from smckpt.translate.exports.verify_hf import verify_hf
+from smckpt.translate.models import comparison, meta_model
 from tests.support import child, hub_families, interpreters, judges
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -270,14 +271,14 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
     assert found == meta_model.compare(config, shapes, True) and found.hub
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers.modeling_utils" in imported
-    assert imported.isdisjoint({"accelerate", "smckpt.translate.export", "smckpt.storage"})
+    assert imported.isdisjoint({"accelerate", "smckpt.translate.exports.export", "smckpt.storage"})
 
 
 BEGINS = """
 import json, sys
 from smckpt import errors, export_hf
-from smckpt.translate.export_group import export_group_of_environment
-from smckpt.translate.stages import Stages
+from smckpt.translate.exports.export_group import export_group_of_environment
+from smckpt.translate.exports.stages import Stages
 begun, write = [], Stages.write
 def counted(stages):
     begun.append(sorted(t.name for t in stages.made.found.targets))

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from smckpt import errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate import folders
-from smckpt.translate.source_files import SourceFiles
+from smckpt.translate.archives import folders
+from smckpt.translate.archives.source_files import SourceFiles
 from tests.support import interpreters, references
 from tests.support.limits import seconds
 from tests.support.references import each_rank, on_disk
@@ -196,12 +196,12 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
                    folder / f"mp_rank_{rank:02d}" / "model_weights.ckpt")  # fmt: skip
     path = packed(folder, tmp_path / "model.nemo")
     code = (
-        "import re, sys; from smckpt.translate.rank_sources import open_source\n"
-        "from smckpt.translate.rank_files import open_files\n"
-        "from smckpt.translate.degrees import Degrees\n"
-        "from smckpt.translate.translated import whole, TranslatedSource\n"
-        "from smckpt.translate.targets import arrange\n"
-        "from smckpt.translate.pieces import TensorKey\n"
+        "import re, sys; from smckpt.translate.ranks.rank_sources import open_source\n"
+        "from smckpt.translate.sources.rank_files import open_files\n"
+        "from smckpt.translate.tables.degrees import Degrees\n"
+        "from smckpt.translate.ranks.translated import whole, TranslatedSource\n"
+        "from smckpt.translate.writing.targets import arrange\n"
+        "from smckpt.translate.tables.pieces import TensorKey\n"
         "found = open_source(sys.argv[1])\n"
         "reader = open_files(found.states, Degrees.of(2, 1), found.source)\n"
         "source = TranslatedSource(reader)\n"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from smckpt import errors, export_hf
 from smckpt.translate import import_hf, verify_hf
-from smckpt.translate.dims import read_dims
+from smckpt.translate.tables.dims import read_dims
 from tests.support import next_families as ref
 from tests.support.references import each_rank, on_disk
 from tests.translate.test_families import (

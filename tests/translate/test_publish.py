@@ -23,7 +23,7 @@ from smckpt import apply_published, errors, publish
 from smckpt.checkpoint.sealed import open_json, seal_json
 from smckpt.storage import open_storage
 from smckpt.storage.directory import Directory
-from smckpt.translate.published import MANIFEST, RECORD
+from smckpt.translate.publishing.published import MANIFEST, RECORD
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 
@@ -323,7 +323,7 @@ def _names(path: Path) -> str:
 def test_bytes_that_change_while_they_are_published_publish_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("smckpt.translate.publish")
+    module = import_module("smckpt.translate.publishing.publish")
     scanned = module._scanned
 
     def scan_and_change(model: Any) -> Any:
@@ -436,7 +436,7 @@ def test_two_may_not_apply_to_one_directory(served: Served) -> None:
 def test_two_publishes_at_one_moment_do_not_both_count(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("smckpt.translate.publish")
+    module = import_module("smckpt.translate.publishing.publish")
     served.publish()
     write(served.model, weights(1))
     numbers = module.numbers_in
@@ -751,7 +751,7 @@ def test_only_publishes_count(served: Served, name: str, what: str, tmp_path: Pa
 
 def test_no_number_is_too_large_to_count(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.publish()
-    monkeypatch.setattr(import_module("smckpt.translate.publish"), "MAX_NUMBER", 0)
+    monkeypatch.setattr(import_module("smckpt.translate.publishing.publish"), "MAX_NUMBER", 0)
     write(served.model, weights(1))
     with pytest.raises(errors.UsageError, match="publish to another directory") as caught:
         served.publish()

@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText
 
 from smckpt import errors, export_hf
 from smckpt.translate import import_hf
-from smckpt.translate.dims import read_dims
-from smckpt.translate.model import hub_side
+from smckpt.translate.models.model import hub_side
+from smckpt.translate.tables.dims import read_dims
 from tests.support import interpreters, judges, megatron_bridge_run, vision
 from tests.support.references import each_rank
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import ParallelState, errors, export_hf, import_hf, verify_hf
-from smckpt.translate.vocabulary import check_rows, check_tokenizer
+from smckpt.translate.tables.vocabulary import check_rows, check_tokenizer
 from tests.support import references as ref
 from tests.support import shards
 

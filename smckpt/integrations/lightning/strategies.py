@@ -23,7 +23,7 @@ from smckpt.integrations.lightning.saves import (
     refuse_storage_options,
     written_by_lightning,
 )
-from smckpt.translate.stock.lightning_dict import (
+from smckpt.translate.conversion.stock.lightning_dict import (
     LIGHTNING_KEYS,
     optimizer_key,
     rest_of,

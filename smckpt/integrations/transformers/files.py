@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from smckpt.checkpoint.format import parse_name
 from smckpt.storage import Storage
-from smckpt.translate.stock.format import is_stock
+from smckpt.translate.conversion.stock.format import is_stock
 
 __all__ = [
     "STEP",

@@ -1,0 +1,341 @@
+"""An archive of `torch.save`, read without torch: what it describes, and where its tensors lie.
+
+The archive is a zip file of uncompressed records: `data.pkl`, and the bytes of each storage. It may
+be a part of a larger file.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.mesh import MOST_DIMS, Shape
+from smckpt.translate.archives.pickled import Global, Inert, read_pickle
+from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
+
+__all__ = ["Archive", "StoredTensor", "is_archive", "open_archive", "open_legacy"]
+
+_PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
+_RECORDS = 1 << 21  # of an archive; their memory is below a gigabyte
+_TAIL = 64 << 10  # bytes at the end: for most archives all of the directory
+_END, _END64, _LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
+_ENTRY, _LOCAL = b"PK\1\2", b"PK\3\4"
+_HEAD = 30  # bytes of a local header before the name
+_MAX32 = 0xFFFFFFFF
+# A torch before 1.6 wrote pickles one after the other, and then the storages.
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_STORAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
+        "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
+        "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+        "BoolStorage": "bool", "ComplexDoubleStorage": "complex128",
+        "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a record: strides and the first element are in elements."""
+
+    dtype: str
+    shape: Shape
+    strides: Shape
+    start: int
+    record: ArchiveRecord
+
+
+class _Storage(NamedTuple):
+    dtype: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """root: what was saved, with `StoredTensor` for tensors and `Inert` for other objects."""
+
+    root: Any
+    records: Mapping[str, ArchiveRecord]
+
+
+def is_archive(start: bytes) -> bool:
+    """Whether a file that begins so is an archive of today's `torch.save`."""
+    return start.startswith(_LOCAL)
+
+
+def open_archive(source: SourceFiles, archive: ArchiveRecord) -> Archive:
+    """Read the directory and the pickle of an archive, which is a file or a part of one.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or is no such archive; the message says where.
+    """
+    path, offset = archive.path, archive.offset
+    window = _Window(source, archive)
+    records = _directory(window)
+    pickles = [name for name in records if name.endswith("data.pkl") and name.count("/") <= 1]
+    if len(pickles) != 1:
+        _bad(path, f"the archive at byte {offset} has {len(pickles)} records data.pkl")
+    folder = pickles[0].removesuffix("data.pkl")
+    record = records[pickles[0]]
+    if not record.crc:  # torch.serialization.set_crc32_options(False): then all are 0
+        records = {name: replace(found, crc=None) for name, found in records.items()}
+        record = records[pickles[0]]
+    if record.nbytes > _PICKLE_LIMIT:
+        _bad(path, f"the pickle has {record.nbytes} bytes, more than {_PICKLE_LIMIT}")
+    order = records.get(f"{folder}byteorder")
+    if order is not None and order.nbytes < 16 and window.record(order) != b"little":
+        _bad(path, "the tensors are in big-endian order")
+    text = window.record(record)
+    if record.crc is not None and zlib.crc32(text) != record.crc:
+        _bad(path, f"the record {pickles[0]} at byte {record.offset} differs from its CRC-32")
+    inside = {
+        name.removeprefix(f"{folder}data/"): found
+        for name, found in records.items()
+        if name.startswith(f"{folder}data/")
+    }
+    try:
+        root = _Tensors(inside).resolved(read_pickle(text, _storage))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        _bad(path, f"the pickle at byte {record.offset} is {error}")
+    return Archive(root, inside)
+
+
+def open_legacy(source: SourceFiles, file: ArchiveRecord) -> Archive | None:
+    """What a torch before 1.6 wrote; None: it did not. Such a file has no checksums.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    try:
+        if read_pickle(source.read(file, 0, min(64, file.nbytes))) != _MAGIC:
+            return None
+    except ValueError:
+        return None
+    most = 1 << 20
+    while True:  # nothing says how long the pickles are
+        head = source.read(file, 0, min(most, file.nbytes))
+        try:
+            return _legacy(file, head)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            if most >= min(file.nbytes, _PICKLE_LIMIT):
+                _bad(file.path, str(error))
+            most *= 8
+
+
+def _legacy(file: ArchiveRecord, head: bytes) -> Archive:
+    stream = io.BytesIO(head)
+    sizes: dict[str, int] = {}
+
+    def storage(pid: Any) -> _Storage:
+        kind, named, key, _, numel, view = pid
+        found = _storage((kind, named, key, None, numel))
+        if view is not None or type(numel) is not int:
+            raise ValueError("a storage that is a part of another one")
+        sizes[key] = numel * DTYPES[found.dtype].itemsize
+        return found
+
+    _, protocol, system = (read_pickle(stream) for _ in range(3))
+    if protocol != _PROTOCOL or not system["little_endian"]:
+        raise ValueError("its storages are in big-endian order")
+    root = read_pickle(stream, storage)
+    keys = read_pickle(stream)
+    records, at = {}, stream.tell()
+    for key in keys:
+        records[key] = file.part(at + 8, sizes[key])  # the count of elements stands before them
+        at += 8 + sizes[key]
+    return Archive(_Tensors(records).resolved(root), records)
+
+
+def _bad(path: str, what: str) -> NoReturn:
+    raise CorruptCheckpointError(
+        f"this is no whole archive of torch.save: {what}",
+        remedy="fetch the file again, or use another checkpoint",
+        path=path,
+    )
+
+
+# -- the pickle: tensors ---------------------------------------------------------------------------
+
+
+def _storage(pid: Any) -> _Storage:
+    kind, storage, key, _, _ = pid
+    if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str):
+        raise ValueError("with an id that is no storage's")
+    return _Storage(_STORAGES.get(storage.name, storage.name), key)
+
+
+class _Tensors:
+    """Puts `StoredTensor` in the place of the calls that make tensors, at any depth."""
+
+    def __init__(self, records: Mapping[str, ArchiveRecord]) -> None:
+        self._records = records
+        self._done: dict[int, Any] = {}
+        self._alive: list[Any] = []  # so that no identity is used again
+
+    def resolved(self, value: Any) -> Any:
+        """A container is changed in place, and once."""
+        if isinstance(value, (list, dict)):
+            if id(value) not in self._done:
+                self._done[id(value)] = value
+                self._alive.append(value)
+                for key in value if isinstance(value, dict) else range(len(value)):
+                    value[key] = self.resolved(value[key])
+            return value
+        if isinstance(value, tuple) and not isinstance(value, _Storage):
+            if id(value) not in self._done:
+                self._alive.append(value)
+                self._done[id(value)] = tuple(map(self.resolved, value))
+            return self._done[id(value)]
+        if isinstance(value, Inert) and isinstance(value.of, Global):
+            return self._object(value)
+        return value
+
+    def _object(self, value: Inert) -> Any:
+        name = str(value.of)
+        if name == "torch._utils._rebuild_tensor_v2":
+            storage, start, shape, strides = value.args[:4]
+            return self._tensor(storage, storage.dtype, start, shape, strides)
+        if name == "torch._utils._rebuild_tensor_v3":
+            storage, start, shape, strides = value.args[:4]
+            return self._tensor(storage, value.args[6].name, start, shape, strides)
+        if name in (
+            "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+        ):  # fmt: skip
+            return self.resolved(value.args[0])
+        if name == "torch._tensor._rebuild_from_type_v2" and str(value.args[1]) in (
+            "torch.Tensor", "torch.nn.parameter.Parameter",
+        ):  # fmt: skip
+            return self._object(Inert(value.args[0], value.args[2]))
+        return value
+
+    def _tensor(self, storage: Any, dtype: str, start: Any, shape: Any, strides: Any) -> Any:
+        if not isinstance(storage, _Storage) or storage.key not in self._records:
+            raise ValueError("of a tensor without a storage")
+        if dtype not in DTYPES:
+            return Inert(Global("torch", dtype), (shape,))
+        record = self._records[storage.key]
+        if len(shape) > MOST_DIMS or len(strides) > MOST_DIMS:
+            raise ValueError(f"of a tensor of {len(shape)} dimensions")
+        numbers = (start, *shape, *strides)
+        if any(type(n) is not int or n < 0 for n in numbers) or len(shape) != len(strides):
+            raise ValueError(f"of a tensor of the shape {shape} and the strides {strides}")
+        extent = (
+            0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        )
+        if extent and (start + extent) * DTYPES[dtype].itemsize > record.nbytes:
+            raise ValueError(
+                f"of a tensor {dtype} {tuple(shape)}, but its storage has {record.nbytes} bytes"
+            )
+        return StoredTensor(dtype, tuple(shape), tuple(strides), start, record)
+
+
+# -- the zip file ----------------------------------------------------------------------------------
+
+
+class _Window:
+    """Bytes of a file, counted from the beginning of the archive."""
+
+    def __init__(self, source: SourceFiles, archive: ArchiveRecord) -> None:
+        self.path, self.nbytes = archive.path, archive.nbytes
+        self._source, self._archive, self._offset = source, archive, archive.offset
+
+    def read(self, start: int, stop: int) -> bytes:
+        if not 0 <= start <= stop <= self.nbytes:
+            _bad(self.path, f"its directory points to bytes {start} to {stop} of {self.nbytes}")
+        return self._source.read(self._archive, start, stop)
+
+    def record(self, record: ArchiveRecord) -> bytes:
+        start = record.offset - self._offset
+        return self.read(start, start + record.nbytes)
+
+    def at(self, places: Sequence[tuple[int, int, int]]) -> list[ArchiveRecord]:
+        """The records whose local headers begin at these bytes: (begin, size, CRC) of each."""
+        for start, _, _ in places:
+            if not 0 <= start <= self.nbytes - _HEAD:
+                _bad(self.path, f"its directory points to byte {start} of {self.nbytes}")
+        heads = self._source.read_each(self._archive, [start for start, _, _ in places], _HEAD)
+        out = []
+        for (start, nbytes, crc), head in zip(places, heads, strict=True):
+            if head[:4] != _LOCAL:
+                _bad(self.path, f"there is no record at byte {self._offset + start}")
+            name, extra = struct.unpack("<HH", head[26:30])
+            begin = start + _HEAD + name + extra
+            if begin + nbytes > self.nbytes:
+                _bad(self.path, f"the record at byte {self._offset + start} reaches beyond the end")
+            out.append(ArchiveRecord(self.path, self._offset + begin, nbytes, crc))
+        return out
+
+
+def _directory(window: _Window) -> dict[str, ArchiveRecord]:
+    tail_start = max(0, window.nbytes - _TAIL)
+    tail = window.read(tail_start, window.nbytes)
+    end = tail.rfind(_END)
+    if end < 0 or end + 22 > len(tail):
+        _bad(window.path, "it has no end; the file was cut short, or is another kind of file")
+    count, size, start = struct.unpack("<HLL", tail[end + 10 : end + 20])
+    locator = tail[max(0, end - 20) : end]
+    if locator.startswith(_LOCATOR64):
+        (where,) = struct.unpack("<Q", locator[8:16])
+        end64 = window.read(where, where + 56)
+        if end64[:4] != _END64:
+            _bad(window.path, f"its directory's end is not at byte {where}")
+        count, size, start = struct.unpack("<QQQ", end64[32:56])
+    if not 46 * count <= size <= window.nbytes or start + size > window.nbytes:
+        _bad(window.path, f"its directory has {count} records in {size} bytes")
+    if size > _PICKLE_LIMIT or count > _RECORDS:
+        _bad(window.path, f"its directory has {count} records in {size} bytes")
+    inside = start >= tail_start
+    table = tail[start - tail_start :] if inside else window.read(start, start + size)
+    places: dict[str, tuple[int, int, int]] = {}
+    at = 0
+    for _ in range(count):
+        name, place, at = _entry(window, table, at)
+        if name in places:
+            _bad(window.path, f"two records are called {name}")
+        places[name] = place
+    return dict(zip(places, window.at(list(places.values())), strict=True))
+
+
+def _entry(window: _Window, table: bytes, at: int) -> tuple[str, tuple[int, int, int], int]:
+    """The name of a record; where its local header begins, its size and its CRC; what follows."""
+    head = table[at : at + 46]
+    if len(head) < 46 or head[:4] != _ENTRY:
+        _bad(window.path, f"its directory is damaged at its byte {at}")
+    method, _, _, crc, packed, nbytes, name, extra, comment = struct.unpack(
+        "<HHHLLLHHH", head[10:34]
+    )
+    (start,) = struct.unpack("<L", head[42:46])
+    rest = table[at + 46 : at + 46 + name + extra]
+    if len(rest) < name + extra:
+        _bad(window.path, f"its directory is damaged at its byte {at}")
+    numbers = _wide(rest[name:], [nbytes, packed, start])
+    if numbers is None or method or numbers[0] != numbers[1]:
+        _bad(window.path, f"its record {rest[:name]!r} is compressed, or damaged")
+    nbytes, _, start = numbers
+    text = rest[:name].decode("utf-8", "replace")
+    return text, (start, nbytes, crc), at + 46 + name + extra + comment
+
+
+def _wide(extra: bytes, numbers: list[int]) -> list[int] | None:
+    """The numbers that do not fit 32 bits, from the field for them; None: it lacks them."""
+    if _MAX32 not in numbers:
+        return numbers
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack("<HH", extra[at : at + 4])
+        field = extra[at + 4 : at + 4 + length]
+        at += 4 + length
+        if kind == 1:
+            wide = [struct.unpack("<Q", field[i : i + 8])[0] for i in range(0, len(field) - 7, 8)]
+            if len(wide) < numbers.count(_MAX32):
+                return None
+            return [wide.pop(0) if n == _MAX32 else n for n in numbers]
+    return None

@@ -1,0 +1,355 @@
+"""config.json and the files beside it, with the keys of both transformers 4 and 5."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from smckpt.checkpoint.strict_json import read_json
+from smckpt.errors import UsageError
+from smckpt.translate.configs.rope import agree, complete_rope
+from smckpt.translate.tables.families import find_family
+
+__all__ = [
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "TEMPLATES",
+    "ModelConfig",
+    "code_files",
+    "code_of_class",
+    "is_beside_config",
+    "is_of_tokenizer",
+    "modules_of_map",
+    "read_config",
+    "read_generation",
+    "tokenizer_files",
+]
+
+CONFIG = "config.json"
+_TIED = "tie_word_embeddings"
+GENERATION_CONFIG = "generation_config.json"
+
+# Files that tokenizers and processors save beside a model.
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_TOKENIZER_ENDINGS = (".model", ".spm", ".tiktoken")
+TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
+# Files whose `auto_map` names classes in Python files beside them.
+_WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_MOST_CODE = 1 << 24  # bytes of a module that is searched for imports
+_IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
+# Generation settings that a model's config may carry and `generate` needs.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+# Keys that releases have and servers read, and that transformers leaves out because it computes
+# nothing else: model_type → key → the value for a config.
+_Value = Callable[[Mapping[str, Any]], Any]
+_SERVED: Mapping[str, Mapping[str, _Value]] = MappingProxyType(
+    {
+        "cohere2": {"rotary_pct": lambda values: 1.0},
+        "deepseek_v3": {
+            "scoring_func": lambda values: "sigmoid",
+            "topk_method": lambda values: "noaux_tc",
+        },
+        "gpt2": {"n_ctx": lambda values: values.get("n_positions")},
+        "qwen3_next": {"full_attention_interval": lambda values: _interval(values)},
+        "qwen3_vl_moe_text": {"norm_topk_prob": lambda values: True},
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's config as plain values; `directory` where it was read from one. own_generation: the
+    model's own generation config, if it is known. code: where the Python files of its class lie,
+    and their names."""
+
+    values: dict[str, Any]
+    directory: Path | None
+    own_generation: dict[str, Any] | None = None
+    code: tuple[Path, ...] = ()
+
+    @property
+    def ties_embeddings(self) -> bool | None:
+        """The value of `tie_word_embeddings`; where it is not set, the family's default. None: the
+        family has no table, or no default."""
+        for values in (self.values, *_nested(self.values)):
+            if _TIED in values:
+                return bool(values[_TIED])
+        family = find_family(self.values["model_type"])
+        default = None if family is None else family.defaults.get(_TIED)
+        return None if default is None else bool(default)
+
+    def complete(self, dtype: str | None) -> dict[str, Any]:
+        """The config to write: both generations' keys, and `dtype` of the weights that are written.
+
+        Without the older keys, transformers 4 silently uses a theta of 10,000.
+
+        Raises:
+            UsageError: the two generations' keys contradict each other.
+        """
+        out = copy.deepcopy(self.values)
+        text = out.get("text_config")
+        if isinstance(text, dict) and _TIED in out and text.get(_TIED) is None:
+            text[_TIED] = out[_TIED]  # servers look there
+        for values in (out, *_nested(out)):
+            complete_rope(values)
+            _complete_experts(values)
+            _complete_served(values)
+            if dtype is not None and (
+                values is out or "dtype" in values or "torch_dtype" in values
+            ):
+                values["dtype"] = values["torch_dtype"] = dtype
+        return out
+
+    def generation(self) -> dict[str, Any] | None:
+        """The model's own, or a generation_config.json with the config's token ids; None if it has
+        none."""
+        if self.own_generation is not None:
+            return self.own_generation
+        ids = {key: self.values[key] for key in _TOKEN_IDS if self.values.get(key) is not None}
+        return {"_from_model_config": True, **ids} if ids else None
+
+
+def read_config(source: Any) -> ModelConfig | None:
+    """A config from a directory, a JSON file, a dict, an object with `to_dict`, or a model, which
+    has a generation config too.
+
+    Raises:
+        UsageError: it is none of these, is not a JSON object, or does not name its `model_type`.
+    """
+    if source is None:
+        return None
+    directory: Path | None = None
+    where: str | None = None
+    generation: dict[str, Any] | None = None
+    while hasattr(source, "state_dict"):  # a model, in its wrappers
+        if hasattr(source, "config"):
+            generation = read_generation(getattr(source, "generation_config", None))
+            source = source.config
+        else:
+            source = getattr(source, "module", None)
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        if path.is_dir():
+            directory, path = path, path / CONFIG
+        where = str(path)
+        values = _read_json(path, given=directory is None)
+    elif isinstance(source, dict):
+        values = copy.deepcopy(source)
+    elif hasattr(source, "to_dict"):
+        values = source.to_dict()
+    elif hasattr(source, "to_json_string"):
+        values = json.loads(source.to_json_string())
+    else:
+        raise UsageError(
+            f"config= is a {type(source).__name__}",
+            remedy="pass a directory, a JSON file, a dict, or a transformers config",
+        )
+    if not isinstance(values, dict) or not values.get("model_type"):
+        raise UsageError(
+            "the config has no model_type, so from_pretrained could not tell the model",
+            remedy="pass the model's own config (model.config)",
+            path=where,
+        )
+    named = values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UsageError(
+            f"the config has architectures={named!r}, which is not a list of names",
+            remedy="pass the model's own config (model.config)",
+            path=where,
+        )
+    _check_json(values, where)
+    return ModelConfig(values, directory, generation, code_of_class(source, values))
+
+
+def read_generation(source: Any) -> dict[str, Any] | None:
+    """A generation config from a directory, a JSON file, a dict, or transformers' object, which is
+    written as its `save_pretrained` does: without the defaults.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if source is None:
+        return None
+    where = None
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        given = not path.is_dir()
+        path = path if given else path / GENERATION_CONFIG
+        where, source = str(path), _read_json(path, given=given)
+    elif hasattr(source, "to_json_string"):
+        source = json.loads(source.to_json_string())
+    elif hasattr(source, "to_dict"):
+        source = source.to_dict()
+    if not isinstance(source, dict) or "model_type" in source:
+        raise UsageError(
+            f"generation_config= is {'a model' if isinstance(source, dict) else 'no generation'} "
+            "config",
+            remedy="pass model.generation_config, a generation_config.json, or a dict",
+            path=where,
+        )
+    _check_json(source, where)
+    return dict(source)
+
+
+def code_of_class(source: Any, values: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The Python files that an object's `auto_map` names, which lie beside the file of its class,
+    as transformers has fetched them; () for another object."""
+    module = sys.modules.get(type(source).__module__)
+    file = getattr(module, "__file__", None)
+    if (
+        not values.get("auto_map")
+        or not file
+        or type(source).__module__.startswith("transformers.")
+    ):
+        return ()
+    return tuple(_with_imported(Path(file).parent, modules_of_map(values)))
+
+
+def is_beside_config(name: str) -> bool:
+    """Whether a file of this name belongs to a model's config: of a tokenizer, or code."""
+    return name in (CONFIG, GENERATION_CONFIG) or is_of_tokenizer(name) or name.endswith(".py")
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer or processor."""
+    return name in _TOKENIZER_FILES or name.endswith(_TOKENIZER_ENDINGS)
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a tokenizer or processor in `directory`, with its further chat templates."""
+    names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
+    found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
+    return [
+        path for path in (*found, *sorted(directory.glob(f"{TEMPLATES}/*.jinja"))) if path.is_file()
+    ]
+
+
+def code_files(directory: Path) -> list[Path]:
+    """The Python files in `directory` that an `auto_map` there names, and those that they import
+    from beside them. `trust_remote_code=True` runs them; an export copies them as they are. A name
+    that leads out of `directory` is none of them."""
+    return _with_imported(
+        directory, [name for file in _WITH_CODE for name in _modules_of(directory / file)]
+    )
+
+
+def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
+    """The modules in a directory, and those that they import from beside them."""
+    from smckpt.storage.urls import is_plain_name  # the child that compares needs no store
+
+    found: dict[str, Path] = {}
+    while wanted:
+        name = wanted.pop()
+        path = directory / f"{name}.py"
+        if name in found or not is_plain_name(name) or not _is_file(path):
+            continue
+        found[name] = path
+        if path.stat().st_size > _MOST_CODE:
+            continue
+        text = path.read_text(errors="replace")
+        wanted += [a or b for a, b in _IMPORTED.findall(text)]
+    return [found[name] for name in sorted(found)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is too long
+        return False
+
+
+def _modules_of(file: Path) -> list[str]:
+    """The modules that the `auto_map` of a file names, except those in another repository."""
+    try:
+        said = read_json(file, given=False) if file.is_file() else {}
+    except (OSError, ValueError):
+        return []
+    return modules_of_map(said)
+
+
+def modules_of_map(said: Any) -> list[str]:
+    """The modules that an `auto_map` names, except those in another repository."""
+    named = said.get("auto_map") if isinstance(said, Mapping) else None
+    values = named.values() if isinstance(named, dict) else [named]
+    each = [c for value in values for c in (value if isinstance(value, list) else [value])]
+    return [c.split(".")[0] for c in each if isinstance(c, str) and "--" not in c]
+
+
+def _read_json(path: Path, given: bool) -> Any:
+    try:
+        return read_json(path, given=given)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read the config: {error}",
+            remedy="pass a directory that has a config.json, or that file",
+            path=str(path),
+        ) from error
+
+
+def _check_json(values: dict[str, Any], where: str | None) -> None:
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise UsageError(
+            f"the config has a value that JSON cannot hold: {error}",
+            remedy="pass config.to_dict(), or a dict of plain values",
+            path=where,
+        ) from error
+
+
+def _nested(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The configs inside a config: `text_config`, `vision_config`, `decoder`, …"""
+    return [v for v in values.values() if isinstance(v, dict) and "model_type" in v]
+
+
+def _complete_experts(values: dict[str, Any]) -> None:
+    """Set both keys of Qwen's mixtures. Transformers 4 reads one of them (or takes its default),
+    transformers 5 writes the other."""
+    keys = ("num_experts", "num_local_experts")
+    found = [values[key] for key in keys if values.get(key) is not None]
+    for key in keys if found else ():
+        agree(values, key, found[0])
+
+
+def _complete_served(values: dict[str, Any]) -> None:
+    for key, value in _SERVED.get(str(values.get("model_type")), {}).items():
+        made = value(values)
+        if values.get(key) is None and made is not None:
+            values[key] = made
+
+
+def _interval(values: Mapping[str, Any]) -> int | None:
+    """The distance between layers of full attention; None if they do not alternate so."""
+    layers = values.get("layer_types") or []
+    if not isinstance(layers, list) or "full_attention" not in layers:
+        return None
+    every = layers.index("full_attention") + 1
+    full = [n % every == every - 1 for n in range(len(layers))]
+    return every if full == [layer == "full_attention" for layer in layers] else None

@@ -1,0 +1,258 @@
+"""The table of facts: what a trainer's arguments say, and what the config means by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.translate.tables.dims import Dims
+
+__all__ = ["FACTS", "Fact", "MeantModel", "equal_values"]
+
+# Families that turn rows side by side, not the two halves of a head. Megatron has to do the same,
+# because no layout has them in another order.
+_SIDE_BY_SIDE = ("gptj", "cohere", "cohere2", "glm4")
+_UNKNOWN_ORDER = ("llama4_text",)
+
+
+@dataclass(frozen=True)
+class MeantModel:
+    """What the config means. rows: of the vocabulary, as they are stored."""
+
+    dims: Dims
+    config: Mapping[str, Any]
+    rows: int | None
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset[str]().union(*self.dims.roles_of.values()) | self.dims.once
+
+    @property
+    def latent(self) -> bool:
+        return self.dims.family.latent
+
+    @property
+    def rope(self) -> Mapping[str, Any] | None:
+        """The rotary parameters of layers with full attention; None: positions are not rotary, or
+        the config does not tell."""
+        found = self.config.get("rope_parameters")
+        if isinstance(found, Mapping) and isinstance(found.get("full_attention"), Mapping):
+            return None  # each type of layer has its own
+        scaling = self.config.get("rope_scaling")
+        base = self.config.get("rope_theta", self.config.get("rotary_emb_base"))
+        part = self.config.get("partial_rotary_factor", self.config.get("rotary_pct"))
+        out = {
+            "rope_theta": base, "partial_rotary_factor": part,
+            **(scaling if isinstance(scaling, Mapping) else {}),
+            **(found if isinstance(found, Mapping) else {}),
+        }  # fmt: skip
+        if "pos" in self.roles or out["rope_theta"] is None:
+            return None
+        return {**out, "rope_type": out.get("rope_type", out.get("type", "default"))}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """name: Megatron's. key: the config's. given: the value in the source; meant: the one that the
+    config means; None of either: it is not known, and not compared. noted: a difference is a
+    remark, because it changes no tensor."""
+
+    name: str
+    key: str
+    meant: Callable[[MeantModel], Any]
+    given: Callable[[Mapping[str, Any]], Any]
+    noted: bool = False
+
+
+def _fact(
+    name: str, key: str, meant: Callable[[MeantModel], Any],
+    given: Callable[[Mapping[str, Any]], Any] | None = None, *, noted: bool = False,
+) -> Fact:  # fmt: skip
+    return Fact(name, key, meant, given or (lambda values: values.get(name)), noted)
+
+
+def equal_values(given: Any, meant: Any) -> bool:
+    if isinstance(given, float) or isinstance(meant, float):
+        return bool(
+            isinstance(given, (int, float)) and isinstance(meant, (int, float))
+            and math.isclose(given, meant, rel_tol=1e-6)
+        )  # fmt: skip
+    return bool(given == meant)
+
+
+def _dense_width(m: MeantModel) -> int | None:
+    return m.dims.sizes["F"] if {"down", "fc2"} & m.roles else None
+
+
+def _groups(values: Mapping[str, Any]) -> Any:
+    if values.get("group_query_attention") is False or not values.get("num_query_groups"):
+        return values.get("num_attention_heads")
+    return values["num_query_groups"]
+
+
+def _head_size(values: Mapping[str, Any]) -> Any:
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    if values.get("kv_channels") is not None or not heads or not hidden:
+        return values.get("kv_channels")
+    return hidden // heads
+
+
+def _gated(values: Mapping[str, Any]) -> bool | None:
+    for name in ("gated_linear_unit", "swiglu"):
+        if values.get(name) or values.get("quick_geglu"):
+            return True
+    activation = values.get("activation")
+    if isinstance(activation, str):
+        return activation.endswith("glu")
+    return False if {"gated_linear_unit", "swiglu"} & values.keys() else None
+
+
+def _swish(values: Mapping[str, Any]) -> bool | None:
+    """Whether the gate's activation is SiLU, where it is known that there is a gate."""
+    if values.get("swiglu") or str(values.get("activation")).endswith("swiglu"):
+        return True
+    return False if values.get("quick_geglu") or values.get("activation") == "geglu" else None
+
+
+def _has_swish(m: MeantModel) -> bool | None:
+    found = m.config.get("hidden_activation") or m.config.get("hidden_act")
+    gated = {"gate", "e_gate"} & m.roles
+    return found in ("silu", "swish") if isinstance(found, str) and gated else None
+
+
+def _untied(values: Mapping[str, Any]) -> bool | None:
+    for name, turned in (
+        ("untie_embeddings_and_output_weights", False), ("no_weight_tying", False),
+        ("share_embeddings_and_output_weights", True),
+    ):  # fmt: skip
+        if isinstance(values.get(name), bool):
+            return bool(values[name]) != turned
+    return None
+
+
+def _norm(values: Mapping[str, Any]) -> str | None:
+    found = values.get("normalization", values.get("norm"))
+    if not isinstance(found, str):
+        return None
+    return "RMSNorm" if "rms" in found.lower() else "LayerNorm"
+
+
+def _norm_of(m: MeantModel) -> str | None:
+    if "final_norm_b" in m.roles:
+        return "LayerNorm"
+    return "RMSNorm" if "rms_norm_eps" in m.config else None
+
+
+def _epsilon(m: MeantModel) -> Any:
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    return next((m.config[name] for name in names if m.config.get(name) is not None), None)
+
+
+def _positions(values: Mapping[str, Any]) -> str | None:
+    if values.get("use_rotary_position_embeddings"):
+        return "rope"
+    found = values.get("position_embedding_type", values.get("pos_emb"))
+    if not isinstance(found, str):
+        return None
+    found = {"rotary": "rope", "yarn": "rope", "mrope": "rope"}.get(found, found)
+    return "learned_absolute" if found == "learned" else found
+
+
+def _positions_of(m: MeantModel) -> str | None:
+    if "pos" in m.roles:
+        return "learned_absolute"
+    return None if m.rope is None else "rope"
+
+
+def _base(values: Mapping[str, Any]) -> Any:
+    found = values.get("rotary_base")
+    return found if _positions(values) in (None, "rope") and not isinstance(found, str) else None
+
+
+def _percent(values: Mapping[str, Any]) -> Any:
+    return values.get("rotary_percent") if _positions(values) in (None, "rope") else None
+
+
+def _percent_of(m: MeantModel) -> Any:
+    if m.rope is None or m.latent:
+        return None
+    part = m.rope.get("partial_rotary_factor")
+    return 1.0 if part is None else part
+
+
+def _llama3_factor(values: Mapping[str, Any]) -> Any:
+    return values.get("rope_scaling_factor") if values.get("use_rope_scaling") else None
+
+
+def _factor_of(kind: str) -> Callable[[MeantModel], Any]:
+    def factor(m: MeantModel) -> Any:
+        return None if m.rope is None or m.rope["rope_type"] != kind else m.rope.get("factor")
+
+    return factor
+
+
+def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
+    return lambda m: m.dims.sizes[letter] if m.dims.experts else None
+
+
+def _of_latent(key: str) -> Callable[[MeantModel], Any]:
+    return lambda m: m.config.get(key) if m.latent else None
+
+
+def _linear_factor(values: Mapping[str, Any]) -> Any:
+    name = "rotary_seq_len_interpolation_factor"
+    return (values[name] or 1) if name in values else None
+
+
+_BIASES = frozenset({"o_b", "fc1_b", "fc2_b", "gate_b", "up_b", "down_b"})
+FACTS: Sequence[Fact] = (
+    _fact("num_layers", "num_hidden_layers", lambda m: m.dims.layers),
+    _fact("hidden_size", "hidden_size", lambda m: m.dims.sizes["X"]),
+    _fact("ffn_hidden_size", "intermediate_size", _dense_width),
+    _fact("num_attention_heads", "num_attention_heads", lambda m: m.dims.sizes["H"]),
+    _fact("num_query_groups", "num_key_value_heads",
+          lambda m: None if m.latent else m.dims.sizes["G"], _groups),
+    _fact("kv_channels", "head_dim", lambda m: None if m.latent else m.dims.sizes["D"], _head_size),
+    _fact("multi_latent_attention", "model_type", lambda m: m.latent),
+    _fact("qk_head_dim", "qk_nope_head_dim", _of_latent("qk_nope_head_dim")),
+    _fact("qk_pos_emb_head_dim", "qk_rope_head_dim", _of_latent("qk_rope_head_dim")),
+    _fact("v_head_dim", "v_head_dim", _of_latent("v_head_dim")),
+    _fact("kv_lora_rank", "kv_lora_rank", _of_latent("kv_lora_rank")),
+    _fact("q_lora_rank", "q_lora_rank", _of_latent("q_lora_rank")),
+    _fact("num_experts", "num_local_experts, num_experts, n_routed_experts",
+          lambda m: m.dims.experts,
+          lambda values: (values["num_experts"] or 0) if "num_experts" in values else None),
+    _fact("moe_router_topk", "num_experts_per_tok",
+          lambda m: m.config.get("num_experts_per_tok") if m.dims.experts else None),
+    _fact("moe_ffn_hidden_size", "moe_intermediate_size", _of_experts("M")),
+    _fact("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size",
+          _of_experts("S")),
+    _fact("untie_embeddings_and_output_weights", "tie_word_embeddings", lambda m: not m.dims.tied,
+          _untied),
+    _fact("swiglu", "model_type", lambda m: bool({"gate", "e_gate"} & m.roles), _gated),
+    _fact("swiglu (SiLU)", "hidden_act", _has_swish, _swish),
+    _fact("add_bias_linear", "model_type, attention_bias, mlp_bias",
+          lambda m: bool(_BIASES & m.roles)),
+    _fact("add_qkv_bias", "model_type, attention_bias", lambda m: "q_b" in m.roles,
+          lambda values: values["add_qkv_bias"] or bool(values.get("add_bias_linear"))
+          if "add_qkv_bias" in values else None),
+    _fact("normalization", "model_type", _norm_of, _norm),
+    _fact("qk_layernorm", "model_type",
+          lambda m: None if m.latent else bool({"q_norm", "q_norm_each", "q_norm_all"} & m.roles)),
+    _fact("position_embedding_type", "model_type", _positions_of, _positions),
+    _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
+          _base),
+    _fact("rotary_percent", "partial_rotary_factor", _percent_of, _percent),
+    _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
+          else m.dims.family.name in _SIDE_BY_SIDE),
+    _fact("use_rope_scaling", "rope_type",
+          lambda m: None if m.rope is None else m.rope["rope_type"] == "llama3"),
+    _fact("rope_scaling_factor", "factor", _factor_of("llama3"), _llama3_factor),
+    _fact("rotary_seq_len_interpolation_factor", "factor of linear scaling",
+          lambda m: None if m.rope is None or m.latent
+          else (m.rope.get("factor") if m.rope["rope_type"] == "linear" else 1), _linear_factor),
+    _fact("padded_vocab_size", "", lambda m: m.rows),
+    _fact("norm_epsilon", "rms_norm_eps", _epsilon, noted=True),
+)  # fmt: skip

@@ -1,0 +1,283 @@
+"""Convert a checkpoint into another format: smckpt's, torch DCP's, or one file of `torch.save`.
+
+Every source is a catalogue (`foreign_catalogue`), so each format is read, and each written, in one
+way only. Memory: one part of 64 MiB, and what describes the tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from smckpt.calls import alone
+from smckpt.checkpoint.catalogue import Catalogue
+from smckpt.checkpoint.meter import Progress
+from smckpt.checkpoint.per_rank import differing_names
+from smckpt.checkpoint.readers import open_any
+from smckpt.checkpoint.reshard import write_resharded
+from smckpt.errors import StateError, UsageError
+from smckpt.layout.entries import Path, dotted
+from smckpt.storage import Access, access_to
+from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.archives.new_target import NewTarget
+from smckpt.translate.conversion.stock import STOCK, refuse_without
+from smckpt.translate.conversion.whole_state import WholeState
+from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
+
+__all__ = ["FORMATS", "ConvertReport", "convert"]
+
+FORMATS = ("smckpt", "dcp", "torch", *STOCK)
+_GENERATORS = "manager.random."  # `CheckpointManager` saves each rank's random generators below it
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written. source_format: "smckpt", or the name of another format. ranks: for how many
+    ranks. ignored: the names that were left out. changed: names whose form DCP changes: keys that
+    are not text become text, and empty dicts are not there."""
+
+    source: str
+    target: str
+    source_format: str
+    format: str
+    ranks: int
+    tensors: int
+    values: int
+    nbytes: int
+    seconds: float
+    ignored: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@alone()
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    shard: int = 1,
+    rank: int | None = None,
+    ignore: Sequence[str] = (),
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> ConvertReport:
+    """Write the checkpoint at `source` in another format, bit for bit and under the same names:
+    tensors, the optimizer's state with its `param_groups`, and all other values.
+
+    Tensors are whole, by logical name, as a load without a target gives them. The target appears
+    whole or not at all.
+
+    Args:
+        source: a checkpoint of smckpt of any kind; a directory of torch DCP (also accelerate's,
+            torchtitan's, Megatron-core's); a file of `torch.save` or safetensors; a directory of
+            Hugging Face.
+        target: for "smckpt" an empty directory, on disk or in S3. For "dcp" a directory that is
+            made, or is empty. For "torch" and "lightning" a file that does not exist.
+        to: "smckpt", "dcp" (which `torch.distributed.checkpoint.load` reads) or "torch" (one file,
+            which `torch.load(weights_only=True)` reads). "trainer", "accelerate", "lightning" and
+            "torchtitan": what that framework itself resumes from, with the state of each rank; of
+            a checkpoint that smckpt saved in that framework.
+        shard: for "smckpt": the number of ranks, as `smckpt reshard` writes them; 1: kind FULL.
+        rank: the saved rank whose values are taken where ranks hold different ones. None: such
+            names are refused.
+        ignore: globs of names that are left out. The random generators of a run with a manager
+            are left out too where the ranks' differ and `rank` takes none.
+        threads: how many threads read.
+        progress: called with (bytes done, bytes in total), one call at a time.
+        s3_region: as for `smckpt.load`.
+        s3client_config: as for `smckpt.load`.
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint of a known format is at `source`.
+        StateError: values cannot be carried, because the format holds no such objects, or because
+            ranks hold different ones; the message names them. Or it has no state of the framework.
+        UsageError: an argument is wrong; `target` is there already.
+        CorruptCheckpointError: the source is damaged; nothing is left at `target`.
+    """
+    began = time.monotonic()
+    if to not in FORMATS:
+        raise UsageError(f"to={to!r}", remedy=f"pass one of {', '.join(FORMATS)}")
+    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    catalogue = open_any(access.open(source))
+    if not catalogue.whole:
+        raise UsageError(
+            "this is one group of a step; it is no checkpoint without the other groups",
+            remedy=f"pass the directory of the step, {catalogue.above}", path=catalogue.url,
+        )  # fmt: skip
+    work = _Work(catalogue, tuple(ignore), threads, progress)
+    try:
+        if to == "smckpt":
+            made = work.to_ours(access, target, shard, rank)
+        else:
+            if shard != 1:
+                raise UsageError(f"shard={shard!r} with to={to!r}", remedy='pass it to="smckpt"')
+            if to in STOCK:
+                if rank is not None:
+                    raise UsageError(
+                        f"rank={rank!r} with to={to!r}",
+                        remedy="leave it out: each rank's own state is written",
+                    )
+                made = work.to_framework(os.fspath(target), to)
+            else:
+                made = work.to_torch(os.fspath(target), to, rank)
+    finally:
+        catalogue.readers.close()
+    return ConvertReport(
+        catalogue.url, made.target, "smckpt" if catalogue.ours else catalogue.identity, to,
+        made.ranks, made.tensors, made.values, made.nbytes, time.monotonic() - began,
+        tuple(sorted(work.ignored)), made.changed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Converted:
+    target: str
+    ranks: int
+    tensors: int
+    values: int
+    nbytes: int
+    changed: tuple[str, ...] = ()
+
+
+class _Work:
+    """One conversion."""
+
+    def __init__(
+        self, catalogue: Catalogue, ignore: Sequence[str], threads: int, progress: Progress | None
+    ) -> None:
+        self._catalogue, self._ignore = catalogue, ignore
+        self._threads, self._progress = threads, progress
+        self.ignored: set[str] = set()
+
+    def to_ours(
+        self, access: Access, target: str | os.PathLike[str], shard: int, rank: int | None
+    ) -> _Converted:
+        if rank is not None:
+            raise UsageError(
+                'rank= with to="smckpt"', remedy="leave it out: each rank keeps its own values"
+            )
+        self._refuse_unread()
+        written = write_resharded(
+            self._catalogue, access.open(target), shard=shard, ignore=self._ignore,
+            threads=self._threads, progress=self._progress,
+        )  # fmt: skip
+        for name in self._catalogue.logical:
+            self._left_out(name)
+        values = [n for n in self._values(self._catalogue.object_ranks[0]) if not self._left_out(n)]
+        return _Converted(
+            written.target, written.ranks, written.tensors, len(values), written.nbytes
+        )
+
+    def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
+        target = _local(target, to)
+        self._refuse_unread()
+        self._refuse_differing(rank)
+        first = self._catalogue.object_ranks[0] if rank is None else rank
+        whole = WholeState(
+            self._catalogue, first, self._threads, left_out=self._left_out, progress=self._progress
+        )
+        changed: tuple[str, ...] = ()
+        with NewTarget(target, directory=to == "dcp") as place:
+            if to == "dcp":
+                changed = whole.write_dcp(place.path(), whole.nested(held=whole.is_in_tuple))
+            else:
+                _refuse_unsafe(whole.leaves(), self._catalogue.url)
+                with place.file() as file:
+                    whole.write_torch(file, whole.nested())
+        return _converted(target, 1, whole, changed)
+
+    def to_framework(self, target: str, framework: str) -> _Converted:
+        target = _local(target, framework)
+        stock = STOCK[framework]
+        ranks = self._catalogue.object_ranks
+        whole = WholeState(
+            self._catalogue, ranks[0], self._threads, left_out=self._left_out,
+            progress=self._progress,
+        )  # fmt: skip
+        refuse_without(whole, framework)
+        with NewTarget(target, directory=not stock.one_file) as place:
+            changed = stock.write(whole, place)
+        return _converted(target, len(ranks), whole, changed)
+
+    # -- what is carried -----------------------------------------------------------------------
+
+    def _left_out(self, name: str) -> bool:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore):
+            self.ignored.add(name)
+            return True
+        return False
+
+    def _values(self, rank: int) -> dict[str, tuple[Path, Any]]:
+        return self._catalogue.objects(rank)
+
+    def _refuse_unread(self) -> None:
+        if isinstance(self._catalogue, ForeignCatalogue):
+            self._catalogue.refuse_unread(self._left_out)
+
+    def _refuse_differing(self, rank: int | None) -> None:
+        if rank is not None:
+            if rank not in self._catalogue.object_ranks:
+                raise UsageError(
+                    f"rank={rank!r}, but ranks {list(self._catalogue.object_ranks)[:16]} saved",
+                    remedy="name one of those", path=self._catalogue.url,
+                )  # fmt: skip
+            return
+        differing = differing_names(self._catalogue)
+        # A manager's generators go on only in the job that saved them, and no other format has a
+        # copy for each rank.
+        self._ignore = (*self._ignore, *(n for n in differing if n.startswith(_GENERATORS)))
+        if apart := [n for n in differing if not self._left_out(n)]:
+            _refuse(apart, "are different on different ranks, and the format has one of each name",
+                    "pass rank= to take those of one rank, or leave them out: ignore=[…]",
+                    self._catalogue.url)  # fmt: skip
+
+
+def _converted(target: str, ranks: int, whole: WholeState, changed: tuple[str, ...]) -> _Converted:
+    nbytes = sum(tensor.nbytes for tensor in whole.tensors)
+    return _Converted(target, ranks, len(whole.tensors), len(whole.values), nbytes, changed)
+
+
+def _local(target: str, to: str) -> str:
+    if not is_local(target):
+        raise UsageError(
+            f"torch writes {to} to disks only",
+            remedy="convert to a local path, and copy it from there", path=target,
+        )  # fmt: skip
+    return os.path.abspath(local_path(target))
+
+
+def _refuse(names: Sequence[str], what: str, remedy: str, path: str) -> NoReturn:
+    more = f" and {len(names) - 8} more" if names[8:] else ""
+    raise StateError(f"{', '.join(names[:8])}{more} {what}", remedy=remedy, path=path)
+
+
+def _refuse_unsafe(values: Mapping[Path, Any], url: str) -> None:
+    """Refuse values that `torch.load(weights_only=True)` would not read."""
+    import torch
+
+    from smckpt.translate.archives.torch_write import Placeholder
+
+    unsafe = []
+    for path, value in values.items():
+        if isinstance(value, Placeholder):
+            continue
+        data = io.BytesIO()
+        torch.save(value, data)
+        data.seek(0)
+        try:
+            torch.load(data, weights_only=True)
+        except Exception:  # torch, zip and pickle raise many kinds
+            unsafe.append(dotted(path))
+    if unsafe:
+        what = "hold objects that torch.load(weights_only=True) does not read"
+        _refuse(unsafe, what, 'leave them out: ignore=[…]; or pass to="dcp", which holds them', url)

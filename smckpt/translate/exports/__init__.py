@@ -1,0 +1,1 @@
+"""What `export_hf`, `import_hf` and `verify_hf` carry out."""

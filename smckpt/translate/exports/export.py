@@ -1,0 +1,453 @@
+"""Export a checkpoint as a Hugging Face directory: `export_hf`.
+
+Catalogue → the model's tensors, by the names of released models (`contents`) → targets in files
+(`targets`) → chunks, read, cast and written (`stream`) → config and tokenizer (`config`) → the
+index or file name that makes it loadable (`files`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.errors import UsageError
+from smckpt.storage import Access, Storage, access_to
+from smckpt.storage.urls import is_local
+from smckpt.translate.configs.config import ModelConfig, read_generation
+from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction_layers
+from smckpt.translate.exports.export_group import ExportGroup, export_group_of
+from smckpt.translate.exports.gguf import GgufConverter
+from smckpt.translate.exports.sidecars import (
+    notes_on_absent,
+    read_settings,
+    tokenizer_of,
+    write_sidecars,
+)
+from smckpt.translate.exports.stages import Planned, Stages
+from smckpt.translate.models.adapter import find_peft_contents
+from smckpt.translate.models.comparison import Comparison, OtherNamesError
+from smckpt.translate.models.contents import HUB, MODULE, ExportContents, find_contents
+from smckpt.translate.models.model_source import GivenLayout
+from smckpt.translate.tables.arguments import (
+    check_counts,
+    check_flags,
+    check_paths,
+    refuse_given,
+    refuse_store,
+)
+from smckpt.translate.tables.table import TensorLayout
+from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
+from smckpt.translate.writing.cast import CASTABLE
+from smckpt.translate.writing.files import Output, refuse_into_source
+from smckpt.translate.writing.targets import ADAPTER_WEIGHTS, OutputFile, arrange
+
+__all__ = ["ExportReport", "export_hf"]
+
+log = logging.getLogger("smckpt")
+
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    directory: where. files: the weight files, in order. tensors, nbytes: how many, and their size.
+    left_out: names not written because they are tied to one that is. notes: remarks for the user
+    ("no config was given …"). naming: "hub", the names of released models, or "module", those of
+    the state dict. layout: the tensor-parallel layout that it was translated from. nonfinite:
+    tensor → how many NaN and infinite elements it has. source: the format of what was read. gguf:
+    the path of the GGUF file.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    naming: str
+    layout: str | None = None
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    source: str = "smckpt"
+    gguf: str | None = None
+
+
+@alone()
+def export_hf(
+    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out_dir: str | os.PathLike[str],
+    *,
+    layout: str | TensorLayout | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    padded_vocab_size: int | None = None,
+    config: Any = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    prefix: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    overwrite: bool = False,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+    allow_nonfinite: bool = False,
+    allow_equal_ranks: bool = False,
+    against_model: bool = True,
+    naming: str = HUB,
+    mtp: str = DROP,
+    lora: str | None = None,
+    lora_config: Any = None,
+    lora_adapter: str | Sequence[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
+    card: bool = True,
+    gguf: str | None = None,
+    gguf_converter: str | os.PathLike[str] | None = None,
+    process_group: Any = None,
+    timeout: float = 600.0,
+) -> ExportReport:
+    """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
+
+    Tensors get the names and shapes that released models of the family have. Tensors of a
+    tensor-parallel layout are translated (docs/layouts.md), after a proof on shapes that each
+    element has one place. It needs no model, no process group and, for families with a table, no
+    torch. Memory stays at two chunks of 16 MiB per thread. Every byte of a checkpoint is verified
+    as it is read. The directory can be loaded only once all of it is durable.
+
+    Args:
+        checkpoint: the directory of a committed checkpoint; for several groups, the directory above
+            them. Or a list with the files of all ranks (safetensors, or `torch.save` of a state
+            dict), tensor-parallel ranks innermost, then expert-parallel ranks, then pipeline
+            stages.
+        out_dir: the directory to write. It is made if it is missing.
+        layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
+            the tensors' names; names that fit several layouts are refused.
+        tp: the tensor-parallel degree. By default the one recorded in the checkpoint, otherwise 1.
+        ep: the expert-parallel degree, with the same default.
+        etp: the degree at which experts are cut, if it is not tp: Megatron's
+            `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
+            expert-parallel rank r // etp % ep.
+        pp: pipeline-parallel degree, if files of ranks are in pipeline stages. Stages are
+            outermost. A checkpoint and a directory of Megatron-LM record it.
+        vpp: with pipeline stages, how many chunks each has, which take turns (Megatron's virtual
+            pipeline). By default as many as are apart in the state: under the keys model0, model1,
+            …, or in a list.
+        padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
+            included. By default there may be as many as the config's vocab_size, or as many as
+            trainers round that up to, and the tokenizer must not use the padding.
+        config: the model's config: a directory or file, a dict, `model.config`, or the model
+            itself, whose generation config is then written too. It is written with the keys of both
+            transformers 4 and 5, and with the dtype of the weights. By default the config.json in
+            the checkpoint's own directory, where the door for transformers' Trainer writes it; a
+            note says so.
+        generation_config: the model's own: `model.generation_config`, a directory or file, or a
+            dict. By default the file beside `config`, or the token ids in the config.
+        tokenizer: a directory whose tokenizer files are copied, or an object with
+            `save_pretrained`. By default the files beside `config`, if that is a directory or the
+            checkpoint's own.
+        dtype: "float32", "bfloat16" or "float16": cast floating tensors to it, rounding to nearest
+            even, except those that `from_pretrained` keeps in float32. None keeps each tensor's
+            own.
+        max_shard_size: how much data one file may have, in bytes or as "5GB", "512MiB".
+        prefix: the dotted place of the model in the saved state dict ("model"; "" for all of it).
+            By default the key "model", or the only part that is not an optimizer.
+        threads: how many threads read and write; by default one for each processor, at most 8.
+        progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
+            It begins again where released checkpoints turn out to have other names.
+        overwrite: replace a model in `out_dir`. The old one is removed first.
+        s3_region: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        allow_nonfinite: also export weights with NaN or infinity; the report counts them.
+        allow_equal_ranks: also export ranks of which two hold the same tensors. By default they are
+            refused, because one rank's file is then a copy of another's; but experts that were all
+            made from one (upcycled) are equal until they are trained.
+        against_model: compare names and shapes with the config's model: with the table of a
+            built-in family, and, if they do not fit it exactly and transformers is installed, with
+            the model that transformers makes on the meta device.
+        naming: "hub": the names of released models, as `save_pretrained` writes them. For families
+            without a table, transformers gives them; a note says if it cannot. "module": the names
+            in the state dict, which not all servers and versions load.
+        mtp: layers that predict further tokens (multi-token prediction), of families with a table
+            of them: "drop" leaves them out, as transformers does, and a note says so; "keep" writes
+            them under the names of the release. The config's num_nextn_predict_layers is what is
+            written.
+        lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
+            `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
+        lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
+            `model.peft_config`.
+        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several. With
+            "merge" also a list of names: they are merged in this order, as PEFT's
+            `merge_and_unload(adapter_names=…)` does.
+        base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
+            only the adapter's.
+        card: write README.md, a model card: step, checkpoint, sizes, dtype and checksums. One that
+            smckpt did not write stays as it is.
+        gguf: also write `model-<gguf>.gguf`, with llama.cpp's own converter: "f16", "bf16", "f32",
+            "q8_0", "auto" or what else that writes. It reads the finished directory, which needs a
+            tokenizer, and stays whole if the converter fails.
+        gguf_converter: with `gguf`, the script `convert_hf_to_gguf.py`, or a command line that runs
+            it. By default that in the variable SMCKPT_GGUF_CONVERTER, or the one on PATH.
+        process_group: the processes that call this together, with the same arguments, and share the
+            files: a torch process group, or the `ExportGroup` of `export_group_of_environment`.
+            Only the first of them calls `progress`. None: this process exports alone.
+        timeout: with `process_group`: all give up when one of them has not written a byte for this
+            many seconds.
+
+    Raises:
+        PeerError: another process has died.
+        UsageError: an argument is wrong; `out_dir` is not empty; the model's place is ambiguous;
+            weights are NaN or infinite.
+        KeysMismatchError: names or shapes differ from the config's model.
+        TensorMismatchError: tensors that the config says are tied differ.
+        CorruptCheckpointError: a block of the checkpoint differs from what was written.
+        StorageError: the store refused: it is full, read-only, or gone.
+    """
+    began = time.perf_counter()
+    with ExitStack() as cleanup:
+        # first, so that the others get this process's errors
+        group = export_group_of(process_group, timeout)
+        cleanup.callback(group.close)
+        cleanup.enter_context(group.telling())
+        files = _check_places(checkpoint, out_dir)
+        made_gguf: str | None = None
+        access = _access(checkpoint, out_dir, s3_region, s3client_config)
+        dtype = _dtype_name(dtype)
+        if naming not in (HUB, MODULE):
+            raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
+        check_mtp(mtp)
+        limit = _size(max_shard_size)
+        workers = min(8, os.cpu_count() or 1) if threads is None else threads
+        check_counts(threads=workers)
+        check_flags(
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            against_model=against_model,
+            allow_equal_ranks=allow_equal_ranks,
+            card=card,
+        )
+        converter = _converter(gguf, gguf_converter, out_dir, lora)
+        refuse_store(
+            config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
+            generation_config=generation_config,
+        )  # fmt: skip
+        settings, noted = read_settings(
+            base if config is None and lora == "merge" else config,
+            access,
+            None if lora == "adapter" else checkpoint,
+            lambda: cleanup.enter_context(TemporaryDirectory()),
+        )
+        if generation_config is not None:
+            settings = _with_generation(settings, generation_config)
+        tokens = tokenizer_of(tokenizer, settings)
+        given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
+        if not files:
+            given["checkpoint"] = checkpoint
+        refuse_into_source(out_dir, *files, **given)
+
+        config_of_model = None if settings is None or lora == "adapter" else settings.complete(None)
+        asked = naming == HUB or (against_model and group.leads)
+        # One process, whose files replace none and have the tensors' own dtypes. Not in a store,
+        # where a file that is whole can be loaded.
+        guess = group.count == 1 and not overwrite and dtype is None and lora is None
+        comparison = Comparison(
+            config_of_model if asked else None,
+            strict=against_model,
+            guess=guess and is_local(os.fspath(out_dir)),
+        )
+        cleanup.callback(comparison.close)
+
+        def plan() -> Planned:
+            given_layout = GivenLayout(
+                layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
+            )
+            if lora is None:
+                refuse_given(
+                    "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
+                )
+                found = find_contents(
+                    access, checkpoint, prefix, settings, given_layout, naming, comparison
+                )
+                if padded_vocab_size is None:
+                    check_tokenizer(tokens, *found.vocabulary)
+            else:
+                refuse_given("with lora=", **given_layout.given)
+                found = find_peft_contents(
+                    access, checkpoint, prefix, settings, lora, lora_config, base, naming,
+                    comparison, lora_adapter,
+                )  # fmt: skip
+            shapes = {target.name: tuple(target.shape) for target in found.targets}
+            notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
+            found = replace(_cast(found, dtype), notes=(*noted, *found.notes, *notes))
+            return _planned(found, access.open(out_dir), settings, tokens, limit)
+
+        def attempt() -> tuple[Planned, dict[str, Any]]:
+            return _attempt(
+                group, plan,
+                Stages(group, comparison, overwrite, allow_nonfinite, workers, progress, card),
+            )  # fmt: skip
+
+        try:
+            made, decided = attempt()
+        except OtherNamesError:  # what was written meanwhile is gone
+            made, decided = attempt()
+        if converter is not None and group.leads:
+            made_gguf = converter.convert(os.fspath(out_dir))
+    report = _report(made, decided, time.perf_counter() - began)
+    return replace(report, gguf=made_gguf)
+
+
+def _planned(
+    found: ExportContents, where: Storage, settings: ModelConfig | None, tokens: Any, limit: int
+) -> Planned:
+    files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+    output = Output(where, files)
+    if settings is not None and found.predicting is not None:
+        settings = with_prediction_layers(settings, found.predicting)
+    return Planned(
+        found, files, output,
+        lambda kind: write_sidecars(
+            output, settings, tokens, found.adapter, found.targets, kind
+        ),
+        settings,
+    )  # fmt: skip
+
+
+def _attempt(
+    group: ExportGroup, plan: Callable[[], Planned], stages: Stages
+) -> tuple[Planned, dict[str, Any]]:
+    """Plan and write; if that fails, nothing is left. Returns what was written, and what the first
+    process has decided."""
+    with ExitStack() as done:
+        done.callback(stages.close)
+        on_failure = done.enter_context(ExitStack())
+        on_failure.callback(stages.abandon)
+        group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+        decided = group.meet("written", stages.write, stages.publish)
+        on_failure.pop_all()
+    return stages.made, decided
+
+
+def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:
+    notes = (*made.found.notes, *decided["notes"])
+    for note in notes:
+        log.warning("%s: %s", made.output.url, note)
+    return ExportReport(
+        directory=made.output.url,
+        files=tuple(file.name for file in made.files),
+        tensors=len(made.found.targets),
+        nbytes=sum(file.data_bytes for file in made.files),
+        left_out=made.found.left_out,
+        notes=notes,
+        seconds=seconds,
+        naming=made.found.naming,
+        layout=made.found.layout,
+        nonfinite=decided["nonfinite"],
+        source=made.found.source_format,
+    )
+
+
+def _one_file(found: ExportContents) -> tuple[OutputFile, ...]:
+    """Put an adapter's weights into one file."""
+    (file,) = arrange(found.targets, 1 << 62)
+    return (replace(file, name=ADAPTER_WEIGHTS),)
+
+
+def _cast(found: ExportContents, dtype: str | None) -> ExportContents:
+    """The targets in the dtype to write them in."""
+    kept = found.kept.get(dtype or "", frozenset())
+    return replace(
+        found, targets=[t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
+    )
+
+
+def _cast_target(target: Any, dtype: str | None) -> Any:
+    if dtype is None or not _is_float(target.dtype):
+        return target
+    if target.dtype not in CASTABLE:
+        raise UsageError(
+            f"{target.name} has dtype {target.dtype}, which is not cast",
+            remedy=f"export with dtype=None; casts are between {', '.join(CASTABLE)}",
+        )
+    return replace(target, dtype=dtype)
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
+    """The files of ranks, if `checkpoint` is a list of them."""
+    check_paths(out_dir=out_dir)
+    many = isinstance(checkpoint, (list, tuple))
+    paths = checkpoint if many else [checkpoint]
+    if not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise UsageError(
+            f"checkpoint={checkpoint!r}", remedy="pass a path or URL, or a list of paths"
+        )
+    return checkpoint if many else ()
+
+
+def _converter(
+    kind: str | None, command: Any, out_dir: Any, lora: str | None
+) -> GgufConverter | None:
+    if kind is None:
+        refuse_given("without gguf=", gguf_converter=command)
+        return None
+    if lora == "adapter":
+        raise UsageError(
+            'gguf= with lora="adapter"', remedy='pass lora="merge", or convert the adapter with '
+            "llama.cpp's convert_lora_to_gguf.py",
+        )  # fmt: skip
+    return GgufConverter.find(kind, command, os.fspath(out_dir))
+
+
+def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
+    if settings is None:
+        raise UsageError("generation_config= is given, but no config", remedy="pass config= too")
+    return replace(settings, own_generation=read_generation(given))
+
+
+def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:
+    """The access to the directory that is written, and to the checkpoint if there is one."""
+    read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
+    return access_to(out_dir, *read, s3_region=region, s3client_config=config)
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UsageError(
+            f"dtype={dtype!s}", remedy="pass float32, bfloat16 or float16, or None to keep it"
+        )
+    return name
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _size(size: int | str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    unit = match.group(2) if match else "?"
+    if match is None or unit not in _SIZES or float(match.group(1)) * _SIZES[unit] < 1:
+        raise UsageError(
+            f"max_shard_size={size!r}", remedy='pass bytes, or a text such as "5GB" or "512MiB"'
+        )
+    return int(float(match.group(1)) * _SIZES[unit])

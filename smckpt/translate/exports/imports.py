@@ -1,0 +1,262 @@
+"""Import a model as a checkpoint of tensor-, expert- and pipeline-parallel ranks: `import_hf`.
+
+The source is anything that an export reads. One translation goes from the source's tensors to the
+ranks': nothing is written between, and where both sides are layouts, no form of Hugging Face is
+made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.checkpoint.format import new_attempt
+from smckpt.errors import UsageError
+from smckpt.storage import access_to
+from smckpt.storage.urls import normal_url
+from smckpt.topology import ParallelState
+from smckpt.translate.configs.config import CONFIG, ModelConfig
+from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction_layers
+from smckpt.translate.exports.checkpoint_output import CheckpointOutput, rank_files
+from smckpt.translate.exports.sidecars import read_settings
+from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
+from smckpt.translate.models.model_source import GivenLayout, ModelSource, open_model
+from smckpt.translate.models.release import open_release
+from smckpt.translate.ranks.pipeline import stages_of_ranks
+from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.tables.arguments import check_counts, check_flags, check_paths, refuse_store
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.layouts import get_layout
+from smckpt.translate.tables.pieces import Side
+from smckpt.translate.tables.table import TensorLayout
+from smckpt.translate.tables.vocabulary import most_padding, padded_rows
+from smckpt.translate.writing.files import refuse_into_source
+from smckpt.translate.writing.finite import NonFinite, refuse_nonfinite
+from smckpt.translate.writing.stream import write_chunks
+
+__all__ = ["ImportReport", "import_hf"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import wrote. files: the data of each rank, tensor-parallel ranks innermost. notes:
+    remarks for the user. nonfinite: tensor → how many NaN and infinite elements it has, in all
+    ranks' files together. source: the format of what was read.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    layout: str
+    nbytes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    source: str = "smckpt"
+
+
+@alone()
+def import_hf(
+    directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out_dir: str | os.PathLike[str],
+    layout: str | TensorLayout,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    pp: int = 1,
+    config: Any = None,
+    pad_vocab_to_multiple_of: int = 1,
+    prefix: str = "model",
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    overwrite: bool = False,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+    allow_nonfinite: bool = False,
+    allow_equal_ranks: bool = False,
+    mtp: str = DROP,
+    from_layout: str | TensorLayout | None = None,
+    from_tp: int | None = None,
+    from_ep: int | None = None,
+    from_etp: int | None = None,
+    from_pp: int | None = None,
+    from_vpp: int | None = None,
+    from_padded_vocab_size: int | None = None,
+    from_prefix: str | None = None,
+) -> ImportReport:
+    """Write a model as a checkpoint of the ranks of a tensor-parallel layout.
+
+    It is the checkpoint that tp × ep × pp ranks would have saved, each with plain tensors of its
+    own. It records the ranks' coordinates. `load(…, parallel_state=…)` fills a live model of these
+    degrees from it, with or without FSDP. config.json is beside it. Rows of padding are zero. A
+    tensor of which several ranks hold copies is in each rank's file. The bytes of weights are
+    copied, never changed, except quantized ones: float8 with `weight_scale_inv` (DeepSeek) and
+    mxfp4 (GPT-OSS) become the numbers that they stand for, in the config's dtype, and the config
+    that is written has no `quantization_config`. Memory stays at two chunks of 16 MiB per thread.
+
+    Args:
+        directory: a Hugging Face directory (safetensors files, or else `pytorch_model.bin` or its
+            index), or anything else that `export_hf` reads: a checkpoint of another layout or of
+            other degrees, a directory of Megatron's, a list of the files of ranks.
+        out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
+        layout: a layout's name, or a `TensorLayout`.
+        tp: the tensor-parallel degree.
+        ep: the expert-parallel degree.
+        etp: the degree at which experts are cut, if it is not tp, as in `export_hf`. As many ranks
+            are written as are needed for all experts. They are recorded as tp times expert-parallel
+            ranks.
+        pp: the number of pipeline stages, with the same number of layers each. Those of Megatron's
+            layouts (`mcore_…`) number their layers from 0; in others layers keep the model's
+            numbers. The embedding is in the first stage, the last norm and the head in the last
+            one, which has a copy of the embedding where the config ties the two.
+        config: the model's, as in `export_hf`. By default the one in the source's directory.
+        pad_vocab_to_multiple_of: each rank's rows are padded to this multiple (Megatron's
+            make_vocab_size_divisible_by). A note says if a later export will need
+            `padded_vocab_size`.
+        prefix: the dotted place of the model in the state dict that will be loaded; "" for all of
+            it.
+        threads: as in `export_hf`.
+        progress: as in `export_hf`.
+        overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
+        s3_region: as for `save`, if `directory` or `out_dir` is in S3.
+        s3client_config: as for `save`, if `directory` or `out_dir` is in S3.
+        allow_nonfinite: also import weights with NaN or infinity; the report counts them.
+        allow_equal_ranks: as in `export_hf`, of the source.
+        mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
+            leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and
+            refuses a layout that has no such layers, and pipeline stages.
+        from_layout: the source's layout, as `layout` in `export_hf`. Found from the names.
+        from_tp: the source's, where it does not tell: `tp` in `export_hf`.
+        from_ep: `ep` in `export_hf`.
+        from_etp: `etp` in `export_hf`.
+        from_pp: `pp` in `export_hf`.
+        from_vpp: `vpp` in `export_hf`.
+        from_padded_vocab_size: `padded_vocab_size` in `export_hf`.
+        from_prefix: the model's place in the source: `prefix` in `export_hf`.
+
+    Raises:
+        UsageError: an argument is wrong; `out_dir` is not empty; weights are NaN or infinite.
+        KeysMismatchError, TensorMismatchError: the source is not the model that the config
+            describes.
+        TopologyError: a degree does not divide a size of the model.
+    """
+    began = time.perf_counter()
+    check_paths(out_dir=out_dir)
+    files = directory if isinstance(directory, (list, tuple)) else ()
+    if not files:
+        check_paths(directory=directory)
+    refuse_store(config=config)
+    workers = min(8, os.cpu_count() or 1) if threads is None else threads
+    check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers, pp=pp)
+    check_flags(
+        overwrite=overwrite, allow_nonfinite=allow_nonfinite, allow_equal_ranks=allow_equal_ranks
+    )
+    check_mtp(mtp)
+    if not isinstance(prefix, str):
+        raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
+    degrees = Degrees.of(tp, ep, etp)
+    url = normal_url(os.fspath(out_dir))
+    read = [] if files else [os.fspath(directory)]  # type: ignore[arg-type]
+    access = access_to(url, *read, s3_region=s3_region, s3client_config=s3client_config)
+    refuse_into_source(url, *files, directory=None if files else directory, config=config)
+    with ExitStack() as cleanup:
+        settings, config_notes = read_settings(
+            config, access, directory, lambda: cleanup.enter_context(TemporaryDirectory())
+        )
+        where = os.fspath(files[0]) if files else read[0]
+        family = model_dims(settings, where).family
+        assert settings is not None
+        chosen = get_layout(layout, family)
+        given = GivenLayout(
+            from_layout, from_tp, from_ep, from_etp, from_padded_vocab_size, from_pp, from_vpp,
+            mtp, allow_equal_ranks,
+        )  # fmt: skip
+        found = open_model(access, directory, from_prefix, settings, given)
+        side, reader, predicting, left_out = _side_of(found, settings, family, mtp)
+        chunks, made = to_ranks(reader, side, chosen, degrees, pad_vocab_to_multiple_of)
+        cleanup.callback(chunks.close)
+        stages = stages_of_ranks(chosen, side.dims, degrees.ep, pp)
+        topology = ParallelState(
+            degrees.ranks * pp, tensor_parallel_degree=tp,
+            expert_parallel_degree=degrees.columns, pipeline_parallel_degree=pp,
+        )  # fmt: skip
+        size = side.dims.sizes["V"]
+        notes = [
+            *(note for note in config_notes if config is None and not found.is_hub), *found.notes,
+            *left_out, *_notes(chosen, size, degrees.tp, pad_vocab_to_multiple_of),
+        ]  # fmt: skip
+        nonfinite = NonFinite()
+        ranker, attempt = topology.ranker, new_attempt()
+        own = [
+            stages[ranker.get_pp_rank(r)].of(made[ranker.get_tp_rank(r), ranker.get_ep_rank(r)])
+            for r in range(topology.world_size)
+        ]
+        written = rank_files(attempt, tuple(filter(None, prefix.split("."))), own)
+        output = CheckpointOutput(access.open(url), attempt, written)
+        cleanup.callback(output.close)
+        output.prepare(overwrite=overwrite)
+        on_failure = cleanup.enter_context(ExitStack())
+        on_failure.callback(output.abandon)
+        write_chunks(chunks, output, written, workers, progress, nonfinite.look)
+        counts = nonfinite.counts
+        notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
+        output.put_parts(topology, {"layout": chosen.name})
+        # last, because it replaces the old checkpoint's config, which must stay until `commit`
+        if predicting or left_out:
+            settings = with_prediction_layers(settings, predicting)
+        output.put(CONFIG, (json.dumps(_config(settings), indent=2) + "\n").encode())
+        on_failure.pop_all()
+        output.commit(sweep_older=overwrite)
+    for note in notes:
+        log.warning("%s: %s", output.url, note)
+    return ImportReport(
+        output.url, tuple(file.name for file in written), chosen.name,
+        sum(file.data_bytes for file in written), time.perf_counter() - began, tuple(notes),
+        counts, found.format,
+    )  # fmt: skip
+
+
+def _side_of(
+    found: ModelSource, settings: ModelConfig, family: Family, mtp: str
+) -> tuple[Side, TensorReader, int, tuple[str, ...]]:
+    """The tensors of a source as a side, their reader, how many layers that predict further tokens
+    are among them, and notes."""
+    if not found.cut:
+        reader, predicting, left_out = open_release(found.reader, settings, family, mtp)
+        dims = model_dims(settings, reader.url, predicting)
+        return source_of_release(reader, dims), reader, predicting, left_out
+    given = found.given
+    side, predicting, notes = source_of_ranks(
+        found.reader, settings, given.layout, found.degrees, given.padded_vocab_size, mtp,
+        found.facts,
+    )  # fmt: skip
+    return side, found.reader, predicting, notes
+
+
+def _config(settings: ModelConfig) -> dict[str, Any]:
+    """The config of what was written: nothing is quantized."""
+    values = settings.complete(None)
+    values.pop("quantization_config", None)
+    return values
+
+
+def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:
+    """A note if a later export would not recognise the padding by itself."""
+    rows = padded_rows(size, tp, multiple)
+    padded = any(row.how == "vocabulary" for row in layout.rows)
+    if not padded or rows - size <= most_padding(rows, tp):
+        return []
+    return [
+        f"the vocabulary of {size} is padded to {rows} rows, which is not a multiple that "
+        f"trainers round up to: export with padded_vocab_size={rows}"
+    ]

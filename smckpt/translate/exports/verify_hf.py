@@ -1,0 +1,350 @@
+"""Check that a Hugging Face directory is a working model: `verify_hf`.
+
+It checks that `from_pretrained` finds every tensor and no other. On request it also checks that the
+weights are bit for bit those of a checkpoint, and that the model computes what a reference
+computes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smckpt.calls import alone
+from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.storage import access_to
+from smckpt.translate.configs.config import CONFIG, ModelConfig, read_config
+from smckpt.translate.configs.prediction import DROP, PREDICTION_LAYERS, further_layers
+from smckpt.translate.models.comparison import Comparison
+from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
+from smckpt.translate.models.meta_model import compare
+from smckpt.translate.models.model_source import GivenLayout
+from smckpt.translate.models.release import weights_of
+from smckpt.translate.ranks.translated import Translated, TranslatedSource
+from smckpt.translate.sources.rank_files import TensorReader, open_directory
+from smckpt.translate.tables.arguments import check_paths, refuse_given, refuse_store
+from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.names import find_ties
+from smckpt.translate.tables.table import TensorLayout
+from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
+from smckpt.translate.writing.files import aligned
+from smckpt.translate.writing.stream import CHUNK, ChunkSource, tied_names
+from smckpt.translate.writing.targets import Chunk, Range, Target, is_quantized
+
+__all__ = ["HFReport", "verify_hf"]
+
+LOGITS_TOLERANCE = 1e-5  # absolute difference of fp32 logits; it allows only another order of sums
+
+
+@dataclass(frozen=True)
+class HFReport:
+    """What was checked, and what is wrong.
+
+    tensors: how many the files have. compared: how many were compared bit for bit with the
+        checkpoint. logits: the largest difference from the reference's logits, or None.
+    """
+
+    directory: str
+    tensors: int
+    compared: int
+    logits: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+@alone()
+def verify_hf(
+    directory: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    reference: str | os.PathLike[str] | None = None,
+    prefix: str | None = None,
+    layout: str | TensorLayout | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    padded_vocab_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> HFReport:
+    """Check an exported model. It needs transformers. It downloads nothing and runs only
+    transformers' own code.
+
+    Args:
+        directory: has config.json and safetensors files.
+        against: a checkpoint. Every tensor must equal the checkpoint's, after a cast if the
+            directory has another floating dtype. The directory's config gives the sizes. Weights
+            that only the directory has quantized are compared as `import_hf` reads them.
+        reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
+        prefix: of the checkpoint, as in `export_hf`.
+        layout: of the checkpoint, as in `export_hf`.
+        tp: of the checkpoint, as in `export_hf`.
+        ep: of the checkpoint, as in `export_hf`.
+        etp: of the checkpoint, as in `export_hf`.
+        pp: of the checkpoint, as in `export_hf`.
+        vpp: of the checkpoint, as in `export_hf`.
+        padded_vocab_size: of the checkpoint, as in `export_hf`.
+        progress: called with (bytes compared, bytes in total).
+
+    Returns:
+        A report. It lists faults of the model, which are not raised.
+
+    Raises:
+        UsageError: it is not the directory of a model, or transformers is not installed.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    others = {"against": against, "reference": reference}
+    check_paths(directory=directory, **{n: path for n, path in others.items() if path is not None})
+    refuse_store(directory=directory, reference=reference)
+    folder = Path(os.fspath(directory))
+    given = {
+        "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,
+        "pp": pp, "vpp": vpp,
+        "padded_vocab_size": padded_vocab_size,
+    }  # fmt: skip
+    if against is None:
+        refuse_given("without against=", **given)
+    files = open_directory(folder, exact=True)
+    stored = _tensors(files)
+    settings = read_config(folder) if (folder / CONFIG).is_file() else None
+    kind, problems = _in_memory(settings, stored)
+    problems += _untied(files, stored, settings)
+    family = None if settings is None else find_family(settings.values["model_type"])
+    further = further_layers(stored, family, settings)
+    compared = 0
+    if against is not None:
+        # layers that predict further tokens are compared if both sides have them
+        mtp = None if further else DROP
+        given_layout = GivenLayout(
+            layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, equal_ranks=True
+        )
+        try:
+            with closing(_comparison(settings)) as comparison:
+                theirs = find_contents(
+                    access_to(against), against, prefix, settings, given_layout, HUB, comparison
+                )
+        except TensorMismatchError as error:  # tied tensors, or copies of ranks, differ
+            problems.append(f"the checkpoint is not such a model: {error}")
+        else:
+            reader: TensorReader = files
+            if settings is not None and not any(map(is_quantized, theirs.targets)):
+                reader, *_ = weights_of(files, settings, family, None if theirs.further else DROP)
+            own = _tensors(reader)
+            problems += _differences(own, TranslatedSource(reader), theirs, settings, progress)
+            compared = len(own)
+    said = None if settings is None else settings.values.get(PREDICTION_LAYERS)
+    true = said == len(set(further.values()))  # then transformers leaves them out by right
+    model, found = _loaded(folder, kind, (family, settings) if true else (None, None))
+    problems += found
+    logits = None
+    if reference is not None and model is not None:
+        other, found = _loaded(Path(os.fspath(reference)), kind, (family, settings))
+        problems += [f"reference: {text}" for text in found]
+        if other is not None:
+            logits = _logits_apart(model, other)
+            if not logits <= LOGITS_TOLERANCE:  # NaN is a difference too
+                problems.append(f"logits differ from the reference's by up to {logits:g}")
+    return HFReport(str(folder), len(stored), compared, logits, tuple(problems))
+
+
+def _tensors(reader: TensorReader) -> dict[str, Translated]:
+    return {target.name: target for target in whole_tensors(reader)}
+
+
+def _untied(
+    files: TensorReader, stored: Mapping[str, Translated], settings: ModelConfig | None
+) -> list[str]:
+    """A problem for a head that the config ties and that differs: transformers 4 and servers put
+    the embedding in its place, and transformers 5 does not."""
+    if settings is None or not settings.ties_embeddings:
+        return []
+    try:
+        tied_names(TranslatedSource(files), stored.values(), files.url)
+    except TensorMismatchError as error:
+        return [error.message]
+    return []
+
+
+# -- against a checkpoint ------------------------------------------------------------------------
+
+
+def _comparison(settings: ModelConfig | None) -> Comparison:
+    return Comparison(None if settings is None else settings.complete(None), strict=False)
+
+
+def _differences(
+    stored: Mapping[str, Translated],
+    files: TranslatedSource,
+    theirs: ExportContents,
+    settings: ModelConfig | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[str]:
+    """The differences between the directory and the checkpoint. For a translated checkpoint, the
+    proof shows that each element of one side belongs to one element of the other. So if nothing
+    differs, the inverse translation gives the checkpoint bit for bit."""
+    wanted = {target.name: target for target in theirs.targets}
+    tied = settings is not None and settings.ties_embeddings
+    copies = {tie.left_out: tie.kept for tie in find_ties(stored)} if tied else {}
+    problems = [f"only the checkpoint has {name}" for name in wanted if name not in stored]
+    total, done = sum(_nbytes(t) for t in stored.values()), 0
+    with closing(theirs.source), closing(files):
+        for name, ours in stored.items():
+            target = wanted.get(name, wanted.get(copies.get(name, "")))
+            if target is None:
+                problems.append(f"the checkpoint lacks {name}")
+            elif problem := _difference(theirs.source, target, files, ours):
+                problems.append(f"{name}: {problem}")
+            done += _nbytes(ours)
+            if progress is not None:
+                progress(done, total)
+    return problems
+
+
+def _nbytes(tensor: Target) -> int:
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+
+
+def _difference(
+    source: ChunkSource, theirs: Target, files: TranslatedSource, ours: Translated
+) -> str | None:
+    """How a tensor of the directory differs from the checkpoint's, or None."""
+    if tuple(theirs.shape) != ours.shape:
+        return f"shape {list(ours.shape)}, but the checkpoint has {list(theirs.shape)}"
+    casts = theirs.dtype != ours.dtype
+    if casts and not {theirs.dtype, ours.dtype} <= set(CASTABLE):
+        return f"dtype {ours.dtype}, but the checkpoint has {theirs.dtype}"
+    sizes = [DTYPES[tensor.dtype].itemsize for tensor in (theirs, ours)]
+    numel, step = math.prod(ours.shape), CHUNK // max(sizes)
+    memory = [aligned(min(step, numel) * size) for size in sizes]
+    for start in range(0, numel, step):
+        stop = min(numel, start + step)
+        wanted, found = (
+            data[: (stop - start) * size] for data, size in zip(memory, sizes, strict=True)
+        )
+        for reader, tensor, view in ((source, theirs, wanted), (files, ours, found)):
+            chunk = Chunk(0, len(view), (Range(tensor, start, stop, 0),))
+            reader.read(reader.plans_of([chunk])[0], [view])
+        if casts:
+            values = np.frombuffer(wanted, stored_type(theirs.dtype))
+            wanted = memoryview(cast(values, theirs.dtype, ours.dtype).tobytes())
+        if wanted != found:
+            return f"differs from the checkpoint within elements {start} to {stop}"
+    return None
+
+
+# -- in transformers -----------------------------------------------------------------------------
+
+
+def _in_memory(settings: ModelConfig | None, stored: Mapping[str, Target]) -> tuple[str, list[str]]:
+    """The class whose names and shapes these are; and a problem for names that only transformers'
+    memory form has, although transformers 5 loads them."""
+    nothing: tuple[str, list[str]] = "AutoModelForCausalLM", []
+    if settings is None or settings.values.get("quantization_config"):
+        return nothing
+    try:
+        found = compare(settings.complete(None), {n: tuple(t.shape) for n, t in stored.items()})
+    except ImportError:  # `_loaded` reports it
+        return nothing
+    if isinstance(found, str):
+        return nothing
+    if found.hub is None:
+        return found.kind, []
+    released = {tensor.name for tensor in found.hub}
+    others = sorted(name for name in stored if name not in released)
+    return found.kind, [
+        f"{len(others)} names are not those of released models, but those that transformers "
+        f"{_version()} has in memory, which other versions and servers do not load: {others[:8]}"
+    ]
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _loaded(
+    folder: Path, nearest: str, further: tuple[Family | None, ModelConfig | None]
+) -> tuple[Any, list[str]]:
+    """The model as transformers loads it in float32, and the problems that it reports. `nearest`:
+    its class, if the config names none. `further`: whose layers that predict further tokens it may
+    leave out."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "transformers is not installed", remedy='pip install "smckpt[hf]"'
+        ) from error
+    import torch
+
+    if strange := [path.name for path in sorted(folder.iterdir()) if _is_no_file(path)]:
+        return None, [f"{name} is a pipe or device, not a file" for name in strange]
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        kind = getattr(transformers, (config.architectures or [nearest])[0], None)
+        if kind is None:
+            return None, [f"transformers does not know the architecture {config.architectures}"]
+        with _quiet(transformers):
+            model, info = kind.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # a model's code may raise anything on files that do not fit
+        return None, [f"from_pretrained: {type(error).__name__}: {error}"]
+    told = {what: set(map(str, names)) for what, names in info.items()}
+    unexpected = told.get("unexpected_keys", set())
+    unexpected.difference_update(further_layers(unexpected, *further))
+    problems = [f"from_pretrained: {what}: {sorted(names)[:8]}"
+                for what, names in told.items() if names]  # fmt: skip
+    return model.eval(), problems
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether it is a pipe or device. transformers would open it, and might wait without end."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Hide transformers' own progress bar."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _logits_apart(model: Any, other: Any) -> float:
+    """The largest difference of two models' logits on fixed tokens."""
+    import torch
+
+    vocabulary = min(int(m.get_input_embeddings().weight.shape[0]) for m in (model, other))
+    tokens = (torch.arange(64).reshape(2, 32) * 31 + 7) % vocabulary
+    inputs = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens[:, :8]
+    with torch.no_grad():
+        a, b = (m(**inputs).logits for m in (model, other))
+    if a.shape != b.shape:
+        return math.inf
+    return float((a - b).abs().max())

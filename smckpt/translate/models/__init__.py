@@ -1,0 +1,1 @@
+"""Which tensors of a source are the model, under which names: adapters, quantized and compared."""

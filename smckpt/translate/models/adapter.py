@@ -1,0 +1,454 @@
+"""The tensors of an export of a PEFT model: its adapter, or its base with the adapter merged."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.strided import Copy
+from smckpt.storage import Access
+from smckpt.storage.urls import is_local, local_path
+from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.models.adapter_changes import (
+    Adapters,
+    change_of_pair,
+    changed_tensor,
+    changes_of,
+)
+from smckpt.translate.models.comparison import Comparison
+from smckpt.translate.models.contents import (
+    HUB,
+    MODULE,
+    ExportContents,
+    head_notes,
+    kept_of_family,
+    renamed,
+    whole_tensors,
+)
+from smckpt.translate.models.lora import (
+    ADAPTER_CONFIG,
+    LoraConfig,
+    PeftTensors,
+    read_lora_configs,
+    sort,
+)
+from smckpt.translate.models.merged import Change, Merged, MergedSource
+from smckpt.translate.models.model_source import GivenLayout, open_model
+from smckpt.translate.models.quantized import dequantized
+from smckpt.translate.ranks.translated import Translated, TranslatedSource
+from smckpt.translate.sources.rank_files import TensorReader, open_directory
+from smckpt.translate.tables.arguments import refuse_given
+from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.detect import looks_transformed
+from smckpt.translate.tables.names import HubTensor, find_ties
+from smckpt.translate.tables.pieces import RankTensors
+from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
+from smckpt.translate.writing.files import aligned
+from smckpt.translate.writing.stream import tied_names
+from smckpt.translate.writing.targets import (
+    ADAPTER_WEIGHTS,
+    ADAPTER_WEIGHTS_BIN,
+    Chunk,
+    Range,
+    Target,
+)
+
+__all__ = ["find_peft_contents"]
+
+_LOOKED_AT = 4096  # elements of a weight
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+def find_peft_contents(
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
+    lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
+    name: str | Sequence[str] | None = None,
+) -> ExportContents:  # fmt: skip
+    """The adapter in a checkpoint of a PEFT model, or the base with adapters merged into it.
+
+    Raises:
+        as `export_hf`.
+    """
+    if lora not in ("adapter", "merge"):
+        raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
+    checkpoint, lora_config = _place_of(checkpoint, lora_config, access)
+    names = _names(name)
+    if lora == "adapter" and len(names) > 1:
+        raise UsageError(
+            f"a directory of an adapter holds one, but lora_adapter= names {', '.join(names)}",
+            remedy="export one at a time, each to a directory of its own",
+        )
+    kind = None if settings is None else settings.values["model_type"]
+    configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
+    opened = open_model(access, checkpoint, prefix, settings, GivenLayout(), peft=True)
+    reader, url = opened.reader, opened.reader.url
+    if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
+        raise _of_ranks(url)
+    tensors = {target.name: target for target in whole_tensors(reader)}
+    adapters = [
+        (sort(tensors, url, each), config)
+        for each, config in zip(names or (None,), configs, strict=True)
+    ]
+    for parts, config in adapters:
+        config.check(parts.pairs, url)
+        config.check_magnitudes(parts.pairs, parts.magnitudes, url)
+    if lora == "adapter":
+        refuse_given('with lora="adapter"', base=base, config=settings)
+        ((parts, adapter),) = adapters
+        adapter.refuse_biases(url)
+        own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
+        source = TranslatedSource(reader)
+        return ExportContents(
+            source, own, naming=MODULE, adapter=adapter, identity=opened.identity,
+            source_format=opened.format, step=opened.step,
+        )  # fmt: skip
+    for config in configs:
+        config.refuse_unmerged(url)
+    whole = _saved_whole(names, [parts for parts, _ in adapters], url)
+    if base is None:
+        found = _merged_here(reader, whole, adapters, settings, naming, comparison)
+    else:
+        directory = _open_base(base, configs, settings)
+        found = _merged_there(reader, whole, adapters, settings, directory, comparison)
+    kept = kept_of_family(settings, found.targets)
+    return replace(
+        found, identity=opened.identity, kept=kept, source_format=opened.format, step=opened.step
+    )
+
+
+def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
+    """The checkpoint, and the adapter's config: by default that beside the adapter's weights. Of a
+    directory that PEFT saved, the weights are the checkpoint.
+
+    Raises:
+        UsageError: it is a list of several files.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        if len(checkpoint) != 1:
+            raise _of_ranks(os.fspath(checkpoint[0]) if checkpoint else None)
+        (checkpoint,) = checkpoint
+    url = os.fspath(checkpoint)
+    if not is_local(url):
+        return checkpoint, lora_config
+    path = Path(local_path(url))
+    if path.is_dir():
+        names = (ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN)
+        weights = next((path / name for name in names if (path / name).is_file()), None)
+        checkpoint = checkpoint if weights is None else weights
+    folder = path if path.is_dir() else path.parent
+    if lora_config is None and (folder / ADAPTER_CONFIG).is_file():
+        lora_config = folder
+    return checkpoint, lora_config
+
+
+def _of_ranks(where: str | None) -> UsageError:
+    return UsageError(
+        "lora= is for one state of a whole model, not for parts of tensor-parallel ranks",
+        remedy="leave it out, or pass one file", path=where,
+    )  # fmt: skip
+
+
+def _merged_here(
+    reader: TensorReader, whole: Mapping[str, Translated], adapters: Adapters,
+    settings: ModelConfig | None, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Adapters merged into the base that is in the checkpoint."""
+    url = reader.url
+    stored = {**adapters[0][0].base, **whole}
+    if looks_transformed(stored):
+        raise UsageError(
+            "the base's names are not those that Hugging Face has on disk",
+            remedy="pass base= the Hugging Face directory of the base model",
+            path=url,
+        )
+    made = _into_checkpoint(stored, adapters, naming, comparison, url)
+    _refuse_both(whole, made, url)
+    maybe_merged = _refuse_merged(reader, adapters, url)
+    tied: tuple[str, ...] = ()
+    if settings is not None and settings.ties_embeddings:
+        plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
+        tied = tied_names(TranslatedSource(reader), plain, url)
+    adapters[0][1].refuse_tied(tied, made.changed, url)
+    notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
+    notes += maybe_merged
+    targets = [target for target in made.targets if target.name not in tied]
+    return ExportContents(MergedSource(reader), targets, tied, notes, made.naming)
+
+
+def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tuple[str, ...]:
+    """A state that was saved while `merge_adapter` was active has the adapter in the base's weights
+    already. Compare these with the base that the adapter's config names.
+
+    Returns:
+        a note, if that base is not here.
+
+    Raises:
+        TensorMismatchError: the weights are those of the base with the adapter added.
+    """
+    parts, config = adapters[0]
+    place = config.values.get("base_model_name_or_path")
+    directory: TensorReader | None = None
+    if isinstance(place, str) and os.path.isdir(place):
+        with suppress(CheckpointError):
+            directory = open_directory(Path(place))
+    if directory is None:
+        return (
+            "whether the state was saved while merge_adapter() was active cannot be told without "
+            "the base that the adapter's config names; if it was, the adapter is in it twice: pass "
+            "base= the directory of the base's weights",
+        )
+    try:
+        there = {target.name: target for target in whole_tensors(directory)}
+        shared = {n: t.shape for n, t in there.items() if n in parts.base}
+        found = config.weights(parts.pairs, shared, where)
+        source = MergedSource(_Both(reader, directory))
+        for name, module in found.items():
+            own, base = parts.base[name], there[name]
+            if own.shape != base.shape or {own.dtype, base.dtype} - CASTABLE.keys():
+                continue
+            change = change_of_pair(parts, config, module, name, base.shape, where)
+            if len(base.shape) != 2 or change.magnitude is not None:
+                continue
+            merged = changed_tensor(base, (change,), None, where)
+            have, plain, added = (_first(source, t) for t in (own, base, merged))
+            if 4 * abs(have - added).max() < abs(have - plain).max():
+                raise TensorMismatchError(
+                    f"{name} is the base's weight with the adapter added: the state was saved "
+                    "while merge_adapter() was active, and a merge would add it twice",
+                    remedy="pass base= the directory of the base's weights, or save after "
+                    "unmerge_adapter()",
+                    path=where,
+                )
+    finally:
+        directory.close()
+    return ()
+
+
+def _first(source: MergedSource, target: Target) -> Array:
+    """The first elements of a tensor, in float64."""
+    count = min(math.prod(target.shape), _LOOKED_AT)
+    item = Range(target, 0, count, 0)
+    memory = aligned(count * DTYPES[target.source_dtype].itemsize)
+    (plan,) = source.plans_of([Chunk(0, 0, (item,))])
+    source.read(plan, [memory])
+    dtype = target.source_dtype
+    return cast(np.frombuffer(memory, stored_type(dtype)), dtype, "float64")
+
+
+def _merged_there(
+    reader: TensorReader, whole: Mapping[str, Translated], adapters: Adapters,
+    settings: ModelConfig | None, directory: TensorReader, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Adapters merged into the base in a Hugging Face directory."""
+    url = reader.url
+    made = _into_directory(whole, adapters, directory, comparison, url)
+    _refuse_both(whole, made, url)
+    if settings is not None and settings.ties_embeddings:
+        _refuse_tied_to_released(made, whole, [config for _, config in adapters], url)
+    notes = (
+        *head_notes([*directory.held], settings),
+        *(made.notes if settings is not None else ()),
+    )
+    return ExportContents(
+        MergedSource(_Both(reader, directory)), made.targets, (), notes, made.naming
+    )
+
+
+def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite, where: str) -> None:
+    if lost := sorted(whole.keys() & {*made.changed}):
+        raise UsageError(
+            f"one adapter saves {lost[0]} whole (modules_to_save), and another adds to it",
+            remedy="export them one at a time, or merge them with PEFT",
+            path=where,
+        )
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The adapters' names, in the order to merge them; none if none is given.
+
+    Raises:
+        UsageError: they are not names, or one is there twice.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(isinstance(name, str) and name for name in names) or given in ("", [], ()):
+        raise UsageError(f"lora_adapter={given!r}", remedy="pass a name, or a list of names")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"lora_adapter= names {', '.join(twice)} twice", remedy="name each adapter once"
+        )
+    return names
+
+
+def _saved_whole(
+    names: Sequence[str], adapters: Sequence[PeftTensors[Translated]], where: str
+) -> dict[str, Translated]:
+    """The tensors that adapters save whole.
+
+    Raises:
+        UsageError: two save the same.
+    """
+    made: dict[str, Translated] = {}
+    for number, parts in enumerate(adapters):
+        for name in made.keys() & parts.saved.keys():
+            others = [n for n, p in zip(names, adapters[:number], strict=False) if name in p.saved]
+            raise UsageError(
+                f"{others[0]} and {names[number]} both save {name} whole (modules_to_save), and a "
+                "merged model can have only one of them",
+                remedy="export one of them alone, or leave one out of lora_adapter=",
+                path=where,
+            )
+        made |= parts.saved
+    return made
+
+
+@dataclass(frozen=True)
+class _ToWrite:
+    """The tensors to write. changed: names of the model's weights that the adapter changes."""
+
+    targets: Sequence[Merged | Translated]
+    changed: Sequence[str]
+    naming: str
+    notes: tuple[str, ...] = ()
+
+
+def _into_checkpoint(
+    base: Mapping[str, Translated], adapters: Adapters, naming: str, comparison: Comparison,
+    where: str,
+) -> _ToWrite:  # fmt: skip
+    """The base is in the checkpoint, by the names in memory."""
+    stored = {name: replace(tensor, name=name) for name, tensor in base.items()}
+    changes = changes_of(adapters, {n: t.shape for n, t in stored.items()}, where)
+    hub: Sequence[HubTensor] | None = None
+    notes: tuple[str, ...] = ()
+    if naming == HUB:
+        found = comparison.names([*stored.values()], where)
+        if isinstance(found, str):
+            naming, notes = MODULE, (f"the names are those of the state dict: {found}",)
+        else:
+            hub = found.hub if found is not None else None
+    if hub is None:
+        made = [changed_tensor(t, changes.get(t.name, ()), None, where) for t in stored.values()]
+        return _ToWrite(made, [*changes], naming, notes)
+    moved = {tensor.name: tensor for tensor in hub}
+    made = [
+        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes), where)
+        for t in renamed(hub, [*stored.values()])
+    ]
+    return _ToWrite(made, [*changes], naming, notes)
+
+
+def _into_directory(
+    whole: Mapping[str, Translated], adapters: Adapters, directory: TensorReader,
+    comparison: Comparison, where: str,
+) -> _ToWrite:  # fmt: skip
+    """The base is in a Hugging Face directory. Its names may differ from those in memory, which the
+    adapter has; then transformers tells them."""
+    stored = {target.name: target for target in whole_tensors(directory)}
+    shapes = {name: target.shape for name, target in stored.items()}
+    hub: Mapping[str, HubTensor] = {}
+    known = whole.keys() <= shapes.keys() and all(
+        len(config.weights(parts.pairs, shapes, where)) == len(parts.pairs)
+        for parts, config in adapters
+    )
+    if not known:
+        found = comparison.names([*stored.values()], where, memory=True)
+        if not isinstance(found, str) and found is not None and found.memory:
+            shapes = {**shapes, **found.memory}
+            hub = {tensor.name: tensor for tensor in found.hub or ()}
+    else:
+        comparison.names([*stored.values()], where)
+    changes = changes_of(adapters, shapes, where)
+    saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
+    moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
+    stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
+    made = [
+        changed_tensor(t, *_change_of(hub.get(name), name, changes), where)
+        for name, t in stored.items()
+    ]
+    return _ToWrite(made, [*changes], HUB)
+
+
+def _refuse_tied_to_released(
+    made: _ToWrite, whole: Mapping[str, Translated], configs: Sequence[LoraConfig], where: str
+) -> None:
+    """Raise UsageError if an adapter trains the embedding of a model whose directory has no head of
+    its own. The trained model's head is the embedding as it was, and that directory has no place
+    for both."""
+    together = all(config.values.get("ensure_weight_tying") for config in configs)
+    headed = find_ties([*(target.name for target in made.targets), _EMBEDDING])
+    if not headed and not together and find_ties([*made.changed, *whole, _HEAD]):
+        raise UsageError(
+            "the adapter trains an embedding that the config ties to the head, and the head was "
+            "not trained with it",
+            remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave base= '
+            "out and pass config= with tie_word_embeddings=False",
+            path=where,
+        )
+
+
+def _change_of(
+    hub: HubTensor | None, name: str, changes: Mapping[str, tuple[Change, ...]]
+) -> tuple[tuple[Change, ...], Copy | None]:
+    """The changes of the weight in memory that a tensor is a part of, and where it is in there.
+
+    Raises:
+        UsageError: it is made of several tensors, and an adapter changes one of them.
+    """
+    if hub is None:
+        return changes.get(name, ()), None
+    changed = [part for part, _ in hub.parts if part in changes]
+    if not changed:
+        return (), None
+    if len(hub.parts) > 1:
+        raise UsageError(
+            f"released models of this family hold {changed[0]} in other tensors ({hub.name}), "
+            "which are not merged with an adapter",
+            remedy="pass naming='module', which transformers 5 loads, or merge it with PEFT",
+        )
+    ((part, copy),) = hub.parts
+    return changes[part], copy
+
+
+class _Both:
+    """One reader for a checkpoint's tensors and for a directory's."""
+
+    def __init__(self, checkpoint: TensorReader, directory: TensorReader) -> None:
+        self.url = checkpoint.url
+        self.held: Mapping[str, RankTensors] = {**directory.held, **checkpoint.held}
+        self._checkpoint = checkpoint
+        self._directory = directory
+
+    def plan(self, blocks: Sequence[Block]) -> Any:
+        held = self._checkpoint.held  # PEFT's names are no released model's
+        own = [block for block in blocks if block.source.name in held]
+        others = [block for block in blocks if block.source.name not in held]
+        return self._checkpoint.plan(own), self._directory.plan(others)
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        self._checkpoint.read(plan[0], buffers)
+        self._directory.read(plan[1], buffers)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+        self._directory.close()
+
+
+def _open_base(
+    directory: str | os.PathLike[str], configs: Sequence[LoraConfig], settings: ModelConfig | None
+) -> TensorReader:
+    """The base's weights in a Hugging Face directory; those that are quantized become numbers."""
+    for config in configs:
+        config.refuse_biases(os.fspath(directory))
+        config.refuse_other_base(os.fspath(directory))
+    return dequantized(open_directory(Path(os.fspath(directory))), settings)

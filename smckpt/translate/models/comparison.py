@@ -1,0 +1,326 @@
+"""Compares the tensors of an export with the model that its config describes.
+
+Tensors that are exactly those of a built-in family's table fit, because tests compare these tables
+with transformers. Other tensors are compared with a model on the meta device. That model also gives
+the names in released checkpoints. If torch and transformers are not loaded yet, a child process
+builds the model, so that the export itself needs little memory. The child needs seconds to import
+them. Meanwhile an export may begin under the names that it has, which those in released checkpoints
+mostly are, and begin again if they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smckpt.errors import CheckpointError, KeysMismatchError
+from smckpt.layout.mesh import Shape
+from smckpt.translate.configs.prediction import DROP
+from smckpt.translate.models.meta_model import Fit, compare, main
+from smckpt.translate.models.model import hub_side
+from smckpt.translate.tables.dims import read_dims
+from smckpt.translate.tables.families import is_built_in
+from smckpt.translate.tables.names import find_ties, places_of_models, prefix_remedy
+from smckpt.translate.tables.pieces import TensorKey, tensors_of
+from smckpt.translate.writing.targets import Target, is_quantized
+
+__all__ = ["Comparison", "OtherNamesError"]
+
+_LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
+_ABSENT = "transformers is not installed"
+_CHILD = f"from {main.__module__} import main; main()"
+# endings of the classes of the models that tables are of
+_HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+class OtherNamesError(CheckpointError):
+    """An export began under the names that it has, and those in released checkpoints differ."""
+
+
+class Comparison:
+    """Compares names and shapes with the model of `config`. It starts to compare when it is made.
+
+    `names` waits for the released names. `tell` passes the tensors that will be written. `check`
+    raises if they are known not to fit. `finish` waits for the result. With `strict` False nothing
+    is raised.
+
+    guess: `names` does not wait. It takes the given names for the released ones, and `check` and
+        `finish` raise OtherNamesError if they are not. After that, `names` knows.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any] | None, *, strict: bool = True, guess: bool = False
+    ) -> None:
+        self._config = config
+        self._strict = strict
+        self._guess = guess
+        self._guessed = False
+        self._found: Fit | str | None = None
+        self._child: _Child | None = None
+        self._where = ""
+        self._names: list[str] = []
+        self._told = False
+        self._table: Mapping[str, Shape] | None = None
+        if config is None:
+            self._found = "no config was given"
+        elif importlib.util.find_spec("transformers") is None:
+            self._found = _ABSENT
+        else:  # the config without quantization; `_tell` checks the tensors for it
+            config = {k: v for k, v in config.items() if k != "quantization_config"}
+            self._config = config
+        if config is not None:
+            self._table = _released(config)
+            if self._table is None and self._found is None:
+                self._begin(config)
+
+    def names(
+        self, targets: Sequence[Target], where: str, *, memory: bool = False
+    ) -> Fit | str | None:
+        """How the tensors of a state dict fit the released model, and which of its tensors they
+        make.
+
+        Args:
+            memory: the tensors may be those of a released model; tell how they are made from those
+                in memory.
+
+        Returns:
+            None if they are those of a family's table; a text with the reason if it is not known.
+
+        Raises:
+            KeysMismatchError: they are not those of the config's model.
+        """
+        if not memory and self._is_table({target.name: target.shape for target in targets}):
+            self._told = True
+            return None
+        self._tell(targets, where, memory)
+        if self._guess and self._child is not None and self._found is None:
+            self._guess, self._guessed = False, True
+            return Fit("", ())
+        self._wait()
+        return self._found
+
+    def further(self, shapes: Mapping[str, Shape], count: int, where: str) -> None:
+        """Compare the tensors of `count` layers that predict further tokens with the family's
+        table. What they share with the model may be missing.
+
+        Raises:
+            KeysMismatchError: they do not fit; the message lists the differences.
+        """
+        if not count or not self._strict or self._config is None:
+            return
+        dims = read_dims(self._config, where, predicting=count)
+        side = hub_side(dims)
+        wanted = {
+            place.name: side.shapes[TensorKey(place.name, 0, 0)]
+            for place in tensors_of(side.layout, dims, 1)
+            if place.layer >= dims.layers
+        }
+        copies = {key.name for _, key in side.copies}
+        lines = [f"{name} is missing" for name in wanted.keys() - shapes.keys() - copies]
+        for name, shape in shapes.items():
+            if wanted.get(name) != tuple(shape):
+                other = f"has the shape {shape}, not {wanted[name]}" if name in wanted else ""
+                lines.append(f"{name} {other or 'is unexpected'}")
+        if lines:
+            raise KeysMismatchError(
+                f"these are not layers of a {dims.family.name} model that predict further tokens: "
+                f"{'; '.join(sorted(lines)[:8])}",
+                remedy=f"pass the model's own config, or mtp={DROP!r}",
+                path=where,
+            )
+
+    def tell(self, targets: Sequence[Target], where: str) -> None:
+        """Pass the tensors that will be written, unless `names` has passed them."""
+        if not self._strict or self._told:
+            return
+        if {target.name: target.shape for target in targets} != self._table:
+            self._tell(targets, where)
+
+    def unnamed_class(self, targets: Sequence[Target], where: str) -> tuple[str | None, str | None]:
+        """The class whose tensors these are, where the config names none; this waits for it. And a
+        note where it is not known.
+
+        Raises:
+            KeysMismatchError, OtherNamesError: as `check`.
+        """
+        if self._config is None or self._config.get("architectures"):
+            return None, None
+        if self._strict and self._found is None:
+            self._tell(targets, where)
+            self._wait()
+        if isinstance(self._found, Fit) and self._found.kind and not self._found.lines:
+            return self._found.kind, None
+        return None, (
+            "the config names no class in architectures, without which vLLM and llama.cpp do not "
+            "load the model: pass a config that names the class"
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            KeysMismatchError: they do not fit; the message lists the differences.
+            OtherNamesError: a guess was wrong.
+        """
+        if self._child is not None and self._found is None:
+            self._found = self._child.answer
+        if self._found is None:
+            return
+        guessed, self._guessed = self._guessed, False
+        if not self._strict or not isinstance(self._found, Fit) or not self._found.lines:
+            if guessed and (isinstance(self._found, str) or self._found.hub is not None):
+                raise OtherNamesError(
+                    "released checkpoints have other names", remedy="begin again", path=self._where
+                )
+            return
+        lines = self._found.lines
+        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise KeysMismatchError(
+            f"this is not the {self._found.kind} that the config describes: "
+            f"{'; '.join(lines[:8])}{more}",
+            remedy=self._remedy,
+            path=self._where,
+        )
+
+    def finish(self) -> str | None:
+        """
+        Returns:
+            Why they could not be compared, or None.
+
+        Raises:
+            KeysMismatchError: as `check`.
+        """
+        if not self._told:
+            return None
+        self._wait()
+        if isinstance(self._found, Fit) and self._found.lines:
+            lines = self._found.lines
+            more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+            return (
+                f"this is not the {self._found.kind} that the config describes: "
+                f"{'; '.join(lines[:8])}{more}. from_pretrained would fill what is missing with "
+                f"random numbers. What to do: {self._remedy}"
+            )
+        if not self._strict or not isinstance(self._found, str) or self._found == _ABSENT:
+            return None
+        return f"names and shapes were not compared: {self._found}"
+
+    @property
+    def _remedy(self) -> str:
+        """What to do if the names are not the model's."""
+        if any(places_of_models(self._names)):
+            return prefix_remedy(self._names)
+        return "pass the model's own config; against_model=False skips this check"
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def _tell(self, targets: Sequence[Target], where: str, memory: bool = False) -> None:
+        self._where, self._told = where, True
+        self._names = [target.name for target in targets]
+        if self._found is None and any(map(is_quantized, targets)):
+            self._found = "the weights are quantized"
+        if self._found is not None or self._config is None:
+            return
+        shapes = {target.name: tuple(target.shape) for target in targets}
+        self._begin(self._config)
+        if self._child is not None:
+            self._child.tell(shapes, memory)
+        else:
+            self._found = compare(self._config, shapes, memory)
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        if self._child is None and not {"torch", "transformers"} <= sys.modules.keys():
+            self._child = _Child(config)
+
+    def _wait(self) -> None:
+        if self._child is not None and self._told:
+            self._child.wait()
+        self.check()
+
+    def _is_table(self, shapes: Mapping[str, Shape]) -> bool:
+        if self._table is None:
+            return False
+        tied = {tie.left_out for tie in find_ties(shapes)} - self._table.keys()
+        return {name: s for name, s in shapes.items() if name not in tied} == self._table
+
+
+def _released(config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """The tensors of a built-in family's released models; None for another family or class."""
+    kinds = config.get("architectures") or ()
+    if not is_built_in(str(config["model_type"])) or not all(k.endswith(_HEADED) for k in kinds):
+        return None
+    try:
+        return {key.name: shape for key, shape in hub_side(read_dims(config)).shapes.items()}
+    except CheckpointError:  # then only transformers' own model decides
+        return None
+
+
+class _Child:
+    """A process that imports torch and transformers, builds the model, and then compares."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.answer: Fit | str | None = None
+        self._process: subprocess.Popen[str] | None = None
+        # It gets this process's import path. `python -c` would first look in the current directory.
+        path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                env={**os.environ, **path}, cwd=os.sep,
+            )  # fmt: skip
+        except OSError as error:
+            self.answer = f"no child process: {error}"
+            return
+        self._send(json.dumps(config))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def tell(self, shapes: Mapping[str, Shape], memory: bool) -> None:
+        self._send(json.dumps([shapes, memory]))
+
+    def wait(self) -> None:
+        if self._process is None:
+            return
+        self._reader.join(_LIMIT)
+        if self.answer is None:
+            self.answer = f"transformers took more than {_LIMIT} s"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # has no effect if the child has ended
+            self._process.wait()
+            self._reader.join()
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+        self._errors.close()
+
+    def _send(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # the child has died; its output says why
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        lines = self._process.stdout.read().splitlines()
+        if self._process.wait() == 0 and lines:
+            said = json.loads(lines[-1])
+            self.answer = said if isinstance(said, str) else Fit.from_json(said)
+            return
+        self._errors.seek(0)
+        errors = self._errors.read().strip().splitlines() or ["no reason"]
+        self.answer = f"transformers failed: {errors[-1]}"

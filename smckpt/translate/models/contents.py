@@ -1,0 +1,232 @@
+"""A checkpoint's model in Hugging Face's names. An export writes it, and `verify_hf` compares an
+exported directory with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.storage import Access
+from smckpt.translate.configs.config import CONFIG, ModelConfig
+from smckpt.translate.configs.prediction import further_layers, kept_layers, left_out_note
+from smckpt.translate.models.comparison import Comparison
+from smckpt.translate.models.lora import LoraConfig
+from smckpt.translate.models.meta_model import Fit
+from smckpt.translate.models.model import to_hub
+from smckpt.translate.models.model_source import GivenLayout, ModelSource, open_model
+from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
+from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.tables.compile import Block, prove_copies
+from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.names import HubTensor
+from smckpt.translate.writing.stream import ChunkSource, tied_names
+from smckpt.translate.writing.targets import Target
+
+__all__ = [
+    "HUB",
+    "MODULE",
+    "ExportContents",
+    "find_contents",
+    "head_notes",
+    "kept_of_family",
+    "renamed",
+    "whole_tensors",
+]
+
+Kept: TypeAlias = Mapping[str, frozenset[str]]  # dtype of a model → targets that keep their own
+LOW = ("bfloat16", "float16")
+HUB, MODULE = "hub", "module"  # the names of released checkpoints, or those of the state dict
+
+
+@dataclass(frozen=True)
+class ExportContents:
+    """The tensors to export, and their source.
+
+    left_out: names that are not written. naming: HUB or MODULE. layout: the layout that was
+    translated, or None. adapter: the adapter's config, if this is an adapter. identity: of the
+    commit. vocabulary: how many rows of the vocabulary are written, and how many are stored. kept:
+    targets that keep their own dtype under a cast. format: of the source. predicting: how many
+    layers that predict further tokens there are; None: it is not known. further: names of their
+    tensors, which transformers' model does not have. step: of the training, if it is known."""
+
+    source: ChunkSource
+    targets: Sequence[Target]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    naming: str = HUB
+    layout: str | None = None
+    adapter: LoraConfig | None = None
+    identity: str = ""
+    vocabulary: tuple[int, int] = (0, 0)
+    kept: Kept = field(default_factory=dict)
+    source_format: str = "smckpt"
+    predicting: int | None = None
+    further: frozenset[str] = frozenset()
+    step: int | None = None
+
+
+def find_contents(
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
+    given: GivenLayout, naming: str, comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """The model of a checkpoint, or of the files of ranks, in its own dtypes.
+
+    Args:
+        naming: HUB or MODULE. HUB gives module names if the hub's are not known, and a note that
+            says why.
+        comparison: with the model of `settings`; it gives the hub's names.
+
+    Raises:
+        as `export_hf`.
+    """
+    source = open_model(access, checkpoint, prefix, settings, given, packed=naming == HUB)
+    if source.cut:
+        made = _translated(source, settings, naming)
+    else:
+        made = _named(source.reader, settings, source.given, naming, comparison)
+    return replace(
+        made, source_format=source.format, identity=source.identity,
+        notes=(*made.notes, *source.notes), step=source.step,
+        left_out=(*made.left_out, *source.left_out),
+    )  # fmt: skip
+
+
+def kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:
+    """The targets that keep float32, from the family's table."""
+    family = find_family(settings.values["model_type"]) if settings is not None else None
+    if family is None:
+        return {}
+    patterns = {
+        "bfloat16": family.fp32, "float16": (*family.fp32, *family.fp32_beside_float16),
+    }  # fmt: skip
+    return {
+        dtype: frozenset(t.name for t in targets if any(re.search(p, t.name) for p in found))
+        for dtype, found in patterns.items()
+    }
+
+
+def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
+    """The targets that keep float32, according to transformers, by names in memory."""
+    return {
+        dtype: frozenset(
+            target.name
+            for target in targets
+            if any(fit.keeps(block.source.name, dtype) for block in target.blocks)
+        )
+        for dtype in LOW
+    }
+
+
+def _translated(source: ModelSource, settings: ModelConfig | None, naming: str) -> ExportContents:
+    reader, given = source.reader, source.given
+    if naming == MODULE:
+        raise UsageError(
+            "naming='module' keeps the names of the state dict, and a tensor-parallel layout has "
+            "no whole tensors under them",
+            remedy="leave naming= out",
+            path=reader.url,
+        )
+    made = to_hub(
+        reader, settings, given.layout, source.degrees, given.padded_vocab_size, given.mtp,
+        source.facts,
+    )  # fmt: skip
+    further = further_layers((t.name for t in made.targets), _family(settings), settings)
+    return ExportContents(
+        made.source, made.targets, made.left_out,
+        made.notes + _lost_notes(made.without_place),
+        layout=made.layout, vocabulary=made.vocabulary,
+        kept=kept_of_family(settings, made.targets), predicting=made.predicting,
+        further=frozenset(further),
+    )  # fmt: skip
+
+
+def _family(settings: ModelConfig | None) -> Family | None:
+    return None if settings is None else find_family(settings.values["model_type"])
+
+
+def _lost_notes(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return (
+        f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are not "
+        "zero, it does not compute what was trained",
+    )
+
+
+def _named(
+    reader: TensorReader, settings: ModelConfig | None, given: GivenLayout, naming: str,
+    comparison: Comparison,
+) -> ExportContents:  # fmt: skip
+    """Whole tensors, by the names of released checkpoints if they are asked for and known. Layers
+    that predict further tokens have these names, or are refused."""
+    source, family = TranslatedSource(reader), _family(settings)
+    found = further_layers(reader.held, family, settings)
+    predicting = kept_layers(found, family, settings, given.mtp, reader.url)
+    everything = whole_tensors(reader)
+    targets = [target for target in everything if target.name not in found]
+    further = [target for target in everything if target.name in found and predicting]
+    comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
+    notes = list(head_notes([t.name for t in targets], settings))
+    notes += () if predicting else left_out_note(found)
+    kept = kept_of_family(settings, [*targets, *further])
+    if naming == HUB:
+        fit = comparison.names(targets, reader.url)
+        if isinstance(fit, str):
+            naming = MODULE
+            if settings is not None:
+                notes.append(f"the names are those of the state dict: {fit}")
+        elif fit is not None:
+            targets = targets if fit.hub is None else renamed(fit.hub, targets)
+            kept = _kept_of_model(fit, [*targets, *further])
+    left_out: tuple[str, ...] = ()
+    if settings is not None and settings.ties_embeddings:
+        left_out = tied_names(source, targets, reader.url)
+        targets = [target for target in targets if target.name not in left_out]
+    return ExportContents(
+        source, [*targets, *further], left_out, tuple(notes), naming, kept=kept,
+        predicting=predicting if family is not None and family.predicts else None,
+        further=frozenset(target.name for target in further),
+    )  # fmt: skip
+
+
+def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Translated]:
+    """The hub's tensors, made from those of a state dict, and proven before anything is read.
+    Tensors that the model does not have keep their names."""
+    stored = {target.name: target for target in targets}
+    shapes = {tensor.name: tensor.shape for tensor in hub}
+    parts = {tensor.name: tensor.parts for tensor in hub}
+    used = {name for tensor in hub for name, _ in tensor.parts}
+    prove_copies({name: stored[name].shape for name in used}, shapes, parts)
+    out = []
+    for tensor in hub:
+        dtypes = {stored[name].dtype for name, _ in tensor.parts}
+        if len(dtypes) != 1:
+            raise TensorMismatchError(
+                f"{tensor.name} would be made from parts of different dtypes: {sorted(dtypes)}",
+                remedy="save all parts in one dtype, or pass naming='module'",
+            )
+        (dtype,) = dtypes
+        keys = {name: stored[name].blocks[0].source for name, _ in tensor.parts}
+        blocks = tuple(Block(keys[name], copy) for name, copy in tensor.parts)
+        out.append(Translated(tensor.name, dtype, tensor.shape, dtype, blocks))
+    return out + [target for target in targets if target.name not in used]
+
+
+def head_notes(tensors: Sequence[str], settings: ModelConfig | None) -> tuple[str, ...]:
+    """Notes on a model without a config, or without the head that it needs."""
+    if settings is None:
+        return (f"no config was given: put the model's {CONFIG} there before loading",)
+    architectures = settings.values.get("architectures") or [""]
+    heads = any("head" in name or name.startswith("embed_out") for name in tensors)
+    if settings.ties_embeddings is False and architectures[0].endswith("ForCausalLM") and not heads:
+        return (
+            f"{architectures[0]} with untied embeddings, but no output head is in the checkpoint: "
+            "from_pretrained would make a random one",
+        )
+    return ()

@@ -1,0 +1,278 @@
+"""A tensor with LoRA pairs added during the export: weight + scaling · B·A, range by range.
+
+The arithmetic is that of PEFT, which loads an adapter in float32: the product and the sum are
+computed in float32. The sum is rounded once, to the dtype that is written. For embeddings and for
+parameters of experts, PEFT rounds the product to the base's dtype first. Several adapters are added
+one after another, and between them PEFT rounds the sum to the base's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from smckpt.layout.entries import DTYPES
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box
+from smckpt.translate.ranks.translated import Translated, TranslatedSource
+from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.writing.cast import cast, stored_type
+from smckpt.translate.writing.files import aligned
+from smckpt.translate.writing.stream import CHUNK
+from smckpt.translate.writing.targets import Chunk, Range, Target
+
+__all__ = ["Change", "Merged", "MergedSource"]
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_AT_ONCE = 1 << 18  # elements of the product that are computed at once
+_KEPT = 4  # pairs of matrices that stay in memory, because several ranges or experts use them
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one adapter adds to a weight of the model.
+
+    name: the weight's, in memory. shape: (experts, rows, columns); (1, rows, columns) of a weight
+    without experts. flip: the product is transposed (embeddings, Conv1D). rounded: the product is
+    rounded to the base's dtype. magnitude: DoRA's length of each row of the sum; of each column
+    with `flip`.
+    """
+
+    name: str
+    shape: Shape
+    a: Translated
+    b: Translated
+    scaling: float
+    flip: bool
+    rounded: bool
+    magnitude: Translated | None = None
+
+    @property
+    def dtype(self) -> str:
+        """In which it is computed."""
+        return "float64" if self.b.dtype == "float64" else "float32"
+
+    @property
+    def adapted(self) -> tuple[Translated, ...]:
+        """What the adapter has for the weight: A, B and DoRA's vector if there is one."""
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+
+    @property
+    def key(self) -> str:
+        """One for each weight and adapter."""
+        return self.a.name
+
+    @property
+    def of_columns(self) -> bool:
+        """Whether DoRA needs the lengths of columns, so the whole weight."""
+        return self.flip and self.magnitude is not None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A tensor with the changes of its weight, in the adapters' order. Only the first may have a
+    magnitude. box: the part of the changed weight that the tensor is. turned: its rows are the
+    weight's columns."""
+
+    name: str
+    dtype: str
+    base: Translated
+    changes: tuple[Change, ...]
+    box: Box
+    turned: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape
+
+    @property
+    def source_dtype(self) -> str:
+        wide = "float64" in (self.base.dtype, *(change.dtype for change in self.changes))
+        return "float64" if wide else "float32"
+
+
+class MergedSource:
+    """Reads merged targets, and other targets unchanged."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self.url = reader.url
+        self._parts = TranslatedSource(reader)
+        self._plans: dict[str, Any] = {}
+        self._bases: dict[str, list[tuple[Range, Any]]] = {}
+        self._lock = threading.Lock()
+        self._pairs: dict[str, tuple[Array, ...]] = {}
+        self._lengths: dict[str, Array] = {}
+
+    def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """For each chunk: the chunk, and a plan for the weights that it reads."""
+        for target in (item.target for chunk in chunks for item in chunk.ranges):
+            if isinstance(target, Merged):
+                for change in target.changes:
+                    if change.key not in self._plans:
+                        self._plan(target.base, change)
+        plain = [replace(c, ranges=tuple(map(_of_base, c.ranges))) for c in chunks]
+        return list(zip(chunks, self._parts.plans_of(plain), strict=True))
+
+    def _plan(self, base: Translated, change: Change) -> None:
+        """Plan to read a change's matrices, and if columns' lengths are needed, the whole base."""
+        pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in change.adapted)
+        (self._plans[change.key],) = self._parts.plans_of([Chunk(0, 0, pair)])
+        if change.of_columns:
+            rows, columns = base.shape
+            step = max(1, CHUNK // DTYPES[base.dtype].itemsize // columns)
+            ranges = [
+                Range(base, at * columns, min(at + step, rows) * columns, 0)
+                for at in range(0, rows, step)
+            ]
+            plans = self._parts.plans_of([Chunk(0, 0, (item,)) for item in ranges])
+            self._bases[change.key] = list(zip(ranges, plans, strict=True))
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        chunk, own = plan
+        views = [self._view(item, data) for item, data in zip(chunk.ranges, buffers, strict=True)]
+        self._parts.read(own, views)
+        for item, view, buffer in zip(chunk.ranges, views, buffers, strict=True):
+            if isinstance(item.target, Merged):
+                self._merge(item.target, item.start, item.stop, view, buffer)
+
+    def close(self) -> None:
+        self._parts.close()
+
+    @staticmethod
+    def _view(item: Range, buffer: memoryview) -> memoryview:
+        """The memory for the base: a buffer of its own, unless the base is used unchanged."""
+        if not isinstance(item.target, Merged):
+            return buffer
+        own = _of_base(item)
+        return aligned((own.stop - own.start) * DTYPES[item.target.base.dtype].itemsize)
+
+    def _merge(
+        self, target: Merged, start: int, stop: int, base: memoryview, out: memoryview
+    ) -> None:
+        """Compute elements [start, stop) of a target, some rows at a time."""
+        wide, dtype = target.source_dtype, target.base.dtype
+        parts = [self._parts_of(change, target) for change in target.changes]
+        by_rows = any(map(_by_rows, target.changes))
+        first, at, left_at = target.box.offsets
+        _, height, columns = target.box.sizes
+        if target.turned:
+            at, left_at, height, columns = left_at, at, columns, height
+        values = np.frombuffer(base, stored_type(dtype))
+        skipped = _of_base(Range(target, start, stop, 0)).start
+        result = np.frombuffer(out, stored_type(wide))
+        row, end = start // columns, -(-stop // columns)
+        while row < end:
+            expert, inside = divmod(row, height)
+            last = min(row + max(1, _AT_ONCE // columns), end, (expert + 1) * height)
+            low, high = max(start, row * columns), min(stop, last * columns)
+            here = slice(at + inside, at + inside + last - row)
+            begin, until = (row * columns, last * columns) if by_rows else (low, high)
+            total = cast(values[begin - skipped : until - skipped], dtype, wide)
+            for number, (change, left, right, magnitude, lengths) in enumerate(parts):
+                if number:
+                    total = cast(cast(total, wide, dtype), dtype, wide)
+                matrix = right[first + expert][:, left_at : left_at + columns]
+                product = change.scaling * (left[first + expert][here] @ matrix).reshape(-1)
+                product = product[begin - row * columns : until - row * columns]
+                if change.rounded:
+                    product = cast(cast(product, change.dtype, dtype), dtype, wide)
+                total = total + product
+                if magnitude is not None and lengths is not None:
+                    total *= (magnitude / lengths)[np.arange(begin, until) % columns]
+                elif magnitude is not None:
+                    rows = total.reshape(-1, columns)
+                    rows *= (magnitude[here] / _lengths(rows, 1))[:, None]
+            result[low - start : high - start] = total[low - begin : high - begin]
+            row = last
+
+    def _parts_of(
+        self, change: Change, target: Merged
+    ) -> tuple[Change, Array, Array, Array | None, Array | None]:
+        """A change, with the matrices to multiply for the target's rows, DoRA's vector, and the
+        lengths of columns if it needs them."""
+        left, right, *more = self._pair(change)
+        if target.turned:
+            left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
+        lengths = self._column_lengths(change, target) if change.of_columns else None
+        return change, left, right, more[0] if more else None, lengths
+
+    def _pair(self, change: Change) -> tuple[Array, ...]:
+        """The two matrices to multiply, for each expert, and DoRA's vector if there is one. The
+        first matrix has the weight's rows."""
+        with self._lock:
+            found = self._pairs.get(change.key)
+        if found is not None:
+            return found
+        memory = [aligned(_nbytes(t)) for t in change.adapted]
+        self._parts.read(self._plans[change.key], memory)
+        matrices: list[Array] = [
+            cast(np.frombuffer(data, stored_type(t.dtype)), t.dtype, change.dtype).reshape(t.shape)
+            for data, t in zip(memory, change.adapted, strict=True)
+        ]
+        a, b, *more = matrices
+        experts = change.shape[0]
+        a = a.reshape(experts, -1, a.shape[1])  # an expert's rows of A lie together,
+        b = b.reshape(b.shape[0], -1, experts).transpose(2, 0, 1)  # its columns of B do not
+        if change.flip:
+            a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        made = (np.ascontiguousarray(b), np.ascontiguousarray(a), *more)
+        with self._lock:
+            self._pairs[change.key] = made
+            while len(self._pairs) > _KEPT:
+                del self._pairs[next(iter(self._pairs))]
+        return made
+
+    def _column_lengths(self, change: Change, target: Merged) -> Array:
+        """The lengths of all columns of the sum, from one more pass over the base."""
+        wide = target.source_dtype
+        with self._lock:
+            found = self._lengths.get(change.key)
+        if found is not None:
+            return found
+        left, right, *_ = self._pair(change)
+        columns = change.shape[-1]
+        squares = np.zeros(columns)
+        for item, plan in self._bases[change.key]:
+            memory = aligned(item.nbytes)
+            self._parts.read(plan, [memory])
+            values = np.frombuffer(memory, stored_type(target.base.dtype)).reshape(-1, columns)
+            first = item.start // columns
+            step = max(1, _AT_ONCE // columns)
+            for at in range(0, len(values), step):
+                rows = values[at : at + step]
+                product = change.scaling * (left[0][first + at : first + at + len(rows)] @ right[0])
+                total = cast(rows.reshape(-1), target.base.dtype, wide).reshape(rows.shape)
+                squares += np.square(total + product, dtype=np.float64).sum(0)
+        made: Array = np.sqrt(squares).astype(wide)
+        with self._lock:
+            self._lengths[change.key] = made
+        return made
+
+
+def _lengths(values: Array, axis: int) -> Array:
+    """Euclidean lengths, rounded once."""
+    found: Array = np.sqrt(np.square(values, dtype=np.float64).sum(axis))
+    return found.astype(values.dtype)
+
+
+def _of_base(item: Range) -> Range:
+    """The base's elements for a range: whole rows where their lengths are needed."""
+    target: Target = item.target.base if isinstance(item.target, Merged) else item.target
+    start, stop = item.start, item.stop
+    if isinstance(item.target, Merged) and any(map(_by_rows, item.target.changes)):
+        columns = target.shape[1]
+        start, stop = start // columns * columns, -(-stop // columns) * columns
+    return Range(target, start, stop, 0)
+
+
+def _by_rows(change: Change) -> bool:
+    return change.magnitude is not None and not change.flip
+
+
+def _nbytes(tensor: Translated) -> int:
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

@@ -1,0 +1,220 @@
+"""The names and shapes that transformers expects of a config, from a model on the meta device.
+
+`compare` needs torch and transformers. `main` is the child process that `comparison` starts where
+they are not loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smckpt.layout.mesh import Shape
+from smckpt.translate.configs.config import CONFIG
+from smckpt.translate.tables.names import HubTensor
+
+__all__ = ["Fit", "compare", "hub_shapes", "main"]
+
+# Tried in this order if the config names no class.
+_AUTO = (
+    "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel",
+    "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering", "AutoModelForMaskedLM", "AutoModelForImageTextToText",
+)  # fmt: skip
+# Packages that transformers imports where it finds them, and that a model's names do not need.
+_NOT_NEEDED = ("accelerate", "bitsandbytes", "deepspeed", "peft", "pandas", "scipy", "sklearn")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How names and shapes fit a model.
+
+    kind: its class. lines: the differences from its names in memory or on disk, whichever is
+        nearer.
+    hub: the tensors on disk, if the names are those in memory and differ from those on disk.
+    memory: the shapes in memory, if they were asked for and the names on disk differ; then `hub`
+        has the tensors on disk too, whichever the names are.
+    fp32: the dtypes that weights are loaded in → patterns of names in memory that `from_pretrained`
+        then keeps in float32.
+    """
+
+    kind: str
+    lines: tuple[str, ...]
+    hub: tuple[HubTensor, ...] | None = None
+    fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    memory: Mapping[str, Shape] = field(default_factory=dict)
+
+    def keeps(self, name: str, dtype: str) -> bool:
+        """Whether a tensor, by its name in memory, stays in float32 in a model of `dtype`."""
+        return any(re.search(pattern, name) for pattern in self.fp32.get(dtype, ()))
+
+    def to_json(self) -> list[Any]:
+        hub = None if self.hub is None else [tensor.to_json() for tensor in self.hub]
+        return [self.kind, self.lines, hub, self.fp32, self.memory]
+
+    @classmethod
+    def from_json(cls, body: list[Any]) -> Fit:
+        kind, lines, hub, fp32, memory = body
+        made = None if hub is None else tuple(map(HubTensor.from_json, hub))
+        kept = {name: tuple(found) for name, found in fp32.items()}
+        return cls(kind, tuple(lines), made, kept, {n: tuple(s) for n, s in memory.items()})
+
+
+def compare(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], memory: bool = False
+) -> Fit | str:
+    """How names and shapes fit the class that the config means, or the nearest of several. A text
+    if transformers knows none. `memory`: tell the shapes in memory too."""
+    return _nearest(_models(config), shapes, memory)
+
+
+def _nearest(models: Iterable[Any | str], shapes: Mapping[str, Shape], memory: bool) -> Fit | str:
+    problem = ""
+    nearest: Fit | None = None
+    for made in models:
+        if isinstance(made, str):
+            problem = made
+            continue
+        found = _fit(made, shapes, memory)
+        if nearest is None or len(found.lines) < len(nearest.lines):
+            nearest = found
+        if not found.lines:
+            break
+    return nearest or problem
+
+
+def _models(config: Mapping[str, Any]) -> Iterator[Any | str]:
+    """The models that a config may mean, or a text that says why there is none."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, CONFIG).write_text(json.dumps(config))
+        try:
+            known = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # a config's class may raise anything
+            yield f"transformers cannot read the config: {_first_line(error)}"
+            return
+    wanted = config.get("architectures") or ()
+    yield f"transformers knows no class {', '.join(wanted)}"
+    for name in wanted or _AUTO:
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            continue
+        try:
+            yield _on_meta(kind, known)
+        except Exception as error:  # a wrong class, or code that fails on meta tensors
+            yield f"{name}: {_first_line(error)}"
+
+
+def _on_meta(kind: Any, config: Any) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        model = (getattr(kind, "_from_config", None) or kind.from_config)(config)
+    model.tie_weights()
+    return model
+
+
+def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
+    """The tensors that `save_pretrained` would write, including tied copies, which it leaves out.
+    None in transformers 4, whose models have the same names in memory and on disk."""
+    try:
+        from smckpt.translate.models.traced import names_on_disk
+    except ImportError:
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {tensor.name: tensor for tensor in names_on_disk(model, shapes)}
+
+
+def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
+    """Compare with the names on disk and with those in memory, and return the nearer fit."""
+    kind, fp32 = type(model).__name__, _kept_in_fp32(model)
+    state = model.state_dict(keep_vars=True)
+    memory = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    shared: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        shared.setdefault(id(tensor), set()).add(name)
+    groups = [group for group in shared.values() if len(group) > 1]
+    lines = _of_names(model, memory, shapes, groups)
+    disk = hub_shapes(model)
+    if disk is None or {name: tensor.shape for name, tensor in disk.items()} == memory:
+        return Fit(kind, tuple(lines), None, fp32)
+    named = {t.parts[0][0]: name for name, t in disk.items() if len(t.parts) == 1}
+    groups = [{named.get(name, name) for name in group} for group in groups]
+    wanted = {name: tensor.shape for name, tensor in disk.items()}
+    others = _of_names(model, wanted, shapes, groups)
+    if len(others) <= len(lines):
+        if tell_memory:
+            return Fit(kind, tuple(others), tuple(disk.values()), fp32, memory)
+        return Fit(kind, tuple(others), None, fp32)
+    held = {name for name in shapes if name in memory}
+    if all(tuple(shapes[name]) == memory[name] for name in held):
+        hub = [t for t in disk.values() if all(name in held for name, _ in t.parts)]
+    else:
+        from smckpt.translate.models.traced import names_on_disk
+
+        hub = names_on_disk(model, {name: tuple(shapes[name]) for name in held})
+    return Fit(kind, tuple(lines), tuple(hub), fp32)
+
+
+def _kept_in_fp32(model: Any) -> dict[str, tuple[str, ...]]:
+    """Dtype that a model is loaded in → patterns, from the model's attributes, which include those
+    of its parts."""
+    strict, also = (
+        [pattern.replace("*", ".*") for pattern in sorted(getattr(model, name, None) or ())]
+        for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+    )
+    return {"bfloat16": tuple(strict), "float16": (*strict, *also)}
+
+
+def _of_names(
+    model: Any, names: Mapping[str, Shape], shapes: Mapping[str, Shape], groups: list[set[str]]
+) -> list[str]:
+    may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    may_have = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    lines = []
+    for name, shape in names.items():
+        if name in shapes:
+            if shape != tuple(shapes[name]):
+                lines.append(f"{name} has the shape {shapes[name]}, not {shape}")
+        elif not any(name in group and group & shapes.keys() for group in groups) and not _matches(
+            may_lack, name
+        ):
+            lines.append(f"{name} is missing")
+    strange = (n for n in shapes if n not in names and not _matches(may_have, n))
+    return lines + [f"{name} is unexpected" for name in strange]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+def main() -> None:
+    """The child process: it reads the config and then the shapes, a line of JSON each, and writes
+    the answer."""
+    for package in _NOT_NEEDED:  # None: it counts as not installed
+        sys.modules[package] = None  # type: ignore[assignment]
+    gc.disable()  # imports make no garbage, and collecting it takes a tenth of their time
+    models = _models(json.loads(sys.stdin.readline()))
+    first = list(itertools.islice(models, 2))  # built before the shapes are known
+    shapes, memory = json.loads(sys.stdin.readline())
+    shapes = {name: tuple(shape) for name, shape in shapes.items()}
+    found = _nearest(itertools.chain(first, models), shapes, memory)
+    answer = found if isinstance(found, str) else found.to_json()
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # nothing is left to do, and an orderly shutdown of torch takes time

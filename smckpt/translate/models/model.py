@@ -1,0 +1,420 @@
+"""A translation: the targets that are made from stored tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.configs.prediction import (
+    DROP,
+    KEEP,
+    further_layers,
+    kept_layers,
+    left_out_note,
+)
+from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
+from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.sources.source_facts import SourceFacts
+from smckpt.translate.tables.compile import Block, compile_blocks
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.detect import choose_layout, unmatched, without_place
+from smckpt.translate.tables.dims import Dims, read_dims
+from smckpt.translate.tables.pieces import RankTensors, Side, TensorKey, folded, tensors_of
+from smckpt.translate.tables.table import TensorLayout
+from smckpt.translate.tables.vocabulary import check_rows, padded_rows
+from smckpt.translate.writing.cast import CASTABLE
+from smckpt.translate.writing.stream import equal, tied_names
+
+__all__ = [
+    "Holder",
+    "Proof",
+    "Some",
+    "Translation",
+    "model_dims",
+    "prove",
+    "source_of_ranks",
+    "source_of_release",
+    "target_of",
+    "to_hub",
+    "to_ranks",
+]
+
+
+class Holder(Protocol):
+    """The part of a reader that a proof needs."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def held(self) -> Mapping[str, RankTensors]: ...
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
+    are tied to another. vocabulary: how many rows of it are written, and how many are stored.
+    predicting: how many layers that predict further tokens are among the targets.
+    without_place: names that this family's models in Hugging Face have no place for."""
+
+    layout: str
+    targets: tuple[Translated, ...]
+    source: TranslatedSource
+    left_out: tuple[str, ...]
+    vocabulary: tuple[int, int]
+    predicting: int = 0
+    notes: tuple[str, ...] = ()
+    without_place: tuple[str, ...] = ()
+
+
+def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
+    """The sizes that a translation needs, with so many layers that predict further tokens.
+
+    Raises:
+        UsageError: there is no config, or its family has no table.
+    """
+    if config is None:
+        raise UsageError(
+            "the translation of a tensor-parallel layout needs the sizes in the model's "
+            "config, but no config was given",
+            remedy="pass config= (a directory, a config.json, or model.config)",
+            path=where,
+        )
+    return read_dims(config.values, where, predicting=predicting)
+
+
+@dataclass(frozen=True)
+class Some:
+    """Some of a reader's tensors."""
+
+    reader: TensorReader
+    held: Mapping[str, RankTensors]
+
+    @property
+    def url(self) -> str:
+        return self.reader.url
+
+    def plan(self, blocks: Sequence[Block]) -> Any:
+        return self.reader.plan(blocks)
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        self.reader.read(plan, buffers)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A translation to Hugging Face that was proven on shapes. `tied_head`: the source has a head
+    that the config ties to the embedding. `rows`: how many rows of the vocabulary are stored."""
+
+    layout: TensorLayout
+    side: Side
+    hub: Side
+    blocks: dict[TensorKey, list[Block]]
+    tied_head: bool
+    rows: int
+    notes: tuple[str, ...] = ()
+
+
+def prove(
+    reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
+    padded_vocab_size: int | None = None, *, trims: bool = True, predicting: int = 0,
+    facts: Sequence[SourceFacts] = (),
+) -> Proof:  # fmt: skip
+    """Prove that a reader's tensors make Hugging Face's tensors, with so many layers that predict
+    further tokens. Nothing is read. Padding is checked if it is cut off (`trims`).
+
+    Raises:
+        as `to_hub`.
+    """
+    side, tied_head, notes, rows = _source_side(
+        reader, config, layout, degrees, padded_vocab_size, trims=trims, predicting=predicting,
+        facts=facts, keep_tied=True,
+    )  # fmt: skip
+    hub = hub_side(side.dims)
+    return Proof(side.layout, side, hub, compile_blocks(side, hub), tied_head, rows, notes)
+
+
+def _source_side(
+    reader: Holder, config: ModelConfig | None, layout: str | TensorLayout | None, degrees: Degrees,
+    padded_vocab_size: int | None, *, trims: bool, predicting: int, facts: Sequence[SourceFacts],
+    keep_tied: bool,
+) -> tuple[Side, bool, tuple[str, ...], int]:  # fmt: skip
+    """The tensors of a reader as a side; whether they have a head that the config ties to the
+    embedding; notes; and how many rows of the vocabulary are stored. keep_tied: such a head is
+    among the roles."""
+    dims = model_dims(config, reader.url, predicting)
+    chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
+    for one in facts:
+        chosen = one.layout(chosen, dims.family.zero_centred, given=layout is not None)
+    tied_head = dims.tied and _head_of(chosen) in reader.held
+    if tied_head and keep_tied:
+        dims = replace(dims, once=dims.once | {"head"})
+    side = side_of_reader(reader, chosen, dims, degrees)
+    rows = size = dims.sizes["V"]
+    if trims:
+        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
+    assert config is not None
+    notes = [note for one in facts for note in one.compare(dims, config, chosen, rows)]
+    return side, tied_head, tuple(notes), rows
+
+
+def _head_of(layout: TensorLayout, role: str = "head") -> str:
+    """The name of the output head in a layout, or of another role outside its layers."""
+    return next((r.name for r in layout.rows if r.roles == (role,) and not r.of_layers), "")
+
+
+def to_hub(
+    reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
+    degrees: Degrees, padded_vocab_size: int | None = None, mtp: str | None = DROP,
+    facts: Sequence[SourceFacts] = (),
+) -> Translation:  # fmt: skip
+    """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
+
+    Args:
+        padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
+        mtp: as in `kept_layers`.
+        facts: what the source says of the model.
+
+    Raises:
+        UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
+        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
+    """
+    family = model_dims(config, reader.url).family
+    further = further_layers(reader.held, family, config)
+    kept = kept_layers(further, family, config, mtp, reader.url)
+    left = {} if kept else further
+    whole_layers: list[Translated] = []
+    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
+        whole_layers = whole_tensors(Some(reader, {n: reader.held[n] for n in further}))
+        left = further
+    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
+    predicting = 0 if whole_layers else kept
+    proof = prove(
+        some, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
+    )
+    source = TranslatedSource(reader)
+    _refuse_unequal(source, proof.side, reader)
+    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
+    hub = proof.hub
+    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
+    left_out: tuple[str, ...] = ()
+    if proof.tied_head:
+        left_out = tied_names(source, targets, reader.url)
+        targets = [target for target in targets if target.name not in left_out]
+    vocabulary = proof.side.dims.sizes["V"], proof.rows
+    lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
+    return Translation(
+        proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
+        (*proof.notes, *(() if kept else left_out_note(further))), lost,
+    )  # fmt: skip
+
+
+def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
+    """Whether tensors of layers that predict further tokens are whole and have the names of
+    releases, although the model itself may have others."""
+    released = {p.name for p in tensors_of(dims.family.hub, dims, 1) if p.layer >= dims.layers}
+    held = [reader.held[name] for name in further]
+    return released.issuperset(further) and all(
+        tensor.whole is not None or tensor.shards.keys() == {(0, 0)} for tensor in held
+    )
+
+
+def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
+    side = Side(layout, dims, degrees)
+    for place in tensors_of(layout, dims, degrees.ep):
+        side.add(place, reader.held[place.name])
+        _refuse_no_weight(reader.held[place.name])
+    return side
+
+
+def _refuse_no_weight(held: RankTensors) -> None:
+    if not held.dtype.startswith(("float", "bfloat")):
+        raise TensorMismatchError(
+            f"{held.name} has dtype {held.dtype}, but weights must be floating point",
+            remedy="translate the weights before they are quantized",
+        )
+
+
+def hub_side(dims: Dims) -> Side:
+    """Hugging Face's tensors, as a layout of one rank."""
+    side = Side(dims.family.hub, dims, Degrees.of(1, 1))
+    for place in tensors_of(side.layout, dims, 1):
+        shape = side.local_shape(place, dims.sizes["V"], 1, 1)
+        side.add(place, RankTensors(place.name, "", {(0, 0): shape}))
+    return side
+
+
+def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: int) -> Side:
+    """The tensors that ranks would hold, with the vocabulary padded to a multiple for each rank."""
+    side = Side(layout, dims, degrees)
+    vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
+    for place in tensors_of(layout, dims, degrees.ep):
+        parts = degrees.etp if place.row.of_experts else degrees.tp
+        parts = 1 if place.row.tp is None else parts
+        shape = side.local_shape(place, vocabulary, parts, degrees.ep)
+        stored = folded(place.row, shape)
+        shards = {(t, c): stored for c in range(degrees.columns) for t in range(degrees.tp)}
+        side.add(place, RankTensors(place.name, "", shards))
+    return side
+
+
+def source_of_ranks(
+    reader: TensorReader, config: ModelConfig, layout: str | TensorLayout | None, degrees: Degrees,
+    padded_vocab_size: int | None = None, mtp: str | None = DROP,
+    facts: Sequence[SourceFacts] = (),
+) -> tuple[Side, int, tuple[str, ...]]:  # fmt: skip
+    """The tensors of a layout's ranks as a side, how many layers that predict further tokens are
+    among them, and notes.
+
+    Raises:
+        as `to_hub`.
+    """
+    family = model_dims(config, reader.url).family
+    further = further_layers(reader.held, family, config)
+    kept = kept_layers(further, family, config, mtp, reader.url)
+    left = {} if kept else further
+    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
+        raise UsageError(
+            "layers that predict further tokens have the names of releases here, and the others "
+            "those of a layout",
+            remedy=f"leave mtp= out, or export with mtp={KEEP!r}, and import that",
+            path=reader.url,
+        )
+    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
+    side, tied_head, notes, _ = _source_side(
+        some, config, layout, degrees, padded_vocab_size, trims=True, predicting=kept, facts=facts,
+        keep_tied=False,
+    )  # fmt: skip
+    if tied_head:
+        _refuse_other_head(reader, side)
+    _refuse_unequal(TranslatedSource(reader), side, reader)
+    return side, kept, (*notes, *(() if kept else left_out_note(further)))
+
+
+def source_of_release(reader: TensorReader, dims: Dims) -> Side:
+    """The whole tensors of a release as a side.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError: they are not a whole model.
+    """
+    hub = dims.family.hub
+    missing, unexpected = unmatched(reader.held, hub, dims, 1)
+    if missing or unexpected:
+        raise KeysMismatchError(
+            f"the files are not a whole {dims.family.name} model: missing {missing[:8]}, "
+            "unexpected "
+            f"{unexpected[:8]}",
+            remedy="pass a directory with all weights and the config that belongs to them",
+            path=reader.url,
+        )
+    side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
+    if dims.tied and _head_of(hub) in reader.held:
+        _refuse_other_head(reader, side)
+    _refuse_unequal(TranslatedSource(reader), side, reader)
+    return side
+
+
+def to_ranks(
+    reader: TensorReader, source: Side, layout: TensorLayout, degrees: Degrees, multiple: int
+) -> tuple[TranslatedSource, dict[tuple[int, int], dict[str, Translated]]]:
+    """The tensors of each rank (tp, column) in a layout, by name, made from those of a reader."""
+    target = side_of_ranks(layout, source.dims, degrees, multiple)
+    blocks = compile_blocks(source, target)
+    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
+    out: dict[tuple[int, int], dict[str, Translated]] = {}
+    for key in target.shapes:
+        made = target_of(key, source, target, blocks[key], dtypes)
+        out.setdefault((key.tp, key.ep), {})[key.name] = made
+    return TranslatedSource(reader), out
+
+
+def _refuse_other_head(reader: TensorReader, side: Side) -> None:
+    """Refuse a head that differs from the embedding to which the config ties it."""
+    head, embed = (reader.held[_head_of(side.layout, role)] for role in ("head", "embed"))
+    for one, two in zip(_keys(embed), _keys(head), strict=False):
+        a, b = (
+            whole(key, held.whole or held.shards[key.tp, key.ep], held.dtype)
+            for key, held in ((one, embed), (two, head))
+        )
+        if not equal(TranslatedSource(reader), a, b):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {head.name} and {embed.name} differ",
+                remedy="set tie_word_embeddings to false in the config if the model has both",
+                path=reader.url,
+            )
+
+
+def _keys(held: RankTensors) -> list[TensorKey]:
+    if held.whole is not None:
+        return [TensorKey(held.name)]
+    return [TensorKey(held.name, tp, ep) for tp, ep in held.shards]
+
+
+def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) -> None:
+    differ = []
+    for key, other in side.copies:
+        dtype = reader.held[key.name].dtype
+        one, two = (whole(k, side.shapes[k], dtype) for k in (key, other))
+        if not equal(source, one, two):
+            differ.append(
+                f"{key.name} (tp, ep) {key.tp, key.ep} and {other.tp, other.ep}"
+                if key.name == other.name else f"{other.name} and {key.name}"
+            )  # fmt: skip
+    if differ:
+        raise TensorMismatchError(
+            f"{len(differ)} tensors that should be copies differ: {'; '.join(differ[:8])}",
+            remedy="pass states of one model and step, and check layout=; if they belong to layers "
+            f"that predict further tokens, mtp={DROP!r} leaves these out",
+            path=reader.url,
+        )
+
+
+def target_of(
+    key: TensorKey, source: Side, side: Side, blocks: list[Block], dtypes: Mapping[TensorKey, str]
+) -> Translated:
+    found = {dtypes[block.source] for block in blocks}
+    if not found and side.padding.get(side.original(key)):  # all rows of this rank are padding
+        found = {max(dtypes.values(), key=list(dtypes.values()).count)}
+    if len(found) != 1:
+        raise TensorMismatchError(
+            f"{key.name} would be made from parts of different dtypes: {sorted(found)}",
+            remedy="save all parts in one dtype",
+        )
+    (dtype,) = found
+    shape = side.shapes[key]
+    stored = side.stored.get(key)
+    made = Translated(
+        key.name, dtype, stored or shape, dtype, tuple(blocks),
+        side.padding.get(side.original(key), 0), view=shape if stored else None,
+    )  # fmt: skip
+    shifts = {side.shifts.get(key, 0.0) - source.shifts.get(b.source, 0.0) for b in blocks}
+    joins = {source.joined[b.source][0] if b.source in source.joined else "" for b in blocks}
+    if len(shifts) > 1 or len(joins) > 1:
+        raise TensorMismatchError(
+            f"{key.name} would be made from parts with different shift= or copies=",
+            remedy="give the rows of the parts that are fused there the same shift= and copies=",
+        )
+    return _computed(made, source, shifts, joins)
+
+
+def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str]) -> Translated:
+    """Add the terms and the shift of its blocks."""
+    if not any(shifts | joins):
+        return made
+    if made.dtype not in CASTABLE:
+        raise TensorMismatchError(
+            f"{made.name} has dtype {made.dtype}, with which smckpt does not compute",
+            remedy=f"rows with shift= or copies= are for {', '.join(CASTABLE)}",
+        )
+    ranks = {len(source.joined[b.source][1]) for b in made.blocks if b.source in source.joined}
+    terms = tuple(
+        tuple(replace(b, source=source.joined[b.source][1][number]) for b in made.blocks)
+        for number in range(max(ranks, default=0))
+    )
+    return replace(made, terms=terms, mean=joins == {"mean"}, shift=next(iter(shifts)))

@@ -1,0 +1,347 @@
+"""What a source is, where in it the model is, and under which names: `open_model`.
+
+Exports, with an adapter and without, imports and `verify_hf` ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.committed import open_catalogue
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.layout.containers import FACTS
+from smckpt.storage import Access
+from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.configs.prediction import DROP
+from smckpt.translate.models.model import Some, model_dims
+from smckpt.translate.models.quantized import dequantized
+from smckpt.translate.ranks.pipeline import merged
+from smckpt.translate.ranks.rank_copies import refuse_equal_ranks
+from smckpt.translate.ranks.rank_sources import (
+    HUB_DIRECTORY,
+    RankFilesFound,
+    open_ranks,
+    open_source,
+)
+from smckpt.translate.sources.checkpoint_tensors import (
+    CheckpointTensors,
+    degrees_of,
+    has_parts_of_ranks,
+    stages_of,
+)
+from smckpt.translate.sources.foreign import ForeignCheckpoint
+from smckpt.translate.sources.logical_tensors import LogicalTensors
+from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
+from smckpt.translate.tables.arguments import check_counts
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.detect import (
+    choose_layout,
+    looks_packed,
+    looks_transformed,
+    unmatched,
+)
+from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.names import (
+    refuse_peft,
+    stage_tensors,
+    tensors_at,
+    unwrapped,
+    value_heads,
+)
+from smckpt.translate.tables.table import TensorLayout
+
+__all__ = ["GivenLayout", "ModelSource", "open_model"]
+
+_UNKNOWN_ORDER = (
+    "neither the files nor their names say which rank each is of: they were read in the order in "
+    "which they were passed"
+)
+
+
+@dataclass(frozen=True)
+class GivenLayout:
+    """The arguments of `export_hf` about a tensor-parallel layout."""
+
+    layout: str | TensorLayout | None = None
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    padded_vocab_size: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    mtp: str | None = DROP  # as in `kept_layers`
+    equal_ranks: bool = False  # ranks may hold the same
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not the defaults, by the names of `export_hf`; None: not given."""
+        own = {**vars(self), "mtp": None if self.mtp == DROP else self.mtp}
+        own["allow_equal_ranks"] = own.pop("equal_ranks") or None
+        return own
+
+    @property
+    def degrees(self) -> Degrees:
+        tp, ep = (1 if degree is None else degree for degree in (self.tp, self.ep))
+        return Degrees.of(tp, ep, self.etp)
+
+    def __post_init__(self) -> None:
+        check_counts(**{n: v for n, v in (("pp", self.pp), ("vpp", self.vpp)) if v is not None})
+
+    def refuse_chunks(self, where: str) -> None:
+        """Raise UsageError if chunks of pipeline stages are given although there are no stages."""
+        if self.vpp is not None:
+            raise UsageError(
+                f"vpp={self.vpp}, but the model is not in pipeline stages",
+                remedy="leave vpp= out, or pass pp=", path=where,
+            )  # fmt: skip
+
+    def refuse_degrees(self, where: str) -> None:
+        """Raise UsageError if degrees are given although the names are Hugging Face's own."""
+        given = (self.tp, self.ep, self.etp, self.padded_vocab_size, self.pp, self.vpp)
+        if any(value is not None for value in given):
+            raise UsageError(
+                "tp=, ep=, etp=, padded_vocab_size=, pp= or vpp= are given, but the names are "
+                "Hugging Face's own",
+                remedy="leave them out, or pass layout=",
+                path=where,
+            )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model where it was found.
+
+    reader: its tensors. cut: they have the names and shapes of a layout, at `degrees`; otherwise
+    each is whole, under a name of the model's. given: the caller's arguments, with the degrees that
+    the source tells. facts: what it says of the model. format: of the source. identity: of the
+    commit. step: of the training, if it is known. left_out: names that are not the
+    model's."""
+
+    reader: TensorReader
+    degrees: Degrees
+    given: GivenLayout
+    format: str = "smckpt"
+    cut: bool = False
+    facts: tuple[SourceFacts, ...] = ()
+    identity: str = ""
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether it is a directory of Hugging Face's."""
+        return self.format == HUB_DIRECTORY
+
+
+def open_model(
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
+    given: GivenLayout, *, packed: bool = True, peft: bool = False,
+) -> ModelSource:  # fmt: skip
+    """Find the model in what is at `checkpoint`: a path, a URL, or the files of all ranks.
+
+    Args:
+        prefix: as of `tensors_at`.
+        packed: experts that are packed as in memory count as a layout, if releases have them one by
+            one.
+        peft: expect a PEFT model's names.
+
+    Raises:
+        as `export_hf`.
+    """
+    found = open_source(checkpoint, access)
+    opener = _Opener(prefix, settings, given, packed and not peft)
+    if isinstance(found, RankFilesFound):
+        made = opener.files(found)
+    elif isinstance(found, ForeignCheckpoint):
+        made = opener.foreign(found)
+    else:
+        made = opener.ours(open_catalogue(access.open(checkpoint)))
+    if peft:
+        return made
+    refuse_peft(made.reader.held, made.reader.url)
+    _refuse_without_scales(made.reader)
+    return _without_value_head(made, settings)
+
+
+@dataclass(frozen=True)
+class _Opener:
+    prefix: str | None
+    settings: ModelConfig | None
+    given: GivenLayout
+    packed: bool
+
+    def ours(self, catalogue: Catalogue) -> ModelSource:
+        """A checkpoint of smckpt."""
+        given, identity = self.given, catalogue.identity
+        pp = stages_of(catalogue, given.pp)
+        if pp == 1:
+            given.refuse_chunks(catalogue.url)
+        choose = tensors_at if pp == 1 else stage_tensors
+        tensors = unwrapped(choose(catalogue, self.prefix))
+        _refuse_parts(catalogue, tensors)
+        cut = self._is_layout(tensors, catalogue.url)
+        if pp == 1 and not cut and not has_parts_of_ranks(catalogue, tensors):
+            given.refuse_degrees(catalogue.url)
+            whole = LogicalTensors(catalogue, tensors)
+            return ModelSource(
+                whole, Degrees.of(1, 1), given, identity=identity, step=catalogue.step
+            )
+        degrees = degrees_of(catalogue, given.tp, given.ep, given.etp)
+        stages = [
+            CheckpointTensors(catalogue, tensors, degrees, stage if pp > 1 else None)
+            for stage in range(pp)
+        ]
+        for stage in stages:
+            stage.refuse_unlike_replicas()
+        if not given.equal_ranks:
+            refuse_equal_ranks(stages, degrees)
+        reader: TensorReader = stages[0]
+        if pp > 1:
+            reader = merged(stages, _layers(self.settings), given.vpp, catalogue.url)
+        cut = cut or pp == 1 or degrees.ranks > 1
+        return ModelSource(reader, degrees, given, cut=cut, identity=identity, step=catalogue.step)
+
+    def foreign(self, found: ForeignCheckpoint) -> ModelSource:
+        """A checkpoint that others wrote, with tensors of all ranks."""
+        given = self.given
+        if given.pp not in (None, 1):
+            raise UsageError(
+                f"pp={given.pp}, but such a source has the tensors of all stages by one name each",
+                remedy="leave pp= out", path=found.url,
+            )  # fmt: skip
+        given.refuse_chunks(found.url)
+        reader: TensorReader = found.reader(unwrapped(tensors_at(found, self.prefix)))
+        cut = self._is_layout(reader.held, found.url)
+        if not cut:
+            given.refuse_degrees(found.url)
+        if found.format == HUB_DIRECTORY:
+            reader = dequantized(reader, self.settings)
+        return ModelSource(
+            reader, given.degrees, given, found.format, cut, found.model_facts if cut else ()
+        )
+
+    def files(self, found: RankFilesFound) -> ModelSource:
+        """The files of ranks, or one file with a whole model."""
+        files = replace(found, prefix=self.prefix)
+        if self.settings is not None:
+            for facts in files.facts:
+                facts.compare_config(self.settings)
+        given = _degrees_of_files(self.given, files)
+        if self.given.pp not in (None, files.pp or self.given.pp):
+            raise UsageError(
+                f"pp={self.given.pp}, but there are {files.pp} pipeline stages",
+                remedy="leave pp= out", path=files.url,
+            )  # fmt: skip
+        degrees, pp = given.degrees, given.pp or 1
+        if pp == 1 or files.alone:
+            given.refuse_chunks(files.url)
+        reader = open_ranks(
+            files, degrees, pp, _layers(self.settings), given.vpp, equal_ranks=given.equal_ranks
+        )
+        cut = degrees.ranks > 1 or self._is_layout(reader.held, files.url)
+        notes = () if files.order_is_known else (_UNKNOWN_ORDER,)
+        return ModelSource(
+            reader, degrees, given, files.format, cut, files.facts, notes=notes, step=files.step
+        )
+
+    def _is_layout(self, names: Collection[str], where: str) -> bool:
+        """Whether the names are those of a layout: the caller says so, or they are no names of the
+        model's own, or they fit a layout and not the family's releases."""
+        if self.given.layout is not None or looks_transformed(names):
+            return True
+        kind = None if self.settings is None else self.settings.values["model_type"]
+        if self.settings is None or kind is None or find_family(kind) is None:
+            return False
+        heads = value_heads(names, self.settings.values.get("architectures") or [])
+        names = [name for name in names if name not in heads]
+        if looks_packed(names, kind):
+            return self.packed
+        try:
+            dims = model_dims(self.settings, where)
+            if not any(unmatched(names, dims.family.hub, dims, 1)):
+                return False
+            choose_layout(names, dims, None, 1, where)
+        except CheckpointError:  # no layout, or a config without sizes, which names do not need
+            return False
+        return True
+
+
+def _refuse_parts(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> None:
+    """Refuse weights of a class that holds several tensors: none of them alone has its values."""
+    saved = catalogue.objects(min(catalogue.object_ranks))
+    above = {
+        key.removesuffix(FACTS): value
+        for key, (path, value) in saved.items()
+        if path[-1:] == (FACTS,)
+    }
+    names = {tensor.name for tensor in tensors.values()}
+    for start, facts in above.items():
+        if any(name.startswith(start) for name in names):
+            raise UsageError(
+                f"{start[:-1]} is a {facts.get('class')}, which holds several tensors; an export "
+                "writes tensors with values of their own",
+                remedy="load it into the model, dequantise it there (its class has dequantize()), "
+                "save that and export it",
+                path=catalogue.url,
+            )
+
+
+def _layers(settings: ModelConfig | None) -> int | None:
+    """How many layers the config's model has."""
+    if settings is None:
+        return None
+    family = find_family(settings.values["model_type"])
+    values = settings.values if family is None else family.config(settings.values)
+    found = values.get("num_hidden_layers")
+    return found if isinstance(found, int) else None
+
+
+def _degrees_of_files(given: GivenLayout, files: RankFilesFound) -> GivenLayout:
+    """The degrees that are given, or that the names of the files tell, or else the files."""
+    tp, pp, ep = given.tp or files.tp, given.pp or files.pp, given.ep or files.ep
+    inside = [files.degree(name) or 1 for name in (TP, PP, EP)]
+    if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
+        tp, pp, ep = inside
+    return replace(given, tp=tp, pp=pp, ep=ep)
+
+
+def _without_value_head(found: ModelSource, settings: ModelConfig | None) -> ModelSource:
+    names = [] if settings is None else settings.values.get("architectures") or []
+    heads = value_heads(found.reader.held, names)
+    if not heads:
+        return found
+    held = {name: t for name, t in found.reader.held.items() if name not in heads}
+    note = (
+        f"{', '.join(heads)} are a value head (as TRL's), for which Hugging Face's models have no "
+        "place: they are left out"
+    )
+    return replace(
+        found, reader=Some(found.reader, held), notes=(*found.notes, note), left_out=tuple(heads)
+    )
+
+
+def _refuse_without_scales(reader: TensorReader) -> None:
+    """Raise UsageError if weights are quantized and their scales are elsewhere."""
+    scaled = {
+        name.rpartition(".")[0].removesuffix(".weight")
+        for name in reader.held
+        if "scale" in name.rpartition(".")[2] or name.endswith((".SCB", ".absmax"))
+    }
+    for name, held in reader.held.items():
+        plain = name.removesuffix(".weight")
+        if plain == name or plain in scaled:
+            continue
+        if held.dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+            raise UsageError(
+                f"{name} is quantized to {held.dtype}, and no scales are beside it: its numbers "
+                "mean nothing without them",
+                remedy="export the state from before the weights were quantized, or with its "
+                "scales in it",
+                path=reader.url,
+            )

@@ -1,0 +1,1 @@
+"""What changed in a model, for servers that follow it."""

@@ -1,0 +1,458 @@
+"""Bring a host's directory of a model to a publish, and check every byte of what changed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from smckpt.calls import alone
+from smckpt.checkpoint.crc import crc64
+from smckpt.checkpoint.headers import StoredSlot, read_header
+from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Storage, access_to
+from smckpt.storage.directory import Directory
+from smckpt.storage.faults import storage_error
+from smckpt.storage.posix_read import open_file
+from smckpt.storage.urls import file_url, is_local, local_path
+from smckpt.translate.publishing.published import (
+    RECORD,
+    Publish,
+    PublishedFile,
+    PublishedTensor,
+    chain_to,
+    is_folder,
+    plain_name,
+    spans,
+    state_after,
+)
+from smckpt.translate.tables.arguments import check_counts, check_paths
+
+__all__ = ["ApplyReport", "apply_published"]
+
+log = logging.getLogger("smckpt")
+
+LATEST = "latest"
+_NEW_LINK = ".applying-link"
+_NEW_RECORD = f"{RECORD}.new"
+_TEMPORARY = re.compile(r"\.applying-([0-9a-f]{8}|link)", re.ASCII)
+_MAX_RECORD = 1 << 24  # bytes; it names the files
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class ApplyReport:
+    """directory: the model. number: of the publish that it is. nbytes: read from the root."""
+
+    directory: str
+    number: int
+    nbytes: int
+    seconds: float
+
+
+@alone()
+def apply_published(
+    root: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    number: int | None = None,
+    keep: int = 2,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> ApplyReport:
+    """Make `directory/latest` the model that was published, byte for byte.
+
+    `latest` is a symbolic link to a directory of that publish, beside it. It changes at once, when
+    the new directory is whole, durable and compared with its checksums. So a server that reads the
+    old one is not disturbed. Files that did not change are hard links; of others only the changed
+    blocks are read from `root`. If the directory there cannot serve as the base, all is read anew.
+
+    Args:
+        root: where `publish` writes, on disk or in S3.
+        directory: a directory on this host, or on a file system with hard links and flock.
+        number: of the publish; by default the newest.
+        keep: how many publishes stay in the directory.
+        s3_region: as in `smckpt.load`.
+        s3client_config: as in `smckpt.load`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such publish.
+        CorruptCheckpointError: bytes of the root differ from what was published.
+        StorageError: a store refused, or another process applies to this directory.
+        UsageError: an argument is wrong.
+    """
+    began = time.monotonic()
+    check_paths(root=root, directory=directory)
+    check_counts(keep=keep)
+    if not is_local(os.fspath(directory)):
+        raise UsageError(
+            "models are served from a file system", remedy="pass a local directory",
+            path=os.fspath(directory),
+        )  # fmt: skip
+    place = os.path.abspath(local_path(os.fspath(directory)))
+    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    with ExitStack() as cleanup:
+        source = access.open(root).without_links()
+        cleanup.callback(source.close)
+        try:
+            host = cleanup.enter_context(_locked(place))
+            chain = chain_to(source, number)
+            nbytes = _brought_to(source, chain, host)
+            _forget_old(host, chain, keep)
+        except OSError as error:
+            raise storage_error(error, place, "write") from error
+    target = os.path.join(place, chain[-1].folder)
+    return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began)
+
+
+@contextmanager
+def _locked(place: str) -> Iterator[Directory]:
+    with Directory.open(place, make=True) as host:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(".lock", flags, 0o644, dir_fd=host.fd)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise StorageError(
+                    "another process applies a publish to this directory",
+                    remedy="wait for it, or give each its own directory",
+                    path=place,
+                ) from error
+            yield host
+        finally:
+            os.close(fd)
+
+
+def _brought_to(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
+    """Let `latest` be the last publish of a chain. Returns the bytes that were read from the
+    root."""
+    publish = chain[-1]
+    served = _is_served(host, publish.folder)
+    _clear(host)
+    nbytes = 0
+    if served and _record_of(host, publish.folder).identity == publish.identity:
+        return nbytes
+    if served:
+        raise UsageError(
+            f"the served directory is not publish {publish.number} of this root",
+            remedy="give each root a directory of its own",
+            path=os.path.join(host.path, publish.folder),
+        )
+    if not _is_whole(host, chain):
+        nbytes = _made(source, chain, host)
+    _point(host, publish.folder)
+    return nbytes
+
+
+def _is_served(host: Directory, folder: str) -> bool:
+    there = host.status(folder)
+    try:
+        served = os.stat(LATEST, dir_fd=host.fd)
+    except OSError:  # there is none, or it leads nowhere
+        return False
+    return there is not None and os.path.samestat(there, served)
+
+
+def _clear(host: Directory) -> None:
+    """Remove what processes left that were killed; the lock is ours."""
+    for name in host.names():
+        if _TEMPORARY.fullmatch(name):
+            host.remove_all(name)
+
+
+# -- the record of a directory ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Record:
+    """identity: of the publish that is whole in a directory; None: none is. files: those that were
+    written there, except the record; None: nobody says."""
+
+    identity: str | None = None
+    files: tuple[str, ...] | None = None
+
+    def sealed(self) -> bytes:
+        body = {"format": list(FORMAT_VERSION), "identity": self.identity, "files": self.files}
+        return seal_json(body)
+
+
+def _record_of(host: Directory, folder: str) -> _Record:
+    path = os.path.join(host.path, folder, RECORD)
+    try:
+        with host.below(folder) as directory, _opened(directory, RECORD) as file:
+            body = open_json(file.read(_MAX_RECORD), path)
+        identity, files = body.get("identity"), body.get("files")
+        named = None if files is None else tuple(plain_name(name) for name in files)
+        return _Record(None if identity is None else str(identity), named)
+    except (OSError, CheckpointError, ValueError, TypeError):
+        return _Record()
+
+
+def _put_record(directory: Directory, record: _Record) -> None:
+    """Write the record, or replace it at once."""
+    directory.remove(_NEW_RECORD)
+    with os.fdopen(directory.create(_NEW_RECORD), "wb") as file:
+        file.write(record.sealed())
+        file.flush()
+        os.fsync(file.fileno())
+    directory.rename(_NEW_RECORD, RECORD)
+    directory.sync()
+
+
+def _opened(directory: Directory, name: str) -> BinaryIO:
+    """A regular file of a directory, open for reading.
+
+    Raises:
+        CorruptCheckpointError, OSError: it is a link, or something else.
+    """
+    return open(open_file(os.path.join(directory.path, name), directory), "rb")
+
+
+# -- making a directory ----------------------------------------------------------------------------
+
+
+def _is_whole(host: Directory, chain: Sequence[Publish]) -> bool:
+    """Whether a directory beside the served one is the last publish of a chain: each file is
+    compared, since it lay there for some time."""
+    folder = chain[-1].folder
+    if _record_of(host, folder).identity != chain[-1].identity:
+        return False
+    try:
+        with host.below(folder) as directory:
+            for name, file in state_after(chain).items():
+                with _opened(directory, name) as there:
+                    _check(there.fileno(), file, os.path.join(directory.path, name))
+    except (CorruptCheckpointError, OSError) as error:
+        log.warning("%s is made anew: %s", os.path.join(host.path, folder), error)
+        return False
+    return True
+
+
+def _made(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
+    """Make the directory of the last publish. Returns the bytes that were read from the root."""
+    bases = [
+        (at + 1, publish.folder)
+        for at, publish in enumerate(chain[:-1])
+        if _record_of(host, publish.folder).identity == publish.identity
+    ]
+    done, folder = bases[-1] if bases else (0, "")
+    state = state_after(chain)
+    begun = f".applying-{secrets.token_hex(4)}"
+    with ExitStack() as cleanup:
+        cleanup.callback(host.remove_all, begun)
+        making = cleanup.enter_context(host.make(begun))
+        base = cleanup.enter_context(host.below(folder)) if folder else None
+        nbytes = 0
+        for name, file in state.items():
+            work = _NewFile(source, chain, name, file, making)
+            if base is not None:
+                try:
+                    nbytes += work.made_from(base, done)
+                    continue
+                except (CorruptCheckpointError, OSError) as error:
+                    log.warning(
+                        "%s of %s is no base for publish %d: %s",
+                        name, base.path, chain[-1].number, error,
+                    )  # fmt: skip
+                    making.remove(name)
+            nbytes += work.made_from(None, 0)
+        _put_record(making, _Record(chain[-1].identity, tuple(state)))
+        _remove_ours(host, chain[-1].folder, state)
+        _rename_whole(host, begun, chain[-1].folder)
+        host.sync()
+    return nbytes
+
+
+def _rename_whole(host: Directory, begun: str, folder: str) -> None:
+    try:
+        host.rename(begun, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UsageError(
+            "files are there that no publish brought",
+            remedy="move them elsewhere; smckpt removes only what it has written",
+            path=os.path.join(host.path, folder),
+        ) from error
+
+
+@dataclass(frozen=True)
+class _NewFile:
+    """One file of the new directory."""
+
+    source: Storage
+    chain: Sequence[Publish]
+    name: str
+    file: PublishedFile
+    making: Directory
+
+    def made_from(self, base: Directory | None, done: int) -> int:
+        """Make it: its last whole copy, or the base's, and what changed since. Returns the bytes
+        that were read from the root. Every byte of it is compared, also of one that is linked.
+
+        Args:
+            done: how many publishes of the chain the base has.
+        """
+        path = os.path.join(self.making.path, self.name)
+        writers = [(p, p.files[self.name]) for p in self.chain[done:] if self.name in p.files]
+        if not writers and base is not None:
+            _linked(base, self.making, self.name)
+            with _opened(self.making, self.name) as there:
+                _check(there.fileno(), self.file, path)
+            return 0
+        wholes = [at for at, (_, each) in enumerate(writers) if each.whole]
+        nbytes, later = 0, writers
+        with open(self.making.create(self.name, read=True), "rb+", buffering=0) as out:
+            if wholes:
+                publish, whole = writers[wholes[-1]]
+                nbytes += _copy_whole(self.source, publish, self.name, whole.size, out.fileno())
+                later = writers[wholes[-1] + 1 :]
+            elif base is not None:
+                with _opened(base, self.name) as old:
+                    _copy_file(old, out)
+            for publish, each in later:
+                nbytes += _patch(self.source, publish, each.tensors, out.fileno())
+            _check(out.fileno(), self.file, path)
+            os.fsync(out.fileno())
+        return nbytes
+
+
+def _linked(base: Directory, making: Directory, name: str) -> None:
+    os.link(name, name, src_dir_fd=base.fd, dst_dir_fd=making.fd, follow_symlinks=False)
+
+
+def _copy_whole(source: Storage, publish: Publish, name: str, size: int, fd: int) -> int:
+    memory = memoryview(bytearray(min(_PIECE, max(size, 1))))
+    with closing(source.join(publish.folder)) as storage:
+        for low in range(0, size, len(memory)):
+            view = memory[: min(len(memory), size - low)]
+            storage.read_into(name, low, [view])
+            _write(fd, view, low)
+    return size
+
+
+def _copy_file(old: BinaryIO, new: BinaryIO) -> None:
+    """In the kernel, where a file system may share the blocks; otherwise byte by byte."""
+    left = os.fstat(old.fileno()).st_size
+    try:
+        while left and (copied := os.copy_file_range(old.fileno(), new.fileno(), left)):
+            left -= copied
+    except OSError:  # not on this file system
+        pass
+    if left:
+        old.seek(0)
+        new.seek(0)
+        shutil.copyfileobj(old, new, _PIECE)
+
+
+def _patch(
+    source: Storage, publish: Publish, tensors: Mapping[str, PublishedTensor], fd: int
+) -> int:
+    """Write a publish's changed blocks into a file."""
+    assert publish.delta is not None
+    name, size = publish.delta
+    nbytes = 0
+    with closing(source.join(publish.folder)) as storage:
+        slots = _delta_slots(storage, name, size)
+        for key, tensor in tensors.items():
+            at = slots[key].offset if key in slots else size
+            for number, low, length in spans(tensor.begin, tensor.end):
+                if number not in tensor.blocks:
+                    continue
+                data = storage.read(name, at, length)
+                if crc64(data) != tensor.blocks[number]:
+                    raise CorruptCheckpointError(
+                        f"{key!r}: bytes {at} to {at + length} differ from what was published",
+                        remedy="publish in full, with delta=None",
+                        path=file_url(storage.url, name),
+                    )
+                _write(fd, memoryview(data), low)
+                at, nbytes = at + length, nbytes + length
+    return nbytes
+
+
+def _delta_slots(storage: Storage, name: str, size: int) -> Mapping[str, StoredSlot]:
+    path = file_url(storage.url, name)
+    return read_header(lambda low, high: storage.read(name, low, high - low), size, path).slots
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _check(fd: int, file: PublishedFile, path: str) -> None:
+    """Read a finished file and compare it with its checksum."""
+    value, size = 0, os.fstat(fd).st_size
+    memory = memoryview(bytearray(min(_PIECE, max(size, 1))))
+    at = 0
+    while at < size and (count := os.preadv(fd, [memory], at)):
+        value, at = crc64(memory[:count], value), at + count
+    if (size, value) != (file.size, file.crc64):
+        raise CorruptCheckpointError(
+            f"the file has {size:,} bytes that are not those of the publish ({file.size:,})",
+            remedy="publish in full, with delta=None",
+            path=path,
+        )
+
+
+def _point(host: Directory, folder: str) -> None:
+    """Let `latest` name another directory, at once."""
+    if host.link_at(LATEST) == folder:
+        return
+    host.remove(_NEW_LINK)
+    host.link_to(folder, _NEW_LINK)
+    host.rename(_NEW_LINK, LATEST)
+    host.sync()
+
+
+def _forget_old(host: Directory, chain: Sequence[Publish], keep: int) -> None:
+    """Remove all but the newest directories of publishes; never the one that is served. What has no
+    record of ours is somebody else's."""
+    records = {name: _record_of(host, name) for name in host.names() if is_folder(name)}
+    applied = [name for name, record in records.items() if record != _Record()]
+    over = [name for name in applied if records[name].identity is None]  # of a killed removal
+    older = sorted((n for n in applied if n != chain[-1].folder and n not in over), key=int)
+    for name in (*over, *older[: max(len(older) - (keep - 1), 0)]):
+        _remove_ours(host, name, state_after(chain))
+    _clear(host)
+
+
+def _remove_ours(host: Directory, folder: str, otherwise: Collection[str]) -> None:
+    """Remove the files that were written to the directory of a publish, and the directory if it is
+    empty then. The record goes last; without an identity it is no base meanwhile.
+
+    Args:
+        otherwise: the names of the files, if the record does not have them, as older ones do not.
+    """
+    record = _record_of(host, folder)
+    if record == _Record():
+        return
+    files = tuple(otherwise) if record.files is None else record.files
+    with host.below(folder) as directory:
+        _put_record(directory, _Record(None, files))
+        for name in files:
+            with suppress(IsADirectoryError, PermissionError):  # a user's directory
+                directory.remove(name)
+        directory.sync()
+        for name in (_NEW_RECORD, RECORD):
+            directory.remove(name)
+    with suppress(OSError):  # a user's files are there
+        host.remove_directory(folder)

@@ -1,0 +1,341 @@
+"""A checkpoint that others wrote as a catalogue, like one of ours: chosen, planned and read in the
+same way.
+
+Each saved box is the array of a rank of its own. What no checksum of ours covers is compared with
+the CRC-32 of `torch.save`, where the file has one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from smckpt.checkpoint.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
+from smckpt.checkpoint.catalogue import Catalogue, Stored
+from smckpt.checkpoint.headers import StoredSlot
+from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.sources import SavedPieces
+from smckpt.errors import StateError, UsageError
+from smckpt.layout.entries import DTYPES, Entry, dotted
+from smckpt.layout.entries import Path as StatePath
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.leaves import joined
+from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.storage import Storage
+from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
+from smckpt.translate.sources.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
+from smckpt.translate.sources.foreign import ForeignCheckpoint
+from smckpt.translate.sources.state_files import open_state
+
+__all__ = ["ForeignCatalogue", "foreign_catalogue"]
+
+_STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
+
+
+def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
+    """What others wrote in a directory, or in a file; None: nothing that is known.
+
+    Raises:
+        UsageError: it is no whole state: the files of tensor-parallel ranks.
+        CorruptCheckpointError: it is damaged, or a file is missing.
+    """
+    found = open_source(storage.url, storage.access)
+    if isinstance(found, RankFilesFound):
+        if not found.whole:
+            raise UsageError(
+                f"these are files of ranks ({found.format}), each with tensors of its own",
+                remedy="make a Hugging Face model of them with `smckpt export`", path=storage.url,
+            )  # fmt: skip
+        (record,) = found.files.values()
+        found = open_state([record], found.source)
+    elif found is not None and found.parts:
+        found = replace(open_state(found.parts, found.source), url=found.url, format=found.format)
+    return None if found is None else _catalogue(found, storage)
+
+
+def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:
+    for tensor in source.saved.values():
+        if tensor.boxes:
+            refuse_gaps(tensor, source.url)
+    return ForeignCatalogue(source.url, source, _ForeignReaders(source.source))
+
+
+def _step_of(source: ForeignCheckpoint) -> int | None:
+    """The step, where the state has it at the top."""
+    for name in _STEPS:
+        if name in source.values:
+            with contextlib.suppress(StateError):
+                value = source.values[name].read()
+                return value if type(value) is int and value >= 0 else None
+    return None
+
+
+@dataclass(frozen=True)
+class ForeignCatalogue(Catalogue):
+    """What others wrote; made by `foreign_catalogue`."""
+
+    url: str
+    source: ForeignCheckpoint = field(compare=False, repr=False)
+    _own: _ForeignReaders = field(compare=False, repr=False)
+
+    @property
+    def identity(self) -> str:
+        return self.source.format
+
+    @property
+    def ours(self) -> bool:
+        return False
+
+    @cached_property
+    def step(self) -> int | None:
+        return _step_of(self.source)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in self.source.saved.values()
+        )
+
+    @property
+    def readers(self) -> Readers:
+        return self._own
+
+    @property
+    def object_ranks(self) -> tuple[int, ...]:
+        return (0,)
+
+    def refuse_unread(self, left_out: Callable[[str], bool]) -> None:
+        unread = [name for name in sorted(self.unread) if not left_out(name)]
+        if unread:
+            why = self.unread[unread[0]].message
+            more = f" and {len(unread) - 8} more" if unread[8:] else ""
+            raise StateError(
+                f"{', '.join(unread[:8])}{more} hold objects that are not plain data ({why})",
+                remedy="leave them out: ignore=[…]", path=self.url,
+            )  # fmt: skip
+
+    @property
+    def containers(self) -> dict[StatePath, str] | None:
+        return dict(self.source.containers)
+
+    @cached_property
+    def rows(self) -> tuple[Entry, ...]:
+        return tuple(
+            _entry(tensor, saved.box, number)
+            for tensor in self.source.saved.values()
+            for number, saved in enumerate(_boxes(tensor))
+        )
+
+    @cached_property
+    def pieces(self) -> SavedPieces:
+        return SavedPieces(
+            self.rows, [range(1 + max((row.ranks[0] for row in self.rows), default=0))]
+        )
+
+    def read_headers(self, ranks: Iterable[int]) -> None:
+        """Nothing: each part's header is read when its place is asked for."""
+
+    def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
+        tensor = self.source.saved[row.key]
+        saved = _boxes(tensor)[holders[0]]
+        return [self._own.stored(tensor, saved)] if saved.box.numel else []
+
+    def part(self, rank: int) -> dict[str, Any]:
+        return {"objects": self._encoded[0], "optimizers": {}}
+
+    def part_url(self, rank: int) -> str:
+        return self.url
+
+    @cached_property
+    def unread(self) -> dict[str, StateError]:
+        """The values that are not plain data, and why. They are not among the objects."""
+        return self._values[1] | self._encoded[1]
+
+    @cached_property
+    def _values(self) -> tuple[dict[StatePath, Any], dict[str, StateError]]:
+        values: dict[StatePath, Any] = {}
+        unread: dict[str, StateError] = {}
+        for name, value in self.source.values.items():
+            try:
+                values[value.path] = value.read()
+            except StateError as error:
+                unread[name] = error
+        return values, unread
+
+    @cached_property
+    def _encoded(self) -> tuple[dict[str, Any], dict[str, StateError]]:
+        leaves = joined(self._values[0], (tensor.path for tensor in self.source.saved.values()))
+        objects, unread = {}, {}
+        for path, value in leaves:
+            name = dotted(path)
+            try:
+                objects[name] = {"path": list(path), "value": encode_object(value, path=name)}
+            except StateError as error:
+                unread[name] = error
+        return objects, unread
+
+
+def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:
+    """The parts of a tensor; of one without elements, a part that is empty."""
+    return tensor.boxes or [SavedBox(Box.whole(tensor.shape), "", _nothing)]
+
+
+def _nothing() -> Any:
+    raise AssertionError("a part without elements is never read")
+
+
+def _entry(tensor: SavedTensor, box: Box, number: int) -> Entry:
+    """The row of one part."""
+    path = tensor.path
+    texts = [at for at, part in enumerate(path) if isinstance(part, str)]
+    turn = texts[-1] if texts else 0
+    rule = BoxGeometry(str(path[turn]), tensor.shape, (box,), (number,))
+    return Entry(path, tensor.dtype, rule, path[:turn], path[turn + 1 :], (number,))
+
+
+# -- the bytes -------------------------------------------------------------------------------------
+
+
+class _ForeignReaders(Readers):
+    """Readers that compare a record with its own CRC-32 before they read from it."""
+
+    def __init__(self, source: SourceFiles) -> None:
+        super().__init__(source.access)
+        self._records = _Records(source)
+        self._places: dict[tuple[str, Box], Stored] = {}
+        self._files: dict[str, SavedFile] = {}
+        self._guard = threading.Lock()
+        self._spool: str | None = None
+
+    def of(self, file: SavedFile) -> BlockReader:
+        with self._lock:
+            if file not in self._readers:
+                storage = self._storage(file.directory)
+                self._readers[file] = _Reader(storage, file, self._records, self.scratch)
+            return self._readers[file]
+
+    def stored(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
+        """Where the elements of a part are, row-major.
+
+        Raises:
+            TensorMismatchError, CorruptCheckpointError: another tensor, or none, lies there.
+        """
+        key = tensor.name, saved.box
+        with self._guard:
+            if key not in self._places:
+                self._places[key] = self._place(tensor, saved)
+            return self._places[key]
+
+    def close(self) -> None:
+        super().close()
+        self._records.close()
+        with self._guard:
+            spool, self._spool = self._spool, None
+            if spool is not None:
+                self._places.clear()
+                shutil.rmtree(spool, ignore_errors=True)
+
+    def _place(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
+        piece, stored = place_of(tensor, saved)
+        itemsize = DTYPES[tensor.dtype].itemsize
+        nbytes = piece.box.numel * itemsize
+        path, offset = stored.record.path, stored.record.offset + piece.start * itemsize
+        if _dense(piece):
+            self._records.add(stored.record)
+        else:
+            path, offset = self._copied(piece, stored.record, itemsize), 0
+        slot = StoredSlot(
+            0, nbytes, offset, DTYPES[tensor.dtype].code or "U8", piece.box.sizes, False
+        )
+        if path not in self._files:
+            directory, _, name = path.rpartition("/")
+            record = OtherFile(name, self._records.files.whole(path).nbytes)
+            self._files[path] = SavedFile(f"{directory}/", record, 0)
+        return self._files[path], slot
+
+    def _copied(self, piece: Piece, record: ArchiveRecord, itemsize: int) -> str:
+        """A file with the elements of a part that is stored in another order (a transposed matrix)
+        in row-major order. Memory: pages of both files, which the system drops."""
+        if self._spool is None:
+            self._spool = tempfile.mkdtemp(prefix="smckpt-")
+            weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
+        path = os.path.join(self._spool, f"{len(self._places)}")
+        target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
+        copy = Copy(piece.part(piece.box), Strided.whole(piece.box.sizes))
+        self._records.files.copy(record, copy, itemsize, target.data)
+        target.flush()
+        return path
+
+
+def _dense(piece: Piece) -> bool:
+    """Whether the elements are one after the other, row-major."""
+    step = 1
+    for size, stride in zip(reversed(piece.box.sizes), reversed(piece.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+class _Records:
+    """The records that are read from, by file. Each is compared with its CRC-32 once."""
+
+    def __init__(self, source: SourceFiles) -> None:
+        self.files = source
+        self._lock = threading.Lock()
+        self._known: dict[str, list[tuple[int, ArchiveRecord]]] = {}
+
+    def add(self, record: ArchiveRecord) -> None:
+        if record.crc is None:
+            return
+        with self._lock:
+            known = self._known.setdefault(record.path, [])
+            at = bisect.bisect_left(known, record.offset, key=lambda one: one[0])
+            if at == len(known) or known[at][0] != record.offset:
+                known.insert(at, (record.offset, record))
+
+    def check(self, path: str, low: int, high: int) -> None:
+        """
+        Raises:
+            CorruptCheckpointError: a record that has bytes in [low, high) differs from its CRC-32.
+        """
+        with self._lock:
+            known = self._known.get(path, [])
+            first = bisect.bisect_right(known, low, key=lambda one: one[0]) - 1
+            last = bisect.bisect_left(known, high, key=lambda one: one[0])
+            found = [record for _, record in known[max(first, 0) : last]]
+        for record in found:
+            if record.offset + record.nbytes > low:
+                self.files.check(record)
+                self.files.let_go(record.nbytes)
+
+    def close(self) -> None:
+        self.files.close()
+
+
+class _Reader(BlockReader):
+    """Reads a file of others."""
+
+    def __init__(self, storage: Storage, file: SavedFile, records: _Records, scratch: Any) -> None:
+        super().__init__(storage, file, False, scratch)
+        self._records = records
+        self._at = file.path
+
+    def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
+        if segments:
+            low, high = segments[0].offset, segments[-1].end
+        self._records.check(self._at, low, high)
+        super().fill(low, high, segments)

@@ -1,0 +1,208 @@
+"""Tensors whose boxes lie in files of any kind: what distributed checkpoints of others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
+from smckpt.layout.entries import DTYPES, Path, dotted
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import (
+    Box,
+    Copy,
+    Piece,
+    Strided,
+    covered,
+    row_major_strides,
+)
+from smckpt.translate.archives.source_files import SourceFiles
+from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.pieces import RankTensors, TensorKey
+
+__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "place_of", "refuse_gaps", "whole_tensor"]
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box of a tensor. find: reads where it lies; file: its name, for errors. inside: this box is
+    at these indices of the outer dimensions of what lies there."""
+
+    box: Box
+    file: str
+    find: Callable[[], StoredTensor]
+    inside: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor by its logical name; `path` is its place in the state dict."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: Shape
+    boxes: tuple[SavedBox, ...] = field(repr=False)
+
+
+class _Taken(NamedTuple):
+    """Elements of a stored tensor, and where they go."""
+
+    stored: StoredTensor
+    copy: Copy
+    buffer: int
+
+
+class BoxTensors:
+    """A `TensorReader` of such tensors. Each box is found when it is first needed, and the CRC of
+    its bytes, if there is one, compared when they are first read."""
+
+    def __init__(
+        self, url: str, tensors: Mapping[TensorKey, SavedTensor], source: SourceFiles
+    ) -> None:
+        """
+        Args:
+            tensors: those of each rank, or of all ranks.
+
+        Raises:
+            CorruptCheckpointError: elements of a tensor are in no box, or in several.
+        """
+        self.url = url
+        self._tensors = tensors
+        self._source = source
+        self._pieces: dict[tuple[TensorKey, int], tuple[Piece, StoredTensor]] = {}
+        held: dict[str, RankTensors] = {}
+        for key, tensor in tensors.items():
+            refuse_gaps(tensor, url)
+            if key.tp < 0:
+                held[key.name] = RankTensors(key.name, tensor.dtype, {}, tensor.shape)
+                continue
+            others = held[key.name].shards if key.name in held else {}
+            shards = {**others, (key.tp, key.ep): tensor.shape}
+            held[key.name] = RankTensors(key.name, tensor.dtype, shards)
+        self.held: Mapping[str, RankTensors] = held
+
+    def renamed(self, names: Mapping[str, str]) -> BoxTensors:
+        """The tensors of these names under other names: old → new."""
+        tensors = {
+            key._replace(name=names[key.name]): tensor
+            for key, tensor in self._tensors.items()
+            if key.name in names
+        }
+        return BoxTensors(self.url, tensors, self._source)
+
+    def plan(self, blocks: Sequence[Block]) -> Sequence[_Taken]:
+        out = []
+        for block in blocks:
+            tensor = self._tensors[block.source]
+            left = block.copy.numel
+            for number, saved in enumerate(tensor.boxes):
+                dense = row_major_strides(saved.box.sizes)
+                copy = self._cut(block, Piece(tensor.name, tensor.shape, saved.box, 0, dense))
+                if copy is None:
+                    continue
+                piece, stored = self._found(block.source, number)
+                if (piece.start, piece.strides) != (0, dense):
+                    copy = self._cut(block, piece)
+                    assert copy is not None
+                left -= copy.numel
+                out.append(_Taken(stored, copy, block.buffer))
+            if left:
+                raise CorruptCheckpointError(
+                    f"{tensor.name}: {left} elements of a part are in no file",
+                    remedy="use another checkpoint",
+                    path=self.url,
+                )
+        return out
+
+    def read(self, plan: Sequence[_Taken], buffers: Sequence[memoryview]) -> None:
+        for stored, copy, buffer in plan:
+            itemsize = DTYPES[stored.dtype].itemsize
+            self._source.copy(stored.record, copy, itemsize, buffers[buffer])
+        self._source.let_go(sum(len(buffer) for buffer in buffers))
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _cut(self, block: Block, piece: Piece) -> Copy | None:
+        """As `CheckpointTensors`: a whole tensor is read in any shape, a part in its own."""
+        if piece == Piece.whole(piece.name, piece.shape, piece.start):
+            there = block.copy.source
+            at = Strided(there.sizes, there.start + piece.start, there.strides)
+            return Copy(at, block.copy.target)
+        try:
+            return block.copy.read_from(piece)
+        except ValueError as error:
+            raise TopologyError(
+                f"{piece.name} is in several parts, or transposed, but its experts are folded into "
+                "its memory",
+                remedy="save it whole and contiguous, or export the files of ranks",
+                path=self.url,
+            ) from error
+
+    def _found(self, source: TensorKey, number: int) -> tuple[Piece, StoredTensor]:
+        key = source, number
+        if key not in self._pieces:
+            tensor = self._tensors[source]
+            self._pieces[key] = place_of(tensor, tensor.boxes[number])
+        return self._pieces[key]
+
+
+def whole_tensor(path: Path, stored: StoredTensor) -> SavedTensor:
+    """A tensor that lies in one place."""
+    box = SavedBox(Box.whole(stored.shape), stored.record.path, partial(_same, stored))
+    return SavedTensor(dotted(path), path, stored.dtype, stored.shape, (box,))
+
+
+def _same(stored: StoredTensor) -> StoredTensor:
+    return stored
+
+
+def place_of(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:
+    """Where the elements of a box are in the record of its stored tensor.
+
+    Raises:
+        TensorMismatchError: another tensor lies there.
+    """
+    stored = saved.find()
+    outer = len(saved.inside)
+    if (stored.dtype, stored.shape[outer:]) != (tensor.dtype, saved.box.sizes) or any(
+        i >= n for i, n in zip(saved.inside, stored.shape, strict=False)
+    ):
+        raise TensorMismatchError(
+            f"the part of {tensor.name} at {saved.box.offsets} is {stored.dtype} "
+            f"{stored.shape} in its file, but the checkpoint's metadata says "
+            f"{tensor.dtype} {saved.box.sizes}",
+            remedy="files of two checkpoints are mixed: use another one",
+            path=saved.file,
+        )
+    start = stored.start + sum(i * n for i, n in zip(saved.inside, stored.strides, strict=False))
+    piece = Piece(tensor.name, tensor.shape, saved.box, start, stored.strides[outer:])
+    return piece, stored
+
+
+def refuse_gaps(tensor: SavedTensor, url: str) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: elements of the tensor are in no box, or in several.
+    """
+    whole = Box.whole(tensor.shape)
+    boxes = [saved.box for saved in tensor.boxes]
+    if boxes == [whole]:
+        return
+    outside = [box for box in boxes if box.numel and whole.intersect(box) != box]
+    found = covered(whole, [] if outside else boxes)
+    if outside or not found.exact:
+        what = (
+            f"a part at {outside[0].offsets} of the size {outside[0].sizes} lies outside"
+            if outside
+            else f"{found.never} elements are in no part, {found.often} in several"
+        )
+        raise CorruptCheckpointError(
+            f"{tensor.name} of the shape {tensor.shape}: {what}",
+            remedy="fetch the whole checkpoint, with the files of all ranks, or use another one",
+            path=url,
+        )

@@ -1,0 +1,362 @@
+"""Read a checkpoint's tensors: global tensors by name, or plain tensors of each parallel rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, Stored
+from smckpt.checkpoint.read import Readers, ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.sources import SavedPiece
+from smckpt.errors import (
+    CorruptCheckpointError,
+    TensorMismatchError,
+    TopologyError,
+    UsageError,
+)
+from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.topology import ParallelState
+from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.pieces import RankTensors, TensorKey
+
+__all__ = ["CheckpointTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
+
+_Rows = list[tuple[Entry, str]]
+_COMPARED = 64 << 10  # bytes of a tensor
+
+
+def degrees_of(
+    catalogue: Catalogue, tp: int | None, ep: int | None, etp: int | None = None
+) -> Degrees:
+    """The degrees: the recorded ones, otherwise the given ones, otherwise 1. A checkpoint does not
+    record that experts are cut differently from layers; then `ep` is the given degree, and the
+    number of ranks is the recorded one.
+
+    Raises:
+        UsageError: a given degree contradicts the recorded one.
+    """
+    if catalogue.topology is None:
+        return Degrees.of(1 if tp is None else tp, 1 if ep is None else ep, etp)
+    state = ParallelState.from_json(catalogue.topology)
+    apart = etp not in (None, state.tp_size)
+    if apart:
+        _refuse_other_order(state, catalogue.url)
+    for name, given, saved in (("tp", tp, state.tp_size), ("ep", ep, state.ep_size)):
+        if name == "ep" and apart:
+            continue
+        if given not in (None, saved):
+            raise UsageError(
+                f"{name}={given}, but the checkpoint was saved with {name}={saved}",
+                remedy=f"leave {name}= out",
+                path=catalogue.url,
+            )
+    return Degrees.of(state.tp_size, ep or state.ep_size, etp, state.ep_size)
+
+
+def stages_of(catalogue: Catalogue, pp: int | None) -> int:
+    """How many pipeline stages the ranks were in, as recorded.
+
+    Raises:
+        UsageError: `pp` is given and is another number, or none is recorded.
+    """
+    if catalogue.topology is None:
+        if pp not in (None, 1):
+            raise UsageError(
+                f"pp={pp}, but the checkpoint does not record which stage each rank belongs to",
+                remedy="save with parallel_state=, or export the files of ranks",
+                path=catalogue.url,
+            )
+        return 1
+    saved = ParallelState.from_json(catalogue.topology).pp_size
+    if pp not in (None, saved):
+        raise UsageError(
+            f"pp={pp}, but the checkpoint was saved with pp={saved}", remedy="leave pp= out",
+            path=catalogue.url,
+        )  # fmt: skip
+    return saved
+
+
+def has_parts_of_ranks(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> bool:
+    """Whether tensor- or expert-parallel ranks, as recorded, saved plain tensors of their own that
+    differ. By name alone, those of one rank would pass for the model's."""
+    if catalogue.topology is None:
+        return False
+    by_name = catalogue.pieces.by_name
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if all(row.geometry.per_rank for row, _ in by_name[tensor.name])
+    }
+    if not own or (degrees := degrees_of(catalogue, None, None)).ranks == 1:
+        return False
+    reader = CheckpointTensors(catalogue, own, degrees)
+    try:
+        return any(map(reader.differs, own))
+    finally:
+        reader.close()
+
+
+def _refuse_other_order(state: ParallelState, url: str) -> None:
+    """Refuse other rank orders. If experts are cut differently, only a rank's number says which
+    experts it has."""
+    ranker, inner = state.ranker, state.tp_size * state.ep_size
+    for rank in range(state.world_size):
+        if ranker.get_tp_rank(rank) + state.tp_size * ranker.get_ep_rank(rank) != rank % inner:
+            raise UsageError(
+                "etp= needs tensor-parallel and then expert-parallel ranks as neighbours, but "
+                f"the recorded order is {', '.join(state.order)}, with context-parallel degree "
+                f"{state.cp_size}",
+                remedy="export the files of ranks",
+                path=url,
+            )
+
+
+class CheckpointTensors:
+    """The model in a catalogue. Plans are made by one thread, reads by several at once."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        tensors: Mapping[str, LogicalTensor],
+        degrees: Degrees,
+        stage: int | None = None,
+    ) -> None:
+        """stage: of a checkpoint in pipeline stages, the one whose tensors this is a reader of."""
+        self.url = catalogue.url
+        self._catalogue = catalogue
+        self._readers = Readers(catalogue.readers.access)
+        self._rows: dict[TensorKey, _Rows] = {}
+        self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
+        self._state: ParallelState | None = None
+        if catalogue.topology is not None:
+            self._state = ParallelState.from_json(catalogue.topology)
+        self._stage = stage
+        self._coordinates = {(t, c) for c in range(degrees.columns) for t in range(degrees.tp)}
+        self.held: Mapping[str, RankTensors] = {
+            name: self._hold(name, rows)
+            for name, tensor in tensors.items()
+            if (rows := self._of_stage(name, tensor))
+        }
+
+    def _of_stage(self, name: str, tensor: LogicalTensor) -> _Rows:
+        """The rows of a tensor that the stage's ranks saved."""
+        rows = self._catalogue.pieces.by_name[tensor.name]
+        if self._state is None or self._stage is None:
+            return rows
+        out = []
+        for row, fqn in rows:
+            stages = {self._state.ranker.get_pp_rank(r) for r in row.geometry.ranks}
+            if len(stages) > 1 and not row.geometry.per_rank:
+                raise TopologyError(
+                    f"{name} is distributed over the pipeline stages {sorted(stages)}",
+                    remedy="save the model on meshes of one stage each", path=self.url,
+                )  # fmt: skip
+            if self._stage in stages:
+                out.append((row, fqn))
+        return out
+
+    def _hold(self, name: str, rows: _Rows) -> RankTensors:
+        shards: dict[tuple[int, int], Shape] = {}
+        whole: Shape | None = None
+        dtype = rows[0][0].dtype
+        for row, fqn in rows:
+            if row.dtype != dtype:
+                raise TopologyError(
+                    f"some ranks saved {name} as {dtype}, others as {row.dtype}",
+                    remedy="save all ranks' parts in one dtype", path=self.url,
+                )  # fmt: skip
+            places = self._places(row)
+            shape = row.geometry.shape_of(fqn)
+            if self._state is None or (not row.geometry.per_rank and len(places) > 1):
+                if places != self._coordinates:
+                    raise TopologyError(
+                        f"{name} is sharded over some of the tensor- and expert-parallel ranks, "
+                        "but not over others",
+                        remedy="save it on a mesh of all of them, or of one tp and ep rank each",
+                        path=self.url,
+                    )
+                whole = shape
+                self._rows.setdefault(TensorKey(name), []).append((row, fqn))
+                continue
+            for place in places:
+                shards[place] = shape
+                self._rows.setdefault(TensorKey(name, *place), []).append((row, fqn))
+        self._refuse_many(name)
+        return RankTensors(name, dtype, {} if whole is not None else shards, whole)
+
+    def _places(self, row: Entry) -> set[tuple[int, int]]:
+        """The (tp, ep) coordinates of the ranks that share a row's tensor."""
+        if self._state is None:
+            return self._coordinates
+        ranker = self._state.ranker
+        ranks = [r for r in row.geometry.ranks if self._is_here(r)]
+        return {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether a rank is of the stage."""
+        if self._state is None or self._stage is None:
+            return True
+        return self._state.ranker.get_pp_rank(rank) == self._stage
+
+    def _refuse_many(self, name: str) -> None:
+        """Refuse tensors of one name on separate meshes if no topology says what they are."""
+        rows = [row for row, _ in self._rows.get(TensorKey(name), ())]
+        known = self._catalogue.pieces
+        apart = len(rows) > 1 and not all(known.one_tensor(rows[0], row) for row in rows)
+        kept = any(row.geometry.per_rank and len(row.ranks) > 1 for row in rows)
+        if self._state is None and (apart or kept) and len(self._coordinates) > 1:
+            raise TopologyError(
+                f"ranks saved tensors of their own as {name}, but the checkpoint does not record "
+                "which tensor-parallel rank each belongs to",
+                remedy="save with parallel_state=, or export the files of single ranks",
+                path=self.url,
+            )
+
+    def refuse_unlike_replicas(self) -> None:
+        """Check that ranks with the same tensor- and expert-parallel coordinates in the recorded
+        topology hold the same values. It compares some elements of each kind of per-rank tensor. So
+        it finds a recorded topology that was not the job's, which shapes alone do not show.
+
+        Raises:
+            TensorMismatchError: they hold different values.
+        """
+        seen: set[tuple[str, int, int]] = set()
+        for key, rows in self._rows.items():
+            kind = re.sub(r"\d+", "#", key.name), key.tp, key.ep
+            if key.tp < 0 or kind in seen or not rows[0][0].geometry.per_rank:
+                continue
+            seen.add(kind)
+            row, fqn = rows[0]
+            block = _beginning(key, row.geometry.shape_of(fqn), DTYPES[row.dtype].itemsize)
+            found = [s for s in self._meeting(row, fqn, block.copy) if self._is_of(s, key)]
+            if found and block.copy.numel:
+                self._refuse_unlike(block, [found[0], *found[1:2], *found[2:][-1:]])
+
+    def differs(self, name: str) -> bool:
+        """Whether ranks of other coordinates hold another tensor under a name, as far as its
+        beginning shows. A part of a matrix begins otherwise than the other parts."""
+        held = self.held[name]
+        if len(set(held.shards.values())) > 1:
+            return True
+        found = set()
+        for place, shape in held.shards.items():
+            size = DTYPES[held.dtype].itemsize
+            block = _beginning(TensorKey(name, *place), shape, size)
+            data = bytearray(block.copy.numel * size)
+            self.read(self.plan([block]), [memoryview(data)])
+            found.add(bytes(data))
+        return len(found) > 1
+
+    def _refuse_unlike(self, block: Block, sources: Sequence[SavedPiece]) -> None:
+        data = []
+        for source in sources:
+            cut = block.copy.read_from(source.piece)
+            assert cut is not None
+            itemsize = DTYPES[source.row.dtype].itemsize
+            data.append(bytearray(block.copy.numel * itemsize))
+            plan = ReadPlan()
+            plan.copies.append(StoredCopy(self._slots_of(source), cut, 0, itemsize))
+            self.read(plan, [memoryview(data[-1])])
+        for source, other in zip(sources, data, strict=True):
+            if other != data[0]:
+                raise TensorMismatchError(
+                    f"ranks {sources[0].holders[0]} and {source.holders[0]} are both (tp, ep) "
+                    f"{block.source[1:]} in the recorded topology, but their {block.source.name} "
+                    "differ",
+                    remedy="save with the job's true parallel_state= (and its order=: Megatron "
+                    "counts expert-parallel before context-parallel ranks), or export the ranks' "
+                    "files",
+                    path=self.url,
+                )
+
+    def plan(self, blocks: Sequence[Block]) -> ReadPlan:
+        """Raise CorruptCheckpointError if some elements are in no file."""
+        plan = ReadPlan()
+        for block in blocks:
+            left = block.copy.numel
+            for source, itemsize, copy in self._found(block):
+                slots = self._slots_of(source)
+                plan.copies.append(StoredCopy(slots, copy, block.buffer, itemsize))
+                left -= copy.numel
+            if left:
+                raise CorruptCheckpointError(
+                    f"{block.source.name}: {left} elements of a part are missing, or several "
+                    "ranks with different cuts hold them",
+                    remedy="use another checkpoint",
+                    path=self.url,
+                )
+        return plan
+
+    def read(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
+        execute(plan, buffers, self._readers, threads=1)
+
+    def close(self) -> None:
+        self._readers.close()
+
+    def _slots_of(self, source: SavedPiece) -> list[Stored]:
+        key = (id(source.row), source.holders)
+        if key not in self._slots:
+            self._slots[key] = self._catalogue.slots(source.row, source.holders)
+        return self._slots[key]
+
+    def _found(self, block: Block) -> Iterator[tuple[SavedPiece, int, Copy]]:
+        """For each saved piece: the elements of a block that it has, and its bytes per element."""
+        rows = self._rows[block.source]
+        if not rows[0][0].geometry.explicit:
+            rows = rows[:1]  # the others are copies
+        for row, fqn in rows:
+            sources = self._meeting(row, fqn, block.copy)
+            # a per-rank tensor: take the first rank with these coordinates
+            if row.geometry.per_rank:
+                sources = [s for s in sources if self._is_of(s, block.source)][:1]
+            for source in sources:
+                cut = self._cut(block, source.piece)
+                if cut is not None:
+                    yield source, DTYPES[row.dtype].itemsize, cut
+
+    def _meeting(self, row: Entry, fqn: str, copy: Copy) -> list[SavedPiece]:
+        """The saved pieces that may have elements of the copy."""
+        shape = row.geometry.shape_of(fqn)
+        try:
+            steps = copy.source.steps(shape)
+        except ValueError:  # the tensor is held in another shape
+            box = Box.whole(shape)
+        else:
+            offsets = tuple(at for at, *_ in steps)
+            box = Box(offsets, tuple((count - 1) * step + 1 for _, step, count, _ in steps))
+        return list(self._catalogue.pieces.meeting(row, fqn, box))
+
+    def _cut(self, block: Block, piece: Piece) -> Copy | None:
+        """The elements of a block that a saved piece has. A whole tensor can be read in any shape
+        of the block. A part can be read only if it is a grid in the tensor's own shape."""
+        if piece == Piece.whole(piece.name, piece.shape, piece.start):
+            there = block.copy.source
+            at = Strided(there.sizes, there.start + piece.start, there.strides)
+            return Copy(at, block.copy.target)
+        try:
+            return block.copy.read_from(piece)
+        except ValueError as error:
+            raise TopologyError(
+                f"{block.source.name} is sharded over ranks, but its experts are folded into its "
+                "memory",
+                remedy="save it without FSDP, or export the files of ranks",
+                path=self.url,
+            ) from error
+
+    def _is_of(self, source: SavedPiece, key: TensorKey) -> bool:
+        if self._state is None or key.tp < 0:
+            return True
+        ranker, rank = self._state.ranker, source.holders[0]
+        at = ranker.get_tp_rank(rank), ranker.get_ep_rank(rank)
+        return at == (key.tp, key.ep) and self._is_here(rank)
+
+
+def _beginning(key: TensorKey, shape: Shape, itemsize: int) -> Block:
+    """The first rows of a tensor, about 64 KiB."""
+    rows = max(1, _COMPARED // max(1, math.prod(shape[1:]) * itemsize))
+    part = Strided.whole((min(shape[0], rows), *shape[1:]) if shape else (0,))
+    return Block(key, Copy(part, part))

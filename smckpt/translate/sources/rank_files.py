@@ -1,0 +1,258 @@
+"""Readers of a source's tensors: files of ranks, or a checkpoint.
+
+A reader says what it holds, and copies blocks of it into memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from smckpt.checkpoint.strict_json import strict_json
+from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.storage.urls import is_plain_name
+from smckpt.translate.archives.folders import Folder
+from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.sources.boxes import BoxTensors, SavedTensor, whole_tensor
+from smckpt.translate.sources.torch_files import StoredState, stored_state
+from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.names import unwrapped
+from smckpt.translate.tables.pieces import RankTensors, TensorKey
+from smckpt.translate.writing.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
+
+__all__ = [
+    "TensorReader",
+    "bits",
+    "hub_tensors",
+    "open_directory",
+    "open_files",
+    "open_stages",
+    "weight_files",
+]
+
+_INDEX_LIMIT = 256 << 20  # bytes
+
+
+class TensorReader(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def held(self) -> Mapping[str, RankTensors]: ...
+
+    def plan(self, blocks: Sequence[Block]) -> Any:
+        """Plan how to read the blocks. One thread calls it."""
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        """Carry out a plan. Several threads may call it at once."""
+
+    def close(self) -> None: ...
+
+
+def bits(dtype: str) -> np.dtype[Any]:
+    """The NumPy dtype that is used to move elements of `dtype`."""
+    size = DTYPES[dtype].itemsize
+    return np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype(f"V{size}")
+
+
+def open_files(
+    files: Mapping[str, StoredState], degrees: Degrees, source: SourceFiles,
+    alone: re.Pattern[str] | None = None,
+) -> BoxTensors:  # fmt: skip
+    """Open the files of all ranks, in Megatron's order: tensor-parallel ranks innermost, then
+    expert-parallel ones. What the first rank alone holds, and `alone` matches, is every rank's.
+
+    Raises:
+        UsageError: the number of files is not the number of ranks; a file is of another kind;
+            names, dtypes or recorded steps differ between ranks.
+    """
+    if len(files) != degrees.ranks:
+        raise UsageError(
+            f"{len(files)} files were passed for {degrees}",
+            remedy=f"pass the {degrees.ranks} files of all ranks, in the order of ranks",
+        )
+    tensors: dict[TensorKey, SavedTensor] = {}
+    dtypes: dict[str, str] = {}
+    names: dict[str, set[str]] = {}
+    steps: dict[str, Any] = {}
+    everyones: dict[str, StoredTensor] = {}
+    for number, (file, state) in enumerate(files.items()):
+        found, steps[file] = state.tensors, state.step
+        if alone is not None and not number:
+            everyones = {name: t for name, t in found.items() if alone.fullmatch(name)}
+        found = {**everyones, **found}
+        names[file] = set(found)
+        for name, stored in found.items():
+            if dtypes.setdefault(name, stored.dtype) != stored.dtype:
+                raise UsageError(
+                    f"{name} is {dtypes[name]} in one rank's file, but {stored.dtype} in another's",
+                    remedy="pass files of one and the same step",
+                    path=file,
+                )
+            key = TensorKey(name, number % degrees.tp, number // degrees.tp)
+            tensors[key] = whole_tensor((name,), stored)
+    if len(set(steps.values())) > 1:
+        raise UsageError(
+            f"the files belong to different steps: {steps}",
+            remedy="pass files of one and the same step",
+        )
+    first = next(iter(names.values()))
+    for file, held in names.items():
+        if held != first:
+            raise UsageError(
+                f"the files of the ranks have different names: {sorted(held ^ first)[:8]}",
+                remedy="pass the files of all ranks of one step, and pp= if they are of pipeline "
+                "stages",
+                path=file,
+            )
+    clean = {old: new for new, old in unwrapped({name: name for name in dtypes}).items()}
+    keyed = {key._replace(name=clean[key.name]): tensor for key, tensor in tensors.items()}
+    return BoxTensors(next(iter(files.values())).path, keyed, source)
+
+
+def open_stages(
+    files: Mapping[str, StoredState], degrees: Degrees, pp: int, source: SourceFiles,
+    alone: re.Pattern[str] | None = None,
+) -> list[BoxTensors]:  # fmt: skip
+    """Open the files of all ranks of `pp` pipeline stages, each as by `open_files`. Pipeline-
+    parallel ranks are outermost.
+
+    Raises:
+        UsageError: as `open_files`.
+    """
+    each = degrees.ranks
+    if len(files) != each * pp:
+        raise UsageError(
+            f"{len(files)} files were passed for {degrees}" + (f", pp={pp}" if pp > 1 else ""),
+            remedy=f"pass the {each * pp} files of all ranks, in the order of ranks",
+        )
+    every = list(files.items())
+    stages = [dict(every[at : at + each]) for at in range(0, len(every), each)]
+    return [open_files(stage, degrees, source, alone) for stage in stages]
+
+
+def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
+    """Open the weights of a Hugging Face directory: one file, or else those of its index;
+    safetensors, or else what `torch.save` wrote. transformers looks in this order too, and leaves
+    an old index beside the one file that it saves.
+
+    Args:
+        exact: the index must name every tensor with its file.
+
+    Raises:
+        UsageError: there are no weights.
+        CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
+    """
+    folder = Folder(SourceFiles(), str(directory.absolute()))
+    return BoxTensors(folder.url.rstrip("/"), hub_tensors(folder, exact=exact), folder.source)
+
+
+def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, SavedTensor]:
+    """The tensors that `open_directory` reads, in a store too."""
+    directory = folder.url.rstrip("/")
+    single, index = _weights_of(folder)
+    where = {} if single in folder.files else _weight_map(folder, index)
+    tensors: dict[TensorKey, SavedTensor] = {}
+    for name in sorted(set(where.values())) or [single]:
+        if name not in folder.files:
+            raise UsageError(
+                f"{name} is missing", remedy=f"pass a directory with all files of its {index}",
+                path=directory,
+            )  # fmt: skip
+        for tensor, stored in stored_state(folder.source, folder.files[name]).tensors.items():
+            key = TensorKey(tensor, 0, 0)
+            if key in tensors:
+                raise CorruptCheckpointError(
+                    f"{tensor} is in {name} and in another file of the index",
+                    remedy="remove the files of another model", path=directory,
+                )  # fmt: skip
+            if exact and where and where.get(tensor) != name:
+                raise CorruptCheckpointError(
+                    f"{tensor} is in {name}, but the index says {where.get(tensor)}",
+                    remedy="export it again", path=f"{directory}/{index}",
+                )  # fmt: skip
+            tensors[key] = whole_tensor((tensor,), stored)
+    if exact and (lost := sorted(where.keys() - {key.name for key in tensors})):
+        raise CorruptCheckpointError(
+            f"the index names {lost[:8]}, but no file has them", remedy="export it again",
+            path=f"{directory}/{index}",
+        )  # fmt: skip
+    return tensors
+
+
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+
+
+def weight_files(folder: Folder) -> list[ArchiveRecord]:
+    """The files of weights of a Hugging Face directory, safetensors before torch's; [] without any.
+
+    Raises:
+        CorruptCheckpointError: an index is damaged or missing, or a file that it names is.
+    """
+    for index, single in ((INDEX, SINGLE), (INDEX_BIN, SINGLE_BIN)):
+        if single in folder.files:
+            names = [single]
+        elif index in folder.files:
+            names = sorted(set(_weight_map(folder, index).values()))
+        else:
+            continue
+        for name in names:
+            if name not in folder.files:
+                raise CorruptCheckpointError(
+                    f"{name} is missing, which {index} names",
+                    remedy="download the directory again", path=folder.url,
+                )  # fmt: skip
+        return [folder.files[name] for name in names]
+    if alone := sorted(filter(_SHARD.fullmatch, folder.files)):
+        raise CorruptCheckpointError(
+            f"{alone[0]} is one of several files of a model, and no index names the others",
+            remedy="download the directory again", path=folder.url,
+        )  # fmt: skip
+    return []
+
+
+def _weights_of(folder: Folder) -> tuple[str, str]:
+    """The names of a single file of weights, and of an index, of the first kind that the directory
+    has. transformers prefers safetensors too."""
+    kinds = ((SINGLE, INDEX), (SINGLE_BIN, INDEX_BIN))
+    for single, index in kinds:
+        if {single, index} & folder.files.keys():
+            return single, index
+    raise UsageError(
+        f"the directory has none of {', '.join(name for kind in kinds for name in kind)}",
+        remedy="pass the directory that export_hf or save_pretrained wrote",
+        path=folder.url,
+    )
+
+
+def _weight_map(folder: Folder, index: str) -> dict[str, str]:
+    """Tensor → file beside the index.
+
+    Raises:
+        CorruptCheckpointError: the index has no such map, or names a file that is not beside it.
+    """
+    path = folder.files[index].path
+    try:
+        found = dict(strict_json(folder.read(index, _INDEX_LIMIT).decode())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = {"": None}
+    if not all(isinstance(name, str) for name in found.values()):
+        raise CorruptCheckpointError(
+            "the index has no weight_map of names and files", remedy="download the directory again",
+            path=path,
+        )  # fmt: skip
+    for name in found.values():
+        if not is_plain_name(name):
+            raise CorruptCheckpointError(
+                f"the index names the file {name!r}, which is not beside it",
+                remedy="download the directory again, from a source that you trust",
+                path=path,
+            )
+    return found

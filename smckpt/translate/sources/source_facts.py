@@ -1,0 +1,343 @@
+"""What a source says of the model that it holds, and of its own layout.
+
+Two models may have tensors of the same names and shapes and compute different things: 4 key/value
+heads of 16 rows, or 2 of 32. What the trainer's own arguments say is compared with the config,
+used, or refused by name. `fact_table.py` has the table; docs/layouts.md has it in words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.translate.archives.folders import Folder
+from smckpt.translate.archives.pickled import Inert
+from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.configs.fact_table import FACTS, MeantModel, equal_values
+from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.dims import Dims
+from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.table import NORMS, TensorLayout
+
+__all__ = [
+    "EP",
+    "ETP",
+    "PP",
+    "TP",
+    "SourceFacts",
+    "facts_of_state",
+    "facts_of_yaml",
+    "refuse_other_ranks",
+    "yaml_beside",
+]
+
+# The degrees, by Megatron's names.
+TP, PP, EP, ETP = (
+    f"{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+)
+_ZERO_CENTRED = "apply_layernorm_1p"
+# Megatron's names of what GPT-NeoX, Megatron-DeepSpeed, NeMo and Megatron-core's own config call
+# otherwise.
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "rotary_pct": "rotary_percent", "rotary_percentage": "rotary_percent",
+        "rotary_emb_base": "rotary_base", "model_parallel_size": TP, "pipe_parallel_size": PP,
+        "num_key_value_heads": "num_query_groups", "num_moe_experts": "num_experts",
+        "layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": _ZERO_CENTRED,
+        "bias": "add_bias_linear", "qkv_bias": "add_qkv_bias",
+        "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    }
+)  # fmt: skip
+_NEMO_YAML = ("model_config.yaml", "context/model.yaml")  # of NeMo 1 and 2
+_YAML = 16 << 20  # bytes
+_CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
+_DECISIVE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",
+    "num_experts_per_tok", "partial_rotary_factor",
+)  # fmt: skip
+_PLAIN: TypeAlias = "str | int | float | bool | None"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """Plain values by Megatron's names. where: the file; of: what in it says so. config: the config
+    of transformers that lies beside the model."""
+
+    where: str
+    of: str
+    values: Mapping[str, _PLAIN]
+    config: Mapping[str, Any] | None = None
+
+    def degree(self, name: str) -> int | None:
+        found = self.values.get(name)
+        return found if type(found) is int and found > 0 else None
+
+    def compare_config(self, settings: ModelConfig) -> None:
+        """
+        Raises:
+            TensorMismatchError: the config beside the model says something else than the caller's.
+        """
+        if self.config is None:
+            return
+        family = find_family(settings.values["model_type"])
+        one, two = (
+            v if family is None else family.config(v) for v in (self.config, settings.values)
+        )
+        for key in _DECISIVE:
+            a, b = one.get(key), two.get(key)
+            if key not in self.config or None in (a, b) or equal_values(a, b):
+                continue
+            raise TensorMismatchError(
+                f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}",
+                remedy="pass the config= of this very model", path=self.where,
+            )  # fmt: skip
+
+    def compare(
+        self, dims: Dims, settings: ModelConfig, layout: TensorLayout, rows: int | None
+    ) -> tuple[str, ...]:
+        """Notes on what differs and changes no tensor. rows: how many rows of the vocabulary are
+        stored, if the layout pads.
+
+        Raises:
+            TensorMismatchError: it says something else than the config; the message names both.
+        """
+        if not layout.name.startswith("mcore_"):
+            return ()
+        model = MeantModel(dims, dims.family.config(settings.values), rows)
+        notes = []
+        for fact in FACTS:
+            given, meant = fact.given(self.values), fact.meant(model)
+            if given is None or meant is None or equal_values(given, meant):
+                continue
+            if fact.noted:
+                notes.append(
+                    f"{self.of} say {fact.name}={given!r}, but the config means {meant!r}; the "
+                    "config is written as it is"
+                )
+                continue
+            raise TensorMismatchError(
+                f"{self.of} say {fact.name}={given!r}, but the config means {meant!r} "
+                f"({fact.key or fact.name}): names and shapes would not show what is wrong then",
+                remedy="pass the config= of this very model"
+                if fact.key else "export it from a checkpoint that was trained so, or convert it "
+                "with the trainer's own tools",
+                path=self.where,
+            )  # fmt: skip
+        return tuple(notes)
+
+    def layout(self, chosen: TensorLayout, zero_centred: bool, *, given: bool) -> TensorLayout:
+        """The layout with norms as the source says that they are stored. zero_centred: whether the
+        family's are stored minus one everywhere. given: the caller named the layout.
+
+        Raises:
+            TensorMismatchError: it contradicts the caller's layout, or what the family is.
+        """
+        stored = self.values.get(_ZERO_CENTRED)
+        if not isinstance(stored, bool) or not chosen.name.startswith("mcore_"):
+            return chosen
+        shifted = any(row.shift and NORMS.issuperset(row.roles) for row in chosen.rows)
+        if zero_centred or stored == shifted:
+            return self._as_family(chosen, stored) if zero_centred else chosen
+        if given:
+            raise TensorMismatchError(
+                f"{self.of} say {_ZERO_CENTRED}={stored}, but in layout={chosen.name!r} norms are "
+                f"stored {'minus one' if shifted else 'as they are'}",
+                remedy="leave layout= out", path=self.where,
+            )  # fmt: skip
+        return chosen.zero_centred()
+
+    def _as_family(self, chosen: TensorLayout, stored: bool) -> TensorLayout:
+        if stored:
+            return chosen
+        raise TensorMismatchError(
+            f"{self.of} say {_ZERO_CENTRED}=False, but such a model's norms are stored minus one",
+            remedy="pass the config= of this very model, or a layout of your own",
+            path=self.where,
+        )
+
+
+# -- where they come from --------------------------------------------------------------------------
+
+
+def facts_of_state(root: Any, where: str) -> SourceFacts | None:
+    """What the state in a file says: Megatron's `args`, those of GPT-NeoX and Megatron-DeepSpeed,
+    or the model's config in NeMo's `hyper_parameters`."""
+    if not isinstance(root, Mapping):
+        return None
+    parameters = root.get("hyper_parameters")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    config = _config_in({**parameters, **root})
+    for of, found in (
+        ("the arguments of Megatron in the file", _plain_of(root.get("args"))),
+        ("NeMo's hyper_parameters in the file", _plain_of(parameters.get("cfg"))),
+    ):
+        if TP in found:
+            return SourceFacts(where, of, found, config)
+    if type(ranks := root.get("mp_world_size")) is int:  # DeepSpeed's
+        return SourceFacts(where, "the values of DeepSpeed in the file", {TP: ranks}, config)
+    return None if config is None else SourceFacts(where, "the values in the file", {}, config)
+
+
+def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """The config of transformers that lies beside a model: as a dict, or as an object."""
+    for name in _CONFIGS:
+        found = root.get(name)
+        if isinstance(found, Inert) and str(found.of).startswith("transformers."):
+            found = found.state
+        elif not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
+            continue
+        if isinstance(found, Mapping) and "num_attention_heads" in found:
+            return {str(key): value for key, value in found.items()}
+    return None
+
+
+def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:
+    """What NeMo's file of the model, in a directory or archive of NeMo's, says."""
+    for place in _NEMO_YAML:
+        above = place.rpartition("/")[0]
+        if above and above not in folder.folders:
+            continue
+        if (record := folder.find(place)) is not None and record.nbytes <= _YAML:
+            text = folder.source.read(record).decode(errors="replace")
+            found = facts_of_yaml(text, f"{folder.url.rstrip('/')}/{place}")
+            return () if found is None else (found,)
+    return ()
+
+
+def facts_of_yaml(text: str, where: str) -> SourceFacts | None:
+    """What NeMo's `model_config.yaml`, or the `config` in its `context/model.yaml`, says. Only
+    plain values are read, by their lines."""
+    found: dict[str, _PLAIN] = {}
+    inside: str | None = None  # the indent of what stands below `config:`
+    top = not re.search(r"^config:\s*$", text, re.MULTILINE)
+    for line in text.splitlines():
+        match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*?))?\s*", line)
+        if match is None:
+            continue
+        indent, name, value = match.groups()
+        if not indent:
+            inside = None if name != "config" or value else ""
+        elif inside == "":
+            inside = indent
+        here = top if not indent else indent == inside
+        if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
+            found[name] = _scalar(value)
+    known = _aliased(found)
+    return SourceFacts(where, f"the lines of {where.rpartition('/')[2]}", known) if known else None
+
+
+def _scalar(text: str) -> _PLAIN:
+    text = text.split(" #")[0].strip()
+    if text[:1] in "'\"" and text[-1:] == text[:1] and len(text) > 1:
+        return text[1:-1]
+    words: dict[str, _PLAIN] = {"true": True, "false": False, "null": None, "~": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain_of(found: Any) -> dict[str, _PLAIN]:
+    values = found.state if isinstance(found, Inert) else found
+    return _aliased(values) if isinstance(values, Mapping) else {}
+
+
+def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
+    """Plain values by Megatron's names."""
+    out: dict[str, _PLAIN] = {}
+    for name, value in values.items():
+        if isinstance(name, str) and isinstance(value, (str, int, float, bool, type(None))):
+            out[_ALIASES.get(name, name)] = value
+    if str(out.get("normalization")).lower().endswith("1p"):  # NeMo's word for both
+        out[_ZERO_CENTRED] = True
+    return out
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def refuse_other_ranks(
+    found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees, pp: int
+) -> None:
+    """
+    Args:
+        found: each rank's file and what it says, tensor-parallel ranks innermost and pipeline
+            stages outermost.
+
+    Raises:
+        TopologyError: a file says that it is another rank's, of another run or of other degrees.
+    """
+    known = [(file, facts) for file, facts in found if facts is not None]
+    if not known:
+        return
+    first = known[0]
+    for file, facts in known:
+        for name, have in ((TP, degrees.tp), (PP, pp), (EP, degrees.ep), (ETP, degrees.etp)):
+            told = facts.degree(name)
+            if told is not None and told != have and (name != ETP or degrees.ep > 1 or have > 1):
+                raise TopologyError(
+                    f"{facts.of} say {name}={told}, but it is read with {have}",
+                    remedy="pass the files of all ranks of the run, and tp=, pp=, ep= and etp= as "
+                    "it was trained, or leave them out",
+                    path=file,
+                )
+        for fact in FACTS:
+            if (one := fact.given(first[1].values)) != (two := fact.given(facts.values)):
+                raise TopologyError(
+                    f"{facts.of} say {fact.name}={two!r}, but those in {first[0]} {one!r}",
+                    remedy="pass the files of one run", path=file,
+                )  # fmt: skip
+    _refuse_swapped(found, degrees, pp)
+
+
+def _refuse_swapped(
+    found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees, pp: int
+) -> None:
+    """Compare each file's rank with its position. One number in all files is that of a converter,
+    which wrote them alone."""
+    ranks = [None if facts is None else facts.values.get("rank") for _, facts in found]
+    if len(set(ranks)) == 1:
+        return
+    for number, ((file, facts), rank) in enumerate(zip(found, ranks, strict=True)):
+        if facts is None or type(rank) is not int:
+            continue
+        stage, inner = divmod(number, degrees.ranks)
+        tp, column = inner % degrees.tp, inner // degrees.tp
+        wanted = {"tensor": (tp, rank % degrees.tp)}
+        if not degrees.apart and degrees.ep == degrees.columns:
+            # the sizes of data and context parallelism are inside pipeline stages by default
+            expert = rank // degrees.tp % degrees.ep
+            wanted |= {"expert": (column, expert)} if _degree(facts, "context") == 1 else {}
+        if (stage_of := _stage(facts, rank, degrees.tp, pp)) is not None:
+            wanted["pipeline"] = (stage, stage_of)
+        for kind, (have, told) in wanted.items():
+            if have != told:
+                raise TopologyError(
+                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank {told}, "
+                    f"but it is read as that of {have}",
+                    remedy="give each rank's file its own name, or pass the files in the order of "
+                    "ranks",
+                    path=file,
+                )
+
+
+def _degree(facts: SourceFacts, kind: str) -> int:
+    return facts.degree(f"{kind}_parallel_size") or 1
+
+
+def _stage(facts: SourceFacts, rank: int, tp: int, pp: int) -> int | None:
+    """The pipeline stage of a rank; None: the file does not tell the job's size."""
+    if facts.values.get("use_tp_pp_dp_mapping"):
+        return rank // (tp * _degree(facts, "context")) % pp
+    world = facts.degree("world_size")
+    return None if world is None or world % pp else rank // (world // pp)

@@ -1,0 +1,69 @@
+"""How the ranks of a tensor-parallel model share its layers and its experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from smckpt.errors import UsageError
+from smckpt.translate.tables.arguments import check_counts
+
+__all__ = ["Degrees"]
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The ranks with different tensors, in Megatron's order. Rank r is tensor-parallel rank r % tp
+    of column r // tp. For experts it is part r % etp of each expert, and expert-parallel rank r //
+    etp % ep. If etp equals tp, a column is an expert-parallel rank.
+
+    tp: tensor-parallel degree. ep: expert-parallel degree. etp: Megatron's
+    `expert_tensor_parallel_size`. columns: how many times tp ranks.
+    """
+
+    tp: int
+    ep: int
+    etp: int
+    columns: int
+
+    @classmethod
+    def of(cls, tp: int, ep: int, etp: int | None = None, columns: int | None = None) -> Degrees:
+        """Make degrees with as many columns as are needed for all experts.
+
+        Raises:
+            UsageError: a degree is below 1, or `columns` is not a multiple of what is needed.
+        """
+        etp = tp if etp is None else etp
+        check_counts(tp=tp, ep=ep, etp=etp)
+        least = math.lcm(tp, etp * ep)
+        columns = least // tp if columns is None else columns
+        if tp * columns % least:
+            raise UsageError(
+                f"tp={tp}, ep={ep} and etp={etp} need {least} ranks, but {tp * columns} are "
+                "recorded",
+                remedy="save with a parallel_state= whose tensor- and expert-parallel degrees "
+                "have that product",
+            )
+        return cls(tp, ep, etp, columns)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.columns
+
+    @property
+    def apart(self) -> bool:
+        """Whether experts are cut differently from layers."""
+        return self.etp != self.tp
+
+    def of_expert(self, tp: int, column: int) -> tuple[int, int]:
+        """The part and the expert-parallel rank whose experts a rank has."""
+        rank = tp + self.tp * column
+        return rank % self.etp, rank // self.etp % self.ep
+
+    def first_of(self, part: int, ep: int) -> tuple[int, int]:
+        """The first rank that has this part: (tensor-parallel rank, column)."""
+        column, tp = divmod(part + self.etp * ep, self.tp)
+        return tp, column
+
+    def __str__(self) -> str:
+        return f"tp={self.tp}, ep={self.ep}" + (f", etp={self.etp}" if self.apart else "")

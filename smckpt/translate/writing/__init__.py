@@ -1,0 +1,1 @@
+"""Bytes on their way into an export: target tensors, casts, and the directory."""

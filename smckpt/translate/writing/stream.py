@@ -1,0 +1,177 @@
+"""Move the bytes of an export: a few threads read, verify, cast and write chunks.
+
+Memory: per thread one chunk to write and, for casts, one chunk as read, for tensors of any size.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+
+from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.translate.tables.names import find_ties
+from smckpt.translate.writing.cast import cast, stored_type
+from smckpt.translate.writing.files import Output, aligned
+from smckpt.translate.writing.targets import Chunk, OutputFile, Range, Target
+
+__all__ = ["CHUNK", "ChunkSource", "equal", "tied_names", "write_chunks"]
+
+CHUNK = 16 << 20  # bytes; large enough for a disk's full rate, small compared with a model
+CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache
+
+
+class ChunkSource(Protocol):
+    """A source of chunks."""
+
+    @property
+    def url(self) -> str: ...
+
+    def plans_of(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
+        """Make a plan for each chunk. One thread calls it."""
+
+    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
+        """Fill a buffer for each range of a chunk, in the source's dtype. Several threads may call
+        it."""
+
+    def close(self) -> None: ...
+
+
+def write_chunks(
+    source: ChunkSource,
+    output: Output,
+    files: Sequence[OutputFile],
+    threads: int,
+    progress: Progress | None,
+    look: Callable[[str, str, memoryview], None] | None = None,
+) -> None:
+    """Write all chunks of all files, in order, with `threads` threads. The first failure ends it.
+
+    look: called with name, dtype and bytes of each range before it is written, by several threads.
+    """
+    meter = Meter(progress, sum(file.data_bytes for file in files))
+    idle: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
+    for _ in range(threads):
+        idle.put(_Scratch())
+
+    def one(file: OutputFile, chunk: Chunk, plan: Any, count: int) -> None:
+        scratch = idle.get()
+        try:
+            data = scratch.fill(source, chunk, plan)
+            if look is not None:
+                for item in chunk.ranges:
+                    view = data[item.offset : item.offset + item.nbytes]
+                    look(item.target.name, item.target.dtype, view)
+            output.writer(file, count).write_at(chunk.offset, data)
+        finally:
+            idle.put(scratch)
+        output.chunk_done(file)
+        meter.add(chunk.length)
+
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(threads, "smckpt-export")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        before: list[Future[None]] = []
+        for file in files:
+            chunks = list(file.chunks(CHUNK))
+            if not chunks:
+                output.writer(file, 0)
+            plans = source.plans_of(chunks)
+            now = [
+                pool.submit(one, file, chunk, plan, len(chunks))
+                for chunk, plan in zip(chunks, plans, strict=True)
+            ]
+            _finished(before)  # at most two files at once: this one begins while the last one ends
+            before = now
+        _finished(before)
+
+
+def equal(source: ChunkSource, a: Target, b: Target) -> bool:
+    """Whether two targets are bitwise equal before any cast; at most two chunks are held."""
+    if (a.source_dtype, tuple(a.shape)) != (b.source_dtype, tuple(b.shape)):
+        return False
+    itemsize = DTYPES[a.source_dtype].itemsize
+    numel, step = math.prod(a.shape), CHUNK // itemsize
+    memory = [aligned(min(numel, step) * itemsize) for _ in "ab"]
+    for start in range(0, numel, step):
+        stop = min(numel, start + step)
+        views = [data[: (stop - start) * itemsize] for data in memory]
+        chunk = Chunk(0, 0, tuple(Range(target, start, stop, 0) for target in (a, b)))
+        source.read(source.plans_of([chunk])[0], views)
+        if not np.array_equal(np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")):
+            return False
+    return True
+
+
+def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tuple[str, ...]:
+    """Names of targets that the config ties to another target. Only the other one is written.
+
+    Raises:
+        TensorMismatchError: two that are tied differ.
+    """
+    by_name = {target.name: target for target in targets}
+    ties = find_ties(by_name)
+    for tie in ties:
+        if not equal(source, by_name[tie.kept], by_name[tie.left_out]):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
+                remedy="set tie_word_embeddings to false in the config if the model was "
+                "trained with both; otherwise these are not the files of this model",
+                path=url,
+            )
+    return tuple(tie.left_out for tie in ties)
+
+
+def _finished(futures: Sequence[Future[None]]) -> None:
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+
+
+class _Scratch:
+    """The memory of one worker: a chunk to write and, for casts, a chunk as read."""
+
+    def __init__(self) -> None:
+        self._out = aligned(CHUNK)
+        self._raw = aligned(0)
+
+    def fill(self, source: ChunkSource, chunk: Chunk, plan: Any) -> memoryview:
+        """The bytes of a chunk: reads its ranges and casts those that need it."""
+        need = sum(r.source_bytes for r in chunk.ranges if r.casts)
+        if need > len(self._raw):
+            self._raw = aligned(need)
+        views, at = [], 0
+        for item in chunk.ranges:
+            if item.casts:
+                views.append(self._raw[at : at + item.source_bytes])
+                at += item.source_bytes
+            else:
+                views.append(self._out[item.offset : item.offset + item.nbytes])
+        source.read(plan, views)
+        for item, view in zip(chunk.ranges, views, strict=True):
+            if item.casts:
+                _cast_into(item, view, self._out)
+        return self._out[: chunk.length]
+
+
+def _cast_into(item: Range, raw: memoryview, memory: memoryview) -> None:
+    """Cast a range into its place, in pieces: NumPy's intermediate arrays are large."""
+    target = item.target
+    values = np.frombuffer(raw, stored_type(target.source_dtype))
+    out = np.frombuffer(memory, np.uint8)[item.offset : item.offset + item.nbytes]
+    out = out.view(stored_type(target.dtype))
+    try:
+        for at in range(0, len(values), CAST):
+            piece = values[at : at + CAST]
+            out[at : at + CAST] = cast(piece, target.source_dtype, target.dtype)
+    except OverflowError as error:
+        raise UsageError(
+            f"{target.name} cannot be exported as {target.dtype}: {error}",
+            remedy="export it as bfloat16 or float32",
+        ) from error

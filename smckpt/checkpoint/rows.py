@@ -321,10 +321,13 @@ class _Decoder:
             if member is not None and _sizes([member])[0] >= len(unit.segments):
                 raise ValueError(f"member {member} of {len(unit.segments)} segments")
             return FlatGeometry(unit, self._meshes[data["mesh"]], member)
+        shape = _shape(data["shape"])
         boxes = tuple(Box(_shape(o), _shape(s)) for o, s in data["boxes"])
-        return BoxGeometry(
-            data["fqn"], _shape(data["shape"]), boxes, self._expanded(data["holders"])
-        )
+        for box in boxes:
+            ends = zip(shape, box.offsets, box.sizes, strict=True)
+            if box.numel and any(at + size > most for most, at, size in ends):
+                raise ValueError(f"{box} is not in a tensor of shape {list(shape)}")
+        return BoxGeometry(_text(data["fqn"]), shape, boxes, self._expanded(data["holders"]))
 
     def _expanded(self, runs: list[list[int]]) -> tuple[int, ...]:
         self._left -= sum(_sizes(map(itemgetter(1), runs)))

@@ -1,5 +1,4 @@
-"""Copies between arrays: boxes of a tensor, strided elements of an array, and the copies that join
-them.
+"""Copies between arrays: boxes of a tensor, strided elements of an array, and what joins them.
 
 A `Box` is a block of a tensor's index space. A `Strided` is a grid of elements of a flat array. A
 `Piece` is a box and the elements of an array that hold it. Two pieces of one tensor `meet` in a
@@ -64,22 +63,24 @@ class Box:
         """Assign each element to the first of the boxes that has it. Yields (number of the box,
         part of this box). The parts are disjoint; `covered` proves whether they cover all of this
         box. Boxes that overlap in too many ways are a CorruptCheckpointError."""
-        out, left, others = [], [self], list(among)
-        work = _Effort(len(others), len(self.sizes))
-        for number, other in enumerate(others):
-            if not left:
-                break
-            met, left = _cut(left, other, work)
-            out += [(number, common) for common in met]
-        return out
+        return self._split(list(among))[0]
 
     def subtract(self, *others: Box) -> list[Box]:
         """The elements of this box that are in none of the others, as disjoint boxes."""
-        left = [self]
-        work = _Effort(len(others), len(self.sizes))
-        for other in others:
-            left = _cut(left, other, work)[1]
-        return left
+        return self._split(others)[1]
+
+    def _split(self, others: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
+        """What others have of this box, as `shared` gives it, and what is left."""
+        found: list[tuple[int, Box]] = []
+        left, work = [self], _Effort(len(others), len(self.sizes))
+        for number, other in enumerate(others):
+            if not left:
+                break
+            met = [(box, box.intersect(other)) for box in left]
+            found += [(number, common) for _, common in met if common is not None]
+            left = [part for box, common in met for part in box._around(common)]
+            work.count(len(met), len(found))
+        return found, left
 
     def chunks(self, most: int) -> Iterator[Box]:
         """This box in parts of at most `most` elements, in row-major order."""
@@ -94,8 +95,10 @@ class Box:
             sizes = (*self.sizes[:dim], min(step, low + size - at), *self.sizes[dim + 1 :])
             yield from Box(offsets, sizes).chunks(most)
 
-    def _around(self, common: Box) -> list[Box]:
+    def _around(self, common: Box | None) -> list[Box]:
         """This box without a block of it."""
+        if common is None:
+            return [self]
         out = []
         offsets, sizes = list(self.offsets), list(self.sizes)
         for dim, (low, kept) in enumerate(zip(common.offsets, common.sizes, strict=True)):
@@ -108,34 +111,18 @@ class Box:
         return out
 
 
-def _cut(boxes: Sequence[Box], other: Box, work: _Effort) -> tuple[list[Box], list[Box]]:
-    """The blocks of `boxes` that are in `other`, and those that are left."""
-    met, left = [], []
-    for box in boxes:
-        common = box.intersect(other)
-        if common is None:
-            left.append(box)
-        else:
-            met.append(common)
-            left += box._around(common)
-    work.count(len(boxes), len(met))
-    return met, left
-
-
 class _Effort:
-    """Bounds the steps with boxes of one tensor, which can cut each other into countless parts. The
-    boxes of a mesh take about as many steps as there are boxes. In whatever order they come, each
-    cuts one part."""
+    """Bounds the steps with boxes of one tensor, which can cut each other into countless parts.
+    Boxes of a mesh take about as many steps as there are boxes; in any order each cuts one part."""
 
     def __init__(self, boxes: int, dims: int) -> None:
         self._boxes = boxes
         self._left = 4096 + max(dims, 1) * max(256 * boxes, min(boxes * boxes, 1 << 20))
-        self._cuts = 4096 + 8 * boxes
+        self._most_cuts = 4096 + 8 * boxes
 
-    def count(self, steps: int, cuts: int = 0) -> None:
+    def count(self, steps: int, cuts_in_all: int = 0) -> None:
         self._left -= steps
-        self._cuts -= cuts
-        if self._left < 0 or self._cuts < 0:
+        if self._left < 0 or cuts_in_all > self._most_cuts:
             raise CorruptCheckpointError(
                 f"{self._boxes} parts of a tensor overlap in too many ways",
                 remedy="use an older checkpoint, or one from a source that you trust",

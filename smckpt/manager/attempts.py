@@ -68,13 +68,14 @@ class RunAttempt:
 
     def __init__(self) -> None:
         self._at: Storage | None = None
+        self._root: Storage | None = None
         self._before: Uncommitted | None = None
         self._lock = threading.Lock()
         self._noted = self._committed = False
 
-    def began(self, step: Storage, identity: str) -> int:
-        """How many attempts before this one began there and committed nothing."""
-        self._at, self._before = step, uncommitted_at(step, identity)
+    def began(self, root: Storage, step: Storage, identity: str) -> int:
+        """How many attempts before this one began at `step` and committed nothing."""
+        self._root, self._at, self._before = root, step, uncommitted_at(step, identity)
         return self._before.count
 
     def note(self) -> None:
@@ -85,15 +86,17 @@ class RunAttempt:
         threading.Thread(target=self._write, name="smckpt-attempt", daemon=True).start()
 
     def committed(self) -> None:
-        """Delete the file, once."""
+        """Delete the file, once; in the root too, where an attempt that was killed as it committed
+        the first step has left it."""
         with self._lock:
             known, self._committed = self._committed, True
-            if known or self._at is None:
+            if known or self._at is None or self._root is None:
                 return
-            try:
-                self._at.delete(ATTEMPTS)
-            except CheckpointError as error:
-                log.debug("%s stays: %s", file_url(self._at.url, ATTEMPTS), error)
+            for place in {at.url: at for at in (self._at, self._root)}.values():
+                try:
+                    place.delete(ATTEMPTS)
+                except CheckpointError as error:
+                    log.debug("%s stays: %s", file_url(place.url, ATTEMPTS), error)
 
     def _write(self) -> None:
         with self._lock:

@@ -180,7 +180,7 @@ class Schedule:
         self._history = History() if found is None else history_of(found)
         if self._decides:
             step = book.root if found is None else book.root.join(book.way_of(found))
-            failed = self._attempt.began(step, "" if found is None else found.identity)
+            failed = self._attempt.began(book.root, step, "" if found is None else found.identity)
             self._history = replace(self._history, failures=self._history.failures + failed)
 
     def restored(self, step: int) -> None:

@@ -18,6 +18,7 @@ from smckpt.layout.strided import Box
 
 ROW = {"path": ["w"], "dtype": "float32", "before": [], "after": [],
        "geometry": {"kept": ["w"], "shape": [2]}}  # fmt: skip
+BOXED = {"fqn": "w", "shape": [2, 2], "boxes": [[[0, 0], [1, 2]]], "holders": [[0, 8, 1]]}
 HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
 
 
@@ -214,6 +215,19 @@ def test_a_table_that_was_seen_is_not_read_again():
         {"rows": [{**ROW, "path": [["w"]]}]},
         {"rows": [{**ROW, "geometry": {"kept": ["w"], "shape": ["2"]}}]},
         {"rows": [{**ROW, "geometry": {"kept": ["w"], "shape": [-2]}}]},
+        *(
+            {"rows": [{**ROW, "geometry": {**BOXED, **other}}]}
+            for other in (
+                {"boxes": [[[0], [1, 2]]]},
+                {"boxes": [[[0, 0], [2]]]},
+                {"boxes": [[[0], [2]]]},
+                {"boxes": [[[0, 0, 0], [1, 2, 1]]]},
+                {"boxes": [[[0, 1], [2, 2]]]},
+                {"boxes": [[[0, 0], [2, 2]], [[], []]]},
+                {"shape": [2]},
+                {"fqn": ["w"]},
+            )
+        ),
     ],
 )
 def test_a_table_without_sense_is_refused_with_its_path(damage):
@@ -221,6 +235,13 @@ def test_a_table_without_sense_is_refused_with_its_path(damage):
     with pytest.raises(CorruptCheckpointError, match="cannot be decoded") as caught:
         decode_rows(table, range(8), "/ckpt")
     assert caught.value.path == "/ckpt"
+
+
+def test_boxes_of_the_tensor_s_shape_are_read():
+    inside = [[[0, 0], [1, 2]], [[2, 2], [0, 0]]]  # a rank may hold nothing
+    rows = [{**ROW, "geometry": {**BOXED, "boxes": inside}}]
+    (row,) = decode_rows({**encode_rows([entry("w", sharded("w"))]), "rows": rows}, range(8))
+    assert [box.numel for box in row.geometry.boxes] == [2, 0]
 
 
 def test_a_row_cannot_belong_to_ranks_outside_the_group():

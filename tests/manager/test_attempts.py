@@ -99,6 +99,21 @@ def test_the_file_goes_with_its_step_and_with_the_first_commit(tmp_path: Path) -
     assert not (tmp_path / "2").exists()
 
 
+def test_what_an_attempt_left_that_was_killed_as_it_committed_the_first_step_goes_too(
+    tmp_path: Path,
+) -> None:
+    manager, step, state = begun(str(tmp_path))
+    left = (tmp_path / ATTEMPTS).read_bytes()
+    with manager:
+        manager.save(step, state).wait()
+    (tmp_path / ATTEMPTS).write_bytes(left)
+    manager, step, state = begun(str(tmp_path), keep_last_n=1)
+    with manager:
+        assert (step, status(str(tmp_path))[0]) == (2, 1)
+        manager.save(step, state).wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
 @pytest.mark.parametrize("what", ["a directory", "damaged", "of another commit"])
 def test_a_file_that_cannot_be_used_costs_the_count_alone(tmp_path: Path, what: str) -> None:
     with CheckpointManager(tmp_path, signals=()) as manager:

@@ -205,6 +205,12 @@ TWO_JOBS = [
         "    if error is not None:\n        _take_back(stores, fencing_token, attempt, error)\n", "",
         "tests/engine/test_bad_places.py::test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one",
     ),
+    of(
+        "jobs: a probe that another job swept away names that job", "checkpoint/leases.py",
+        "            if session in lease.before:  # the file was here",
+        "            if False:  # the file was here",
+        "tests/checkpoint/test_sweep.py::test_a_job_whose_probe_another_job_swept_away_hears_of_that_job",
+    ),
 ]  # fmt: skip
 
 WRONG_CLOCKS = [

@@ -155,34 +155,15 @@ class BlockReader:
             if not segments:
                 return
             low, high = segments[0].offset, segments[-1].end
-        self._tried(lambda: self._fill_once(low, high, segments))
-
-    def fetch(self, target: memoryview) -> None:
-        """Fill `target` with the whole file, which has at most the `request_bytes` of its storage.
-
-        Raises:
-            CorruptCheckpointError: a block differs; names file and offset.
-        """
-        self._tried(lambda: self._fetch_once(target))
-
-    def _tried(self, read: Callable[[], None]) -> None:
         for tries_left in reversed(range(1 + self.storage.rereads)):
             try:
-                read()
+                self._fill_once(low, high, segments)
                 return
             except _WrongBytesError as error:
                 if not tries_left:
                     raise CorruptCheckpointError(
                         error.message, remedy=error.remedy, path=error.path
                     ) from None
-
-    def _fetch_once(self, target: memoryview) -> None:
-        with not_missing(self.file.path):
-            self.storage.fetch(self.file.record.name, target)
-        if self._verify:
-            sums = _BlockSums(0, self._compare)
-            sums.add(target)
-            sums.end()
 
     def _fill_once(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         sums = _BlockSums(low, self._compare) if self._verify else None
@@ -192,13 +173,18 @@ class BlockReader:
         if sums is not None:
             sums.end()
 
-    def sums(self, low: int, high: int) -> list[tuple[int, int]]:
-        """(number, checksum) of each block in [low, high) as it is now. Nothing is compared."""
+    def sums(self, low: int, target: memoryview) -> list[tuple[int, int]]:
+        """Fill `target` with the bytes from `low`, a block's first; (number, checksum) of each of
+        the blocks as it is now. Nothing is compared."""
         found: list[tuple[int, int]] = []
         sums = _BlockSums(low, lambda block, value: found.append((block, value)))
-        data = self.scratch.take("gaps", high - low)
+        name = self.file.record.name
         with not_missing(self.file.path):
-            self.storage.read_into(self.file.record.name, low, [data], sums.add)
+            if len(target) == self.size <= self.storage.request_bytes:  # in one request
+                self.storage.fetch(name, target)
+                sums.add(target)
+            else:
+                self.storage.read_into(name, low, [target], sums.add)
         sums.end()
         return found
 
@@ -256,7 +242,11 @@ class BlockReader:
     def _compare(self, block: int, value: int) -> None:
         if value == self.stored_sum(block):
             return
-        raise _WrongBytesError(
+        raise self.wrong(block)
+
+    def wrong(self, block: int) -> CorruptCheckpointError:
+        """What is raised of a block that differs."""
+        return _WrongBytesError(
             f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
             f"{self.file.record.name} differ from what was written (checksum differs)",
             remedy=DISK,

@@ -12,13 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch
 from smckpt.checkpoint.contents import Contents, GroupContents
 from smckpt.checkpoint.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.format import FileRecord, PartRecord
-from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.prefixes import PrefixStores
+from smckpt.checkpoint.scan import PIECE, ScannedFile, Sink, scan
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES, sound
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
@@ -26,7 +28,6 @@ from smckpt.storage.urls import file_url
 
 __all__ = ["Damage", "Donors", "Mended", "damages_of", "mend"]
 
-_PIECE = 8 * BLOCK  # bytes that a thread reads at once
 _BLOCK_FILES = 1 << 30  # bytes of a file of checksums: of a data file of 128 TiB
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) of bytes
@@ -184,17 +185,33 @@ def damages_of(
 ) -> list[Damage]:
     """Read every file that the manifests name, and compare it with its checksums; what differs, and
     who has the true bytes."""
-    meter = Meter(progress, contents.nbytes)
     found: list[Damage] = []
+    readers: dict[BlockReader, GroupContents] = {}
+    scratch = Scratch()
+    for group in contents.groups:
+        stores = _stores_of(contents.storage, group)
+        for part in group.manifest.parts:
+            storage = stores.of(part.rank)
+            found += _of_part(storage, group, part, donors)
+            for file in part.files:
+                saved = SavedFile(storage.url, file, part.rank)
+                readers[BlockReader(storage, saved, True, scratch)] = group
+    scanned = _Scanned()
+    scan(readers, [scanned], threads=threads, progress=progress)
     with ThreadPoolExecutor(threads, "smckpt-repair") as pool:
-        for group in contents.groups:
-            stores = _stores_of(contents.storage, group)
-            for part in group.manifest.parts:
-                found += _of_part(stores.of(part.rank), group, part, donors)
-                for file in part.files:
-                    look = _FileLook(stores.of(part.rank), group, part.rank, file, donors)
-                    found += look.damages(pool, meter)
+        for reader, group in readers.items():
+            found += _of_file(scanned.files[reader], group, donors, pool)
     return found
+
+
+class _Scanned(Sink):
+    """Wants every byte, and keeps what the scan found out."""
+
+    def __init__(self) -> None:
+        self.files: dict[BlockReader, ScannedFile] = {}
+
+    def end(self, file: ScannedFile) -> None:
+        self.files[file.reader] = file
 
 
 def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
@@ -228,121 +245,63 @@ def _of_part(
     yield Damage(storage, part.name, part.rank, what, data=found)
 
 
-class _FileLook:
-    """One data file and its checksums."""
+def _of_file(
+    file: ScannedFile, group: GroupContents, donors: Donors, pool: ThreadPoolExecutor
+) -> Iterator[Damage]:
+    """What is wrong with a data file and with its checksums."""
+    record, saved = file.record, file.reader.file
+    whole = file.there == record.size
+    count = -(-record.size // BLOCK)
+    own = tuple(file.sums.get(number, -1) for number in range(count))
+    storage = file.reader.storage
+    damaged = partial(Damage, storage, record.name, saved.rank, record=record)
+    sums: tuple[int, ...] | None
+    if file.unproven is None:
+        sums = unpacked_sums(file.reader.stored_sums())
+    else:
+        name = record.crc_name
+        data = packed_sums(own) if whole and _belong(own, record) else None
+        if data is None:
+            data = donors.small(
+                group, saved.rank, name,
+                lambda data: len(data) == 8 * count and _belong(unpacked_sums(data), record),
+            )  # fmt: skip
+        yield Damage(storage, name, saved.rank, file.unproven.message, data=data)
+        sums = None if data is None else unpacked_sums(data)
+    if sums is None:  # no checksum tells which block is wrong
+        if not whole or not _belong(own, record):
+            what = "differs from what was written, and so does the file of its checksums"
+            span = ((0, record.size),)
+            yield damaged(what, span, missing=span)
+        return
+    bad = [number for number in range(count) if own[number] != sums[number]]
+    if not bad and whole:
+        return
+    what = "differs from what was written"
+    if file.there is None:
+        what = "is missing"
+    elif not whole:
+        what = f"has {file.there} bytes, but {record.size} were written"
+    places = pool.map(lambda n: donors.of_block(group, saved.rank, record, n, sums[n]), bad)
+    found = {n: place for n, place in zip(bad, places, strict=True) if place is not None}
+    missing = _ranges(record, [number for number in bad if number not in found])
+    yield damaged(what, _ranges(record, bad), sums=sums, found=found, missing=missing)
 
-    def __init__(
-        self, storage: Storage, group: GroupContents, rank: int, record: FileRecord, donors: Donors
-    ) -> None:
-        self._storage, self._record, self._rank = storage, record, rank
-        self._group, self._donors = group, donors
-        self._reader = BlockReader(storage, SavedFile(storage.url, record, rank), True, Scratch())
-        self._values: dict[int, int] = {}
 
-    def damages(self, pool: ThreadPoolExecutor, meter: Meter) -> Iterator[Damage]:
-        size = self._size()
-        there = min(size or 0, self._record.size)
-        list(pool.map(lambda low: self._read(low, there, meter), range(0, there, _PIECE)))
-        meter.add(self._record.size - there)
-        sums, damage = self._sums(size)
-        if damage is not None:
-            yield damage
-        blocks = range(-(-self._record.size // BLOCK))
-        if sums is None:  # no checksum tells which block is wrong
-            whole = tuple(self._values.get(n, -1) for n in blocks)
-            if size != self._record.size or not self._belong(whole):
-                what = "differs from what was written, and so does the file of its checksums"
-                span = ((0, self._record.size),)
-                yield self._damage(what, span, missing=span)
-            return
-        bad = [n for n in blocks if self._values.get(n) != sums[n]]
-        if not bad and size == self._record.size:
-            return
-        what = "differs from what was written"
-        if size is None:
-            what = "is missing"
-        elif size != self._record.size:
-            what = f"has {size} bytes, but {self._record.size} were written"
-        found: dict[int, _Place] = {}
-        places = pool.map(
-            lambda n: self._donors.of_block(self._group, self._rank, self._record, n, sums[n]), bad
-        )
-        for number, place in zip(bad, places, strict=True):
-            if place is not None:
-                found[number] = place
-        missing = self._ranges([n for n in bad if n not in found])
-        yield self._damage(what, self._ranges(bad), sums=sums, found=found, missing=missing)
+def _belong(sums: tuple[int, ...], record: FileRecord) -> bool:
+    """Whether these are the checksums of the blocks of the file that the manifest names."""
+    return -1 not in sums and hex64(combined(sums, record.size)) == record.crc64
 
-    def _damage(self, what: str, ranges: Ranges, **more: object) -> Damage:
-        return Damage(
-            self._storage,
-            self._record.name,
-            self._rank,
-            what,
-            ranges,
-            self._record,
-            **more,  # type: ignore[arg-type]
-        )
 
-    def _size(self) -> int | None:
-        try:
-            return self._storage.size(self._record.name)
-        except CheckpointError:
-            return None
-
-    def _read(self, low: int, there: int, meter: Meter) -> None:
-        """The checksums of the blocks of a piece. What cannot be read has none."""
-        high = min(low + _PIECE, there)
-        try:
-            self._values.update(self._reader.sums(low, high))
-        except CheckpointError:
-            for at in range(low, high, BLOCK):
-                try:
-                    self._values.update(self._reader.sums(at, min(at + BLOCK, high)))
-                except CheckpointError:
-                    continue
-        meter.add(high - low)
-
-    def _sums(self, size: int | None) -> tuple[tuple[int, ...] | None, Damage | None]:
-        """The true checksums of the blocks, and what is wrong with their file."""
-        name, count = self._record.crc_name, -(-self._record.size // BLOCK)
-
-        def right(data: bytes) -> bool:
-            return len(data) == 8 * count and self._belong(unpacked_sums(data))
-
-        def read() -> bytes:
-            data = self._storage.read(name, most=max(8 * count, 1))
-            if not right(data):
-                raise CorruptCheckpointError(
-                    "the checksums do not belong to the data file", remedy=_REMEDY
-                )
-            return data
-
-        try:
-            return unpacked_sums(sound(self._storage, read)), None
-        except CheckpointError as error:
-            what = error.message
-        own = tuple(self._values.get(n, -1) for n in range(count))
-        if size == self._record.size and self._belong(own):
-            found: bytes | None = packed_sums(own)
+def _ranges(record: FileRecord, blocks: Sequence[int]) -> Ranges:
+    out: list[tuple[int, int]] = []
+    for number in blocks:
+        low, high = number * BLOCK, min((number + 1) * BLOCK, record.size)
+        if out and out[-1][1] == low:
+            out[-1] = (out[-1][0], high)
         else:
-            found = self._donors.small(self._group, self._rank, name, right)
-        damage = Damage(self._storage, name, self._rank, what, data=found)
-        return None if found is None else unpacked_sums(found), damage
-
-    def _belong(self, sums: tuple[int, ...]) -> bool:
-        """Whether these are the checksums of the blocks of the file that the manifest names."""
-        return -1 not in sums and hex64(combined(sums, self._record.size)) == self._record.crc64
-
-    def _ranges(self, blocks: Sequence[int]) -> Ranges:
-        out: list[tuple[int, int]] = []
-        for number in blocks:
-            low, high = number * BLOCK, min((number + 1) * BLOCK, self._record.size)
-            if out and out[-1][1] == low:
-                out[-1] = (out[-1][0], high)
-            else:
-                out.append((low, high))
-        return tuple(out)
+            out.append((low, high))
+    return tuple(out)
 
 
 # -- mending -----------------------------------------------------------------------------------
@@ -403,8 +362,8 @@ def _read_back(storage: Storage, name: str, damage: Damage, expected: int) -> No
     value = storage.stored_crc64(name)
     if value is None:
         value, size = 0, storage.size(name)
-        for low in range(0, size, _PIECE):
-            value = crc64(storage.read(name, low, min(_PIECE, size - low)), value)
+        for low in range(0, size, PIECE):
+            value = crc64(storage.read(name, low, min(PIECE, size - low)), value)
     if value != expected:
         raise StorageError(
             "what was written reads back with other bytes: this disk, or what stands before it, "

@@ -8,25 +8,33 @@ and the next copy skips the files that are already whole.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.blocks import BlockReader, Destination, SavedFile, Scratch, not_missing
+from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch, not_missing
 from smckpt.checkpoint.choose import choose_commit, commits_at
 from smckpt.checkpoint.contents import Contents, GroupContents, contents_of
-from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
+from smckpt.checkpoint.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.format import FileRecord, PartRecord
-from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.prefixes import PrefixStores, found_prefix_sharding
 from smckpt.checkpoint.replaced import noticing_replacement
+from smckpt.checkpoint.scan import (
+    Pages,
+    ScannedFile,
+    ScannedPiece,
+    Sink,
+    WantedBytes,
+    Workers,
+    scan,
+)
 from smckpt.checkpoint.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
@@ -98,14 +106,13 @@ def copy_checkpoint(
     contents = contents_of(access.open(source))
     with ExitStack() as cleanup:
         cleanup.enter_context(noticing_replacement(contents.storage, contents.identity, "copy"))
-        copy = _Copy(contents, access.open(target), progress)
+        copy = _Copy(contents, access.open(target))
         copy.refuse_another()
         cleanup.callback(copy.close)
-        workers = cleanup.enter_context(_Workers(threads))
-        workers.do(copy.small_files())
-        workers.do(copy.looks())
-        workers.do(copy.pieces())
-        workers.do(copy.manifests())
+        workers = cleanup.enter_context(Workers(threads))
+        workers.do_all(copy.small_files())
+        scan(copy.readers, [copy], threads=threads, progress=progress)
+        workers.do_all(copy.manifests())
         copy.record()
     return CopyReport(
         source=contents.url,
@@ -113,14 +120,17 @@ def copy_checkpoint(
         identity=contents.identity,
         files=contents.files,
         nbytes=contents.nbytes,
-        files_present=copy.present.files,
-        nbytes_present=copy.present.nbytes,
+        files_present=copy.files_present,
+        nbytes_present=copy.nbytes_present,
         seconds=time.monotonic() - began,
     )
 
 
-class _Copy:
-    def __init__(self, contents: Contents, target: Storage, progress: Progress | None) -> None:
+class _Copy(Sink):
+    """Puts what a scan reads into the target, and the small files around it. The steps are in the
+    order of the methods; several threads may make the calls of a step."""
+
+    def __init__(self, contents: Contents, target: Storage) -> None:
         source = contents.storage
         if source.url == target.url:
             raise UsageError(
@@ -129,12 +139,18 @@ class _Copy:
                 path=target.url,
             )
         self.contents, self.source, self.target = contents, source, target
-        self.present = _Count(progress, contents.nbytes)
-        self._memory = _Pages()
+        self.files_present = self.nbytes_present = 0
+        self._lock = threading.Lock()
+        self._pages = Pages()
         self._groups = [
             _GroupCopy(group, source.join(group.directory), target.join(group.directory))
             for group in contents.groups
         ]
+        self._files = {file.reader: file for group in self._groups for file in group.files}
+
+    @property
+    def readers(self) -> Collection[BlockReader]:
+        return self._files
 
     def refuse_another(self) -> None:
         """Refuse a target with another commit, because one of the two would hide the other."""
@@ -155,30 +171,33 @@ class _Copy:
                     path=place.url,
                 )
 
-    # The steps, in this order. Any thread may make the calls of a step.
-
-    def small_files(self) -> Iterator[_Call]:
+    def small_files(self) -> Iterator[Callable[[], None]]:
         """Calls that copy parts and checksums."""
         for group in self._groups:
             group.look()
             for part in group.group.manifest.parts:
-                yield self._part, (group, part)
+                yield partial(self._part, group, part)
             for file in group.files:
-                yield self._sums, (group, file)
+                yield partial(self._sums, group, file)
 
-    def looks(self) -> Iterator[_Call]:
-        """Calls that look which data the target already has."""
-        return ((self._look, (file,)) for group in self._groups for file in group.files)
+    def begin(self, file: ScannedFile) -> WantedBytes | None:
+        """Begin a file that the target lacks."""
+        copy = self._files[file.reader]
+        if copy.present(self._pages):
+            self._count(file.record.size)
+            return None
+        step = copy.begin()
+        return WantedBytes([(0, file.record.size)], step)
 
-    def pieces(self) -> Iterator[_Call]:
-        """Calls that copy the missing data in pieces."""
-        for group in self._groups:
-            for file in group.files:
-                if not file.present:
-                    yield from ((self._piece, (file, low)) for low in file.begin())
+    def take(self, piece: ScannedPiece) -> None:
+        self._files[piece.file.reader].writer.write_at(piece.low, piece.data, piece.crc64)
 
-    def manifests(self) -> Iterator[_Call]:
-        return ((self._manifest, (group,)) for group in self._groups)
+    def end(self, file: ScannedFile) -> None:
+        """Make a file durable that was begun."""
+        self._files[file.reader].finish()
+
+    def manifests(self) -> Iterator[Callable[[], None]]:
+        return (partial(self._manifest, group) for group in self._groups)
 
     def record(self) -> None:
         """Copy the record, which commits several groups."""
@@ -210,23 +229,17 @@ class _Copy:
 
     def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
         if group.there.get(name) == len(data) and target.read(name) == data:
-            self.present.add_file(0)
+            self._count(0)
             return
         if name in group.unfinished:
             target.discard_unfinished([name])
-        with ExitStack() as on_failure:
-            writer = target.create_file(name, len(data), replace=True)
-            on_failure.callback(writer.abort)
-            writer.write_at(0, memoryview(data))
-            writer.finish()
-            on_failure.pop_all()
+        target.overwrite(name, data)
 
-    def _look(self, file: _FileCopy) -> None:
-        if file.look(self._memory):
-            self.present.add_file(file.record.size)
-
-    def _piece(self, file: _FileCopy, low: int) -> None:
-        self.present.meter.add(file.copy(low, self._memory))
+    def _count(self, nbytes: int) -> None:
+        """Count a file that is already there."""
+        with self._lock:
+            self.files_present += 1
+            self.nbytes_present += nbytes
 
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
@@ -241,7 +254,7 @@ class _Copy:
                 path=file_url(target.url, name),
             )
         if there:
-            self.present.add_file(0)
+            self._count(0)
 
 
 class _GroupCopy:
@@ -284,150 +297,47 @@ class _GroupCopy:
 
 
 class _FileCopy:
-    """One data file, copied in pieces by several threads."""
+    """One data file at the target. writer: of a file that was begun."""
+
+    writer: FileWriter
 
     def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
         self.reader = reader
-        self.record = reader.file.summed
-        self.present = False
+        self.record: FileRecord = reader.file.summed
         self.target = group.to.of(reader.file.rank)
         self._group = group
-        self._lock = threading.Lock()
-        self._writer: FileWriter | None = None
-        self._step = _PIECE
-        self._left = 0
-        self._whole = False
+        self._unfinished = False
 
-    def look(self, memory: _Pages) -> bool:
+    def present(self, pages: Pages) -> bool:
         """Whether the target has the whole file. Anything else with its name is replaced later,
         because another copy may still put the whole file there."""
         name, target = self.record.name, self.target
-        if name not in self._group.there:
+        if self._group.there.get(name) != self.record.size:
             return False
-        if self._group.there[name] == self.record.size:
-            value = target.stored_crc64(name)
-            if value is None:
-                value = _crc_of(target, name, self.record.size, memory)
-            self.present = hex64(value) == self.record.crc64
-        return self.present
+        value = target.stored_crc64(name)
+        if value is None:
+            value = _crc_of(target, name, self.record.size, pages)
+        return hex64(value) == self.record.crc64
 
-    def begin(self) -> Sequence[int]:
-        """Begin the file. Returns where its pieces start."""
-        name, target = self.record.name, self.target
+    def begin(self) -> int:
+        """Begin the file. Returns how many bytes to write at once: whole parts of an upload, so
+        that no part is gathered in memory again. A small file is one piece and one request."""
+        name, target, size = self.record.name, self.target, self.record.size
         if name in self._group.unfinished:
             target.discard_unfinished([name])
-        self._writer = target.create_file(name, self.record.size, replace=True)
-        # Pieces are whole parts of an upload, so that no part is gathered in memory again. A small
-        # file is one piece and one request.
-        self._step = self._writer.piece or max(_PIECE, self._small)
-        starts = range(0, max(self.record.size, 1), self._step)
-        self._left = len(starts)
-        return starts
+        self.writer = target.create_file(name, size, replace=True)
+        self._unfinished = True
+        small = size if size <= self.reader.storage.request_bytes else 0
+        return self.writer.piece or max(_PIECE, -(-small // BLOCK) * BLOCK)
 
-    def copy(self, low: int, memory: _Pages) -> int:
-        """Copy a piece. The last piece also makes the file durable. Returns the piece's size."""
-        assert self._writer is not None
-        high = min(low + self._step, self.record.size)
-        data = memory.take(self._step)[: high - low]
-        if data:
-            if len(data) == self._small:
-                self.reader.fetch(data)
-            else:
-                self.reader.fill(low, high, [Destination(low, data)])
-            self._writer.write_at(low, data, self._sum(low, high))
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._writer.finish()
-            self._whole = True
-        return len(data)
-
-    @property
-    def _small(self) -> int:
-        """The size of a file that is fetched whole; 0 for others."""
-        size = self.record.size
-        return size if size <= self.reader.storage.request_bytes else 0
+    def finish(self) -> None:
+        if self._unfinished:
+            self.writer.finish()
+            self._unfinished = False
 
     def abort(self) -> None:
-        if self._writer is not None and not self._whole:
-            self._writer.abort()
-
-    def _sum(self, low: int, high: int) -> int:
-        """The checksum of bytes [low, high), which were just verified."""
-        value = 0
-        for at in range(low, high, BLOCK):
-            value = combine(value, self.reader.stored_sum(at // BLOCK), min(BLOCK, high - at))
-        return value
-
-
-class _Count:
-    """Counts what was already there and how far the copy is."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.files = 0
-        self.nbytes = 0
-        self._lock = threading.Lock()
-        self.meter = Meter(progress, total)
-
-    def add_file(self, nbytes: int) -> None:
-        """Count a file that is already there."""
-        with self._lock:
-            self.files += 1
-            self.nbytes += nbytes
-        self.meter.add(nbytes)
-
-
-class _Pages(threading.local):
-    """Page-aligned memory of one thread, which direct writes need."""
-
-    def __init__(self) -> None:
-        self._have = memoryview(b"")
-
-    def take(self, size: int) -> memoryview:
-        if len(self._have) < size:
-            self._have = memoryview(mmap.mmap(-1, size))
-        return self._have[:size]
-
-
-_Call = tuple[Callable[..., None], tuple[Any, ...]]
-
-
-class _Workers:
-    """Threads that make calls. Only as many calls begin as keep them busy, because a file stays
-    open from its first piece on."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "smckpt-copy")
-        self._most = 2 * threads
-
-    def do(self, calls: Iterable[_Call]) -> None:
-        """Make all calls. The first failure ends this."""
-        pending: set[Future[None]] = set()
-        try:
-            for call, arguments in calls:
-                pending.add(self._pool.submit(call, *arguments))
-                if len(pending) >= self._most:
-                    pending = _settled(pending)
-            while pending:
-                pending = _settled(pending)
-        finally:
-            for future in pending:
-                future.cancel()
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-def _settled(pending: set[Future[None]]) -> set[Future[None]]:
-    """Wait until one or more have ended. Returns the others."""
-    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-    for future in done:
-        future.result()
-    return pending
+        if self._unfinished:
+            self.writer.abort()
 
 
 def _read(storage: Storage, name: str) -> bytes:
@@ -460,10 +370,10 @@ def _opened(storage: Storage, name: str, crc: str | None) -> bytes:
     return sound(storage, read)
 
 
-def _crc_of(storage: Storage, name: str, size: int, memory: _Pages) -> int:
+def _crc_of(storage: Storage, name: str, size: int, pages: Pages) -> int:
     value = 0
     for low in range(0, size, _PIECE):
-        data = memory.take(_PIECE)[: min(_PIECE, size - low)]
+        data = pages.take(_PIECE)[: min(_PIECE, size - low)]
         storage.read_into(name, low, [data])
         value = crc64(data, value)
     return value

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.blocks import SavedFile, not_missing
 from smckpt.checkpoint.committed import Committed, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, combined, hex64
-from smckpt.checkpoint.meter import Meter, Progress
+from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.replaced import replacement
+from smckpt.checkpoint.scan import ScannedFile, Sink, WantedBytes, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Box, covered
 from smckpt.storage import Storage, access_to
 
-__all__ = ["Problem", "Report", "verify_catalogue", "verify_checkpoint"]
-
-PIECE = 8 * BLOCK  # bytes that a thread reads at once
+__all__ = ["Problem", "Report", "verify_catalogue", "verify_checkpoint", "verify_storage"]
 
 
 @dataclass(frozen=True)
@@ -85,17 +83,29 @@ def verify_checkpoint(
         CheckpointReplacedError: a newer save swept the checkpoint meanwhile.
     """
     access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
-    return _verified(access.open(url), os.fspath(url), threads, progress, quick)
+    return verify_storage(access.open(url), os.fspath(url), threads, progress, quick=quick)
 
 
-def _verified(
-    storage: Storage, url: str, threads: int, progress: Progress | None, quick: bool
+def verify_storage(
+    storage: Storage,
+    url: str,
+    threads: int = 4,
+    progress: Progress | None = None,
+    *,
+    quick: bool = False,
+    beside: Callable[[Committed], Sequence[Sink]] = lambda _: (),
 ) -> Report:
+    """`verify_checkpoint` for a store.
+
+    Args:
+        beside: gives further sinks of the one pass over the files.
+    """
     try:
         catalogue = open_catalogue(storage)
     except CorruptCheckpointError as error:
         return Report(url, "", 0, 0, 0, (_problem(error, url),), quick)
-    report = verify_catalogue(catalogue, url, threads, progress, quick=quick)
+    sinks = beside(catalogue)
+    report = verify_catalogue(catalogue, url, threads, progress, quick=quick, beside=sinks)
     if (
         report.problems
         and (replaced := replacement(storage, catalogue.identity, "verify")) is not None
@@ -111,132 +121,99 @@ def verify_catalogue(
     progress: Progress | None = None,
     *,
     quick: bool = False,
+    beside: Sequence[Sink] = (),
 ) -> Report:
-    """`verify_checkpoint` for a catalogue that is open already."""
-    files = [_FileCheck(catalogue, file, quick) for file in catalogue.files]
-    total = sum(check.file.record.size for check in files)
-    tell = Meter(progress, total)
-    problems: list[Problem] = []
-    with ThreadPoolExecutor(threads, "smckpt-verify") as pool:
-        reads = [pool.submit(check.read, low, tell) for check in files for low in check.starts()]
-        parts = [pool.submit(_check_part, catalogue, rank) for rank in catalogue.object_ranks]
-        for read in reads:
-            read.result()
-        for found in (*pool.map(_FileCheck.finish, files), *(part.result() for part in parts)):
-            problems += found
-    damaged = {check.file.rank for check in files if check.problems}
-    problems += [*_stored_once(catalogue, damaged), *_covered(catalogue)]
-    return Report(
-        url=url,
-        identity=catalogue.identity,
-        files=len(files),
-        tensors=len(catalogue.logical),
-        nbytes=total,
-        problems=tuple(sorted(set(problems), key=lambda p: (p.path, p.offset or 0, p.what))),
-        quick=quick,
-    )
+    """`verify_checkpoint` for a catalogue that is open already; `beside`: further sinks."""
+    check = _FileChecks(catalogue, quick)
+    readers = map(catalogue.reader, catalogue.files)
+    scan(readers, [check, *beside], threads=threads, progress=progress)
+    return check.report(url, threads)
 
 
 def _problem(error: CheckpointError, path: str) -> Problem:
     return Problem(error.path or path, error.message)
 
 
-class _FileCheck:
-    """One data file: its size, every block, its checksum file, the header. Thread-safe."""
+class _FileChecks(Sink):
+    """Checks data files: their sizes, every block, the files of checksums, the headers. `report`
+    adds what else makes a checkpoint whole."""
 
-    def __init__(self, catalogue: Committed, file: SavedFile, quick: bool) -> None:
-        self.file = file
+    def __init__(self, catalogue: Committed, quick: bool = False) -> None:
         self.quick = quick
-        self.problems: list[Problem] = []
         self._catalogue = catalogue
-        self._reader = catalogue.reader(file)
-        self._sums: dict[int, int] = {}
-        self._there = self._look()
+        self._problems: list[Problem] = []
+        self._damaged: set[int] = set()  # ranks
 
-    def starts(self) -> range:
-        """The bytes at which the pieces for `read` begin."""
-        stop = 0 if self.quick else min(self.file.record.size, self._there)
-        return range(0, stop, PIECE)
+    def begin(self, file: ScannedFile) -> WantedBytes | None:
+        return None if self.quick else super().begin(file)
 
-    def read(self, low: int, tell: Meter) -> None:
-        """Read a piece, up to the file's end."""
-        high = min(low + PIECE, self.file.record.size)
-        stop = min(high, self._there)
-        try:
-            if low < stop:
-                self._sums.update(self._reader.sums(low, stop))
-                self._read_again(low, stop)
-        except CheckpointError as error:
-            self.problems.append(_problem(error, self.file.path))
-        tell.add(high - low)
+    def end(self, file: ScannedFile) -> None:
+        problems = [*self._of_bytes(file)] or [*self._of_header(file)]
+        if problems:
+            self._damaged.add(file.reader.file.rank)
+            self._problems += problems
 
-    def _read_again(self, low: int, stop: int) -> None:
-        """Read blocks that differ again, because a network may have changed them."""
-        for _ in range(self._reader.storage.rereads):
-            for block in self._differing(range(low // BLOCK, -(-stop // BLOCK))):
-                start = block * BLOCK
-                self._sums.update(self._reader.sums(start, min(start + BLOCK, stop)))
+    def report(self, url: str, threads: int) -> Report:
+        """After the scan: the report of the whole checkpoint."""
+        catalogue = self._catalogue
+        with ThreadPoolExecutor(threads, "smckpt-verify") as pool:
+            parts = pool.map(lambda rank: _check_part(catalogue, rank), catalogue.object_ranks)
+            found = {*self._problems, *(problem for part in parts for problem in part)}
+        found |= {*_stored_once(catalogue, self._damaged), *_covered(catalogue)}
+        return Report(
+            url=url,
+            identity=catalogue.identity,
+            files=len(catalogue.files),
+            tensors=len(catalogue.logical),
+            nbytes=catalogue.nbytes,
+            problems=tuple(sorted(found, key=lambda p: (p.path, p.offset or 0, p.what))),
+            quick=self.quick,
+        )
 
-    def _differing(self, blocks: Iterable[int]) -> list[int]:
-        return [n for n in blocks if self._sums[n] != self._reader.stored_sum(n)]
-
-    def finish(self) -> list[Problem]:
-        """What is wrong, after everything was read."""
-        size = self.file.record.size
-        try:
-            if self.quick and self._there == size:
-                self._check_kept(size)
-            bad = self._differing(sorted(self._sums))
-        # the checksum file is damaged; the manifest's checksum remains
-        except CheckpointError as error:
-            self.problems.append(_problem(error, self.file.path))
-            sums = [value for _, value in sorted(self._sums.items())]
-            if self._there == size and hex64(combined(sums, size)) != self.file.summed.crc64:
-                self.problems.append(Problem(self.file.path, "the checksum of the file differs"))
-            return self.problems
-        for block in bad:
-            if (block + 1) * BLOCK <= self._there or self._there >= size:
-                start, stop = block * BLOCK, min((block + 1) * BLOCK, size)
+    def _of_bytes(self, file: ScannedFile) -> Iterator[Problem]:
+        there, size = file.there, file.record.size
+        if there is not None and there != size:
+            what = f"has {there} bytes, but {size} were written"
+            yield Problem(file.path, what, min(size, there))
+        yield from (_problem(error, file.path) for error in file.faults)
+        if self.quick:
+            yield from self._kept(file)
+        elif file.unproven is not None:
+            yield _problem(file.unproven, file.path)
+            sums = [value for _, value in sorted(file.sums.items())]
+            if there == size and hex64(combined(sums, size)) != file.record.crc64:
+                yield Problem(file.path, "the checksum of the file differs")
+        for block in file.differing():
+            start, stop = block * BLOCK, min((block + 1) * BLOCK, size)
+            if stop <= (there or 0):
                 what = f"bytes {start} to {stop} differ from what was written"
-                self.problems.append(Problem(self.file.path, what, start))
-        if not self.problems:
-            self._check_header()
-        return self.problems
+                yield Problem(file.path, what, start)
 
-    def _check_kept(self, size: int) -> None:
+    def _kept(self, file: ScannedFile) -> Iterator[Problem]:
         """Check the file of checksums, and the file's checksum if the store keeps one."""
-        if size:
-            self._reader.stored_sum(0)
-        kept = self._reader.storage.stored_crc64(self.file.record.name)
-        if kept is not None and hex64(kept) != self.file.summed.crc64:
-            what = "the store keeps another checksum for it"
-            self.problems.append(Problem(self.file.path, what))
-
-    def _look(self) -> int:
-        """The file's actual size, 0 if it is missing."""
+        if file.there != file.record.size:
+            return
+        if file.record.size and file.unproven is not None:
+            yield _problem(file.unproven, file.path)
         try:
-            with not_missing(self.file.path):
-                size = self._reader.storage.size(self.file.record.name)
+            kept = file.reader.storage.stored_crc64(file.record.name)
         except CheckpointError as error:
-            self.problems.append(_problem(error, self.file.path))
-            return 0
-        written = self.file.record.size
-        if size != written:
-            what = f"has {size} bytes, but {written} were written"
-            self.problems.append(Problem(self.file.path, what, min(size, written)))
-        return size
+            yield _problem(error, file.path)
+            return
+        if kept is not None and hex64(kept) != file.record.crc64:
+            yield Problem(file.path, "the store keeps another checksum for it")
 
-    def _check_header(self) -> None:
+    def _of_header(self, file: ScannedFile) -> Iterator[Problem]:
+        saved = file.reader.file
         try:
-            header = self._catalogue.header(self.file)
+            header = self._catalogue.header(saved)
         except CheckpointError as error:
-            self.problems.append(_problem(error, self.file.path))
+            yield _problem(error, file.path)
             return
         for key in header.slots:
             rows = self._catalogue.rows_by_key.get(key, [])
-            if not any(self.file.rank in row.ranks for row in rows):
-                what = f"holds {key!r}, which the manifest does not list"
-                self.problems.append(Problem(self.file.path, what))
+            if not any(saved.rank in row.ranks for row in rows):
+                yield Problem(file.path, f"holds {key!r}, which the manifest does not list")
 
 
 def _check_part(catalogue: Committed, rank: int) -> list[Problem]:

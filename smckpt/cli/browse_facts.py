@@ -14,7 +14,9 @@ from smckpt.errors import CheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import Catalogue
+    from smckpt.checkpoint.committed import Committed
+    from smckpt.checkpoint.scan import Sink
+    from smckpt.cli.statistics import Statistics
     from smckpt.storage import Storage
 
 __all__ = ["LIMIT", "Facts", "Wanted", "plain"]
@@ -71,23 +73,33 @@ class Facts:
             "committed_at": _milliseconds(condition.committed_at),
         }
         run["steps"].append(len(self.steps))
+        first: list[Statistics] = []  # of the pass over the files that verifies, if there is one
+
+        def beside(catalogue: Committed) -> Sequence[Sink]:
+            if condition.state in ("whole", "cut") and self._counts(run):
+                first.append(self._statistics(catalogue))
+            return first
+
         if self.wanted.verify and condition.state in ("whole", "cut", "damaged"):
-            step["verified"] = told = self._verified(condition, progress)
+            step["verified"] = told = self._verified(condition, progress, beside)
             if condition.state == "whole" and not told["ok"]:
                 path, what, _ = told["problems"][0]
                 remedy = mend_remedy(self.root.join(condition.place))
                 step |= {"state": "damaged", "why": f"{path}: {what}", "remedy": remedy}
         if condition.state in ("whole", "cut"):
-            self._read(step, run)
+            self._read(step, run, first)
         if step["state"] == "whole":
             run["whole"] += 1
             if run["restorable"] is None:
                 run["restorable"] = len(self.steps)
         self.steps.append(step)
 
-    def _read(self, step: dict[str, Any], run: dict[str, Any]) -> None:
+    def _read(
+        self, step: dict[str, Any], run: dict[str, Any], counted: Sequence[Statistics]
+    ) -> None:
         from smckpt.checkpoint.committed import open_catalogue
         from smckpt.cli.show import describe
+        from smckpt.cli.statistics import scan_for
 
         try:
             catalogue = open_catalogue(self.root.join(step["place"]))
@@ -101,8 +113,23 @@ class Facts:
             run["history"] = _history(facts["metadata"])
         if not self._add(step, details, rows):
             return
-        if self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps:
-            step["histograms"] = self._histograms(catalogue, facts["tensors"])
+        if self._counts(run):
+            if not counted or counted[0].catalogue.identity != catalogue.identity:
+                counted = [self._statistics(catalogue)]
+                scan_for(catalogue, counted[0])
+            step["histograms"] = self._histograms(counted[0], facts["tensors"])
+
+    def _counts(self, run: dict[str, Any]) -> bool:
+        """Whether the next step of a run gets histograms."""
+        return self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps
+
+    def _statistics(self, catalogue: Committed) -> Statistics:
+        from smckpt.cli.histogram import KEPT
+        from smckpt.cli.show import picked
+        from smckpt.cli.statistics import Statistics
+
+        names = [name for name in catalogue.logical if picked(name, self.wanted.histograms)]
+        return Statistics(catalogue, names, KEPT)
 
     def _details(self, facts: dict[str, Any], attempts: Sequence[str]) -> dict[str, Any]:
         """What `show` tells, with the values that steps may share under "shared"."""
@@ -154,13 +181,17 @@ class Facts:
         return True
 
     def _verified(
-        self, condition: Condition, progress: Callable[[int, int], None] | None
+        self,
+        condition: Condition,
+        progress: Callable[[int, int], None] | None,
+        beside: Callable[[Committed], Sequence[Sink]],
     ) -> dict[str, Any]:
-        from smckpt.checkpoint.verify import verify_checkpoint
+        from smckpt.checkpoint.verify import verify_storage
 
-        url, quick = self.root.join(condition.place).url, self.wanted.verify == "quick"
+        place, quick = self.root.join(condition.place), self.wanted.verify == "quick"
+        url, bar = place.url, None if quick else progress
         try:
-            report = verify_checkpoint(url, quick=quick, progress=None if quick else progress)
+            report = verify_storage(place, url, progress=bar, quick=quick, beside=beside)
         except CheckpointError as error:
             return {"ok": False, "quick": quick, "problems": [[url, str(error), None]], "of": 1}
         problems = [[one.path, one.what, one.offset] for one in report.problems[:PROBLEMS]]
@@ -174,23 +205,15 @@ class Facts:
             "bytes": report.nbytes,
         }
 
-    def _histograms(
-        self, catalogue: Catalogue, tensors: Iterable[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _histograms(self, first: Statistics, tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """By the number of the tensor's row. A tensor whose data are damaged has an "error"."""
-        from smckpt.cli.histogram import histogram
-        from smckpt.cli.show import picked
+        from smckpt.cli.histogram import histograms
 
         found: dict[str, Any] = {}
+        counted = histograms(first)
         for tensor in tensors:
-            if not picked(tensor["name"], self.wanted.histograms) or self._used > self.limit:
-                continue
-            try:
-                told = histogram(catalogue, tensor["name"])
-            except CheckpointError as error:
-                told = {"error": str(error)}
-            if told is not None:
-                found[str(self._rows[_row(tensor)])] = told
+            if tensor["name"] in counted and self._used <= self.limit:
+                found[str(self._rows[_row(tensor)])] = told = counted[tensor["name"]]
                 self._used += len(_text(told))
         return found
 

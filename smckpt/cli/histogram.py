@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.numbers import numbers
-from smckpt.cli.statistics import Sums, countable, stretches
+from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
+from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import Catalogue
+    from smckpt.checkpoint.committed import Committed
 
-__all__ = ["BINS", "histogram"]
+__all__ = ["BINS", "KEPT", "histograms"]
 
 BINS = 32
-_KEPT = 64 << 20  # bytes of a tensor that stay in memory between the two passes
+KEPT = 64 << 20  # bytes of tensors that stay in memory between the two passes
 
 
-def histogram(catalogue: Catalogue, name: str) -> dict[str, Any] | None:
-    """The statistics of a tensor, its zeros, and how many of its finite elements are in each of
-    `BINS` bins of equal width from min to max. A larger tensor than 64 MiB is read twice.
+def histograms(first: Statistics) -> dict[str, dict[str, Any]]:
+    """Of each tensor that was counted: the statistics, the zeros, and how many of its finite
+    elements are in each of `BINS` bins of equal width from min to max; or "error".
 
-    None for a tensor that `statistics` does not count.
-
-    Raises:
-        CorruptCheckpointError: a block does not fit its checksum.
+    Tensors that `first` has not kept are read a second time.
     """
+    found: dict[str, dict[str, Any]] = {}
+    sums: dict[str, Sums] = {}
+    for name in first.names:
+        try:
+            one = first.of(name)
+        except CheckpointError as error:
+            found[name] = {"error": str(error)}
+            continue
+        assert one is not None
+        found[name] = {**one.to_json(), "zeros": one.zeros}
+        if one.count:
+            sums[name] = one
+    again = {name: one for name, one in sums.items() if name not in first.kept}
+    bins = _Bins(first.catalogue, again)
+    if again:
+        scan_for(first.catalogue, bins)
+    for name, one in sums.items():
+        counts = sum(_counts(values, one) for values in first.kept.get(name, ()))
+        if name in bins.faults:
+            found[name] = {"error": str(bins.faults[name])}
+        else:
+            found[name]["counts"] = (bins.counts[name] if name in again else counts).tolist()
+    return found
+
+
+class _Bins(Elements):
+    """Counts the elements in each bin."""
+
+    def __init__(self, catalogue: Committed, sums: dict[str, Sums]) -> None:
+        super().__init__(catalogue, sums)
+        self.counts: dict[str, Any] = dict.fromkeys(sums, 0)
+        self._of = sums
+        self._lock = threading.Lock()
+
+    def add(self, name: str, at: tuple[str, int], values: Any) -> None:
+        counts = _counts(values, self._of[name])
+        with self._lock:
+            self.counts[name] = self.counts[name] + counts
+
+
+def _counts(values: Any, sums: Sums) -> Any:
     import numpy as np
 
-    if not countable(catalogue, name):
-        return None
-    dtype = catalogue.logical[name].dtype
-    sums, zeros = Sums(), 0
-    again = _twice(lambda: stretches(catalogue, name))
-    for data in again():
-        values = numbers(data, dtype)
-        sums.add(values)
-        zeros += int(np.count_nonzero(values == 0))
-    facts = {**sums.to_json(), "zeros": zeros}
-    if not sums.count:
-        return facts
-    counts = np.zeros(BINS, np.int64)
-    for data in again():
-        values = numbers(data, dtype).astype(np.float64)
-        # in parts of the width, which do not overflow for float64's whole range
-        low, width = sums.least / 2, sums.most / 2 - sums.least / 2
-        part = (values[np.isfinite(values)] / 2 - low) / (width or 1.0)
-        counts += np.bincount(np.minimum((part * BINS).astype(np.int64), BINS - 1), minlength=BINS)
-    return {**facts, "counts": counts.tolist()}
-
-
-def _twice(read: Callable[[], Iterator[bytearray]]) -> Callable[[], Iterator[bytearray]]:
-    """What `read` yields, to go through several times; of a small tensor it is read once."""
-    kept: list[bytearray] = []
-    whole = False
-
-    def through() -> Iterator[bytearray]:
-        nonlocal whole
-        if whole:
-            yield from kept
-            return
-        size = 0
-        for data in read():
-            size += len(data)
-            if size <= _KEPT:
-                kept.append(data)
-            else:
-                kept.clear()
-            yield data
-        whole = size <= _KEPT
-
-    return through
+    values = values.astype(np.float64)
+    # in parts of the width, which do not overflow for float64's whole range
+    low, width = sums.least / 2, sums.most / 2 - sums.least / 2
+    part = (values[np.isfinite(values)] / 2 - low) / (width or 1.0)
+    return np.bincount(np.minimum((part * BINS).astype(np.int64), BINS - 1), minlength=BINS)

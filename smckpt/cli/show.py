@@ -44,8 +44,9 @@ def describe(catalogue: Committed, pattern: str | None, stats: bool = False) -> 
     lowest = catalogue.object_ranks[0]
     objects = catalogue.part(lowest)["objects"]
     tensors = [t for t in _tensors(catalogue) if picked(t["name"], pattern)]
-    for tensor in tensors if stats else ():
-        tensor["statistics"] = statistics(catalogue, tensor["name"])
+    if stats:
+        counted = statistics(catalogue, [tensor["name"] for tensor in tensors])
+        tensors = [{**tensor, "statistics": counted[tensor["name"]]} for tensor in tensors]
     return {
         "path": catalogue.url,
         "identity": catalogue.identity,

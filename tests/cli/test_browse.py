@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
+from smckpt.checkpoint.blocks import BlockReader
 from smckpt.cli.app import app
 from smckpt.cli.browse import page_of
 from smckpt.cli.browse_facts import Facts, Wanted
@@ -184,7 +185,7 @@ def test_a_tensor_that_does_not_fit_in_memory_is_read_twice(
 ) -> None:
     values = np.arange(5000, dtype=np.float32)
     Group(tmp_path, (0, 1), state=numbers_state(values)).save(step=1)
-    monkeypatch.setattr("smckpt.cli.histogram._KEPT", 10_000)  # of 20,000 bytes
+    monkeypatch.setattr("smckpt.cli.histogram.KEPT", 10_000)  # of 20,000 bytes
     facts = Facts(open_storage(str(tmp_path)), Wanted(histograms="*"))
     facts.add_step(*examine(open_storage(str(tmp_path))))
     (told,) = facts.steps[0]["histograms"].values()
@@ -197,6 +198,24 @@ def test_a_histogram_of_damaged_data_says_so_and_the_page_is_made(tmp_path: Path
     facts = browsed(tmp_path, tmp_path.parent / "page.html", "--histograms")
     (told,) = facts["steps"][0]["histograms"].values()
     assert "checksum" in told["error"]
+
+
+def test_a_page_that_verifies_and_counts_reads_each_byte_once(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    Group(tmp_path, (0, 1), state=numbers_state(np.ones(5 << 20, np.float32))).save(step=1)
+    read, sums = list[int](), BlockReader.sums
+
+    def counted(self: BlockReader, low: int, target: memoryview) -> Any:
+        read.append(len(target))
+        return sums(self, low, target)
+
+    monkeypatch.setattr(BlockReader, "sums", counted)
+    facts = browsed(tmp_path, tmp_path.parent / "page.html", "--verify", "--histograms")
+    assert facts["steps"][0]["verified"]["ok"]
+    (told,) = facts["steps"][0]["histograms"].values()
+    assert sum(told["counts"]) == 5 << 20
+    assert sum(read) == sum(path.stat().st_size for path in tmp_path.glob("data-*.safetensors"))
 
 
 def test_the_page_of_a_root_in_s3_is_the_same(

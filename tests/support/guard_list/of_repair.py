@@ -221,7 +221,7 @@ MENDING = [
     ),
     of(
         "mend: the checksums belong to the file", "checkpoint/mend.py",
-        "return -1 not in sums and hex64(combined(sums, self._record.size)) == self._record.crc64",
+        "return -1 not in sums and hex64(combined(sums, record.size)) == record.crc64",
         "return -1 not in sums",
         "tests/checkpoint/test_mend.py",
     ),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -146,7 +147,10 @@ class Overlap:
         with self._lock:
             self._flying.append((flight, timeout))
             if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(self._before_step)
+                before_step = self._before_step
+                if "torch._dynamo" in sys.modules:  # else compiled steps would be compiled again
+                    before_step = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+                self._hook = register_optimizer_step_pre_hook(before_step)
         run = threading.Thread(
             target=self._run, args=(batches, flight), name="smckpt-staging", daemon=True
         )
@@ -158,7 +162,6 @@ class Overlap:
         for flight, timeout in tuple(self._flying):
             concurrent.futures.wait([flight.copied], timeout)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.wait()
 

@@ -22,7 +22,8 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 class LateStream:
-    """
+    """Its copies land once `let` is set.
+
     Args:
         order: puts the copies into the order in which they land.
         between: called with the number of copies that have landed, before each one and at the end.

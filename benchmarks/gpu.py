@@ -9,6 +9,9 @@ between the device and pinned memory. For comparison it measures torch.save and
 torch.distributed.checkpoint: `async_save` with its defaults, and with a `DefaultStager` that pins
 and shares its memory and stages in a thread of its own, if this torch has one. With that stager, no
 step may begin before its staging ends.
+
+*Overlap* is `SaveOptions(staging="overlap")`. Its true stall is the time of a step that begins
+right after the call, less that of a step alone: what training feels after the call has blocked it.
 """
 
 from __future__ import annotations
@@ -156,8 +159,9 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     def note(name: str, seconds: float) -> None:
         out.setdefault(name, []).append(seconds)
 
-    def save(saved: list[Any]) -> None:
-        saved.append(smckpt.async_save(training.state(), checkpoint_id=ours))
+    def save(saved: list[Any], staging: Any = "block") -> None:
+        chosen = smckpt.SaveOptions(staging=staging)
+        saved.append(smckpt.async_save(training.state(), checkpoint_id=ours, options=chosen))
 
     def steps_during(name: str, flying: Callable[[], bool]) -> None:
         """Steps while something is in flight, at most ten."""
@@ -194,6 +198,18 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         timings = begun[0].wait()
         note("staging within it", timings.staged)
         note("committed", timings.committed)
+        begun = []
+        note("overlap blocks", timed(partial(save, begun, "overlap"), to_the_end=False))
+        step_began = time.perf_counter()
+        training.step()
+        torch.cuda.current_stream().synchronize()  # others may go on
+        note("step, right after overlap", time.perf_counter() - step_began)
+        alone = statistics.median(out["step, alone"][-5:])
+        note("true stall of overlap", out["step, right after overlap"][-1] - alone)
+        steps_during("overlap", lambda handle=begun[0]: not handle.done())
+        timings = begun[0].wait()
+        note("overlap staged and proven", timings.staged)
+        note("overlap committed", timings.committed)
         note("load", timed(lambda: smckpt.load(training.state(), checkpoint_id=ours)))
         for way in peers.ways:
             fresh(root / "dcp")
@@ -231,7 +247,7 @@ def report(out: dict[str, list[float]], options: argparse.Namespace) -> None:
     )
     print(f"{'':44}{'seconds':>9}{'min – max':>18}{'GB/s':>8}{'÷ raw copy':>12}")
     for name, values in out.items():
-        moves = not name.startswith(("step", "take"))
+        moves = not name.startswith(("step", "take", "true stall"))
         limit = middle["raw copy up" if "load" in name else "raw copy down"]
         rate = f"{nbytes / middle[name] / 1e9:.2f}" if moves else ""
         ratio = f"{middle[name] / limit:.2f}" if moves else ""

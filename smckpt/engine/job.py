@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from smckpt.checkpoint.prefixes import prefix_sharding_for
 from smckpt.engine.alarms import Alarms, Last
@@ -53,6 +53,10 @@ class SaveOptions:
     stager: carries out the copies from the state to host memory (docs/extending.md). By default
         `async_save` returns when the copies have ended. With a stager of your own they may go on
         after that.
+    staging: "block": `async_save` returns when the state is copied. "overlap": parameters and
+        optimizers' state on a CUDA device are copied after it has returned, and each step of an
+        optimizer waits for what is left. "auto": as "overlap" where the state is on such a device.
+        Choose it if the copies cost you too much; see docs/guide.md for what else must wait.
     alarms: what a save watches for in the state; see `Alarms`. Change it to make an alarm an error,
         or to compare replicas and count NaN and infinity.
     per_rank: globs of names of counters that differ between ranks on purpose, such as
@@ -65,6 +69,7 @@ class SaveOptions:
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     sweep: bool = True
     stager: Stager | None = None
+    staging: Literal["block", "overlap", "auto"] = "block"
     alarms: Alarms = field(default_factory=Alarms)
     per_rank: tuple[str, ...] = ()
 
@@ -77,6 +82,14 @@ class SaveOptions:
             raise UsageError("max_file_bytes is below 1 MiB", remedy="leave it at its default")
         if self.stager is not None and not callable(self.stager):
             raise UsageError(f"stager is {self.stager!r}", remedy="pass a function of the copies")
+        if self.staging not in ("block", "overlap", "auto"):
+            known = 'pass "block", "overlap" or "auto"'
+            raise UsageError(f"staging is {self.staging!r}", remedy=known)
+        if self.stager is not None and self.staging == "overlap":
+            raise UsageError(
+                'staging="overlap" has no effect together with stager=',
+                remedy="leave one of them out: a stager carries out all copies",
+            )
         if not isinstance(self.alarms, Alarms):
             raise UsageError(f"alarms is {self.alarms!r}", remedy="pass smckpt.Alarms(...)")
         if isinstance(self.per_rank, str) or not all(isinstance(n, str) for n in self.per_rank):
@@ -159,8 +172,9 @@ class Timings:
     """The seconds that a save took on this rank, and the bytes that it wrote.
 
     blocked: until `async_save` returned, with `waited`. waited: for the save before this one. The
-        others count from the end of that wait. staged: until the state was in host memory. written:
-        until this rank's files were durable. committed: until this rank knew of the commit.
+        others count from the end of that wait. staged: until the state was in host memory, and with
+        overlap compared with that of the call. written: until this rank's files were durable.
+        committed: until this rank knew of the commit.
     """
 
     blocked: float
@@ -175,7 +189,8 @@ class SaveHandle(concurrent.futures.Future[Timings]):
     """A save in flight, as a future. Its result is the save's `Timings`. It cannot be cancelled.
 
     number: counts the saves of its queue from 0. error: why it was not committed. alarms: what the
-    save warned of, once it is committed; the same on all ranks of the group.
+    save warned of, once it is committed; the same on all ranks of the group. copied: ends when the
+    state may change again; None if it may since the call returned.
     """
 
     def __init__(self, number: int, checkpoint_id: str, step: int | None) -> None:
@@ -187,6 +202,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         self.error: CheckpointError | None = None
         self.alarms: tuple[str, ...] = ()
         self.told = False  # whether a caller has seen its failure
+        self.copied: concurrent.futures.Future[None] | None = None
         self._announced_by: int | None = None  # the thread that runs on_commit
         self._pid = os.getpid()
         self.set_running_or_notify_cancel()
@@ -217,6 +233,17 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         return self.timings
 
     wait = result
+
+    def wait_for_staging(self, timeout: float | None = None) -> None:
+        """Wait until the state is copied and may be changed again. Whether it was copied well,
+        `result` says.
+
+        Raises:
+            TimeoutError: `timeout` seconds passed.
+        """
+        copied = [] if self.copied is None else [self.copied]
+        if concurrent.futures.wait(copied, timeout).not_done:
+            raise TimeoutError(f"save {self.number} was not copied within {timeout} s")
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `result` does. Returns the error of a save that was not committed, or None."""

@@ -23,6 +23,7 @@ from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_check
 from smckpt.meeting.group import Group
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Round
+from smckpt.staging.overlap import Overlap
 
 __all__ = ["SaveQueue"]
 
@@ -43,16 +44,17 @@ class SaveQueue:
     Args:
         since: see `Committer`.
         sinks: they get an event for every save that has ended.
+        overlap: of all queues of the process.
     """
 
-    def __init__(self, group: Group, name: str, since: int, sinks: Sinks) -> None:
+    def __init__(self, group: Group, name: str, since: int, sinks: Sinks, overlap: Overlap) -> None:
         self.group = group
         self.name = name
         self.membership = Membership(group, f"save/{name}")
         self._sinks = sinks
         self._worker = Worker()
         self._committer = Committer(self.membership, self._worker, since)
-        self._saver = Saver(group, self._worker, self._committer)
+        self._saver = Saver(group, self._worker, self._committer, overlap)
         self._calls = 0
         self._skipped = 0  # saves of the others that this rank did not make
         self._stays = len(group.ranks) > 1  # peers may expect another save

@@ -25,6 +25,7 @@ from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, inherited_store
 from smckpt.meeting.membership import Membership
+from smckpt.staging.overlap import Overlap
 
 __all__ = ["Runtime"]
 
@@ -59,6 +60,7 @@ class Runtime:
         self._adopted: dict[tuple[str, tuple[int, ...]], Finalizable] = {}
         self._loaders: dict[tuple[int, ...], Loader] = {}
         self.sinks = Sinks()
+        self.overlap = Overlap()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
@@ -76,7 +78,8 @@ class Runtime:
                 return old
             if old is not None:
                 self._since = time.time_ns()
-            self._queues[key] = fresh = SaveQueue(group, name, self._since, self.sinks)
+            fresh = SaveQueue(group, name, self._since, self.sinks, self.overlap)
+            self._queues[key] = fresh
             self._watch()
         if old is not None:
             log.info("the process group is new; waiting for the saves of the earlier one")
@@ -111,7 +114,9 @@ class Runtime:
         ]
 
     def loader(self, group: Group) -> Loader:
+        """What loads, once no save copies the tensors that a load may change."""
         self._refuse_inherited(group)
+        self.overlap.wait()
         with self._lock:
             self._forget_if_forked()
             old = self._loaders.get(group.ranks)

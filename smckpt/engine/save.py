@@ -26,7 +26,7 @@ from smckpt.engine.alarms import Last, Looker
 from smckpt.engine.commands import ArenaFile, WritePart
 from smckpt.engine.commit import Committed, Committer, Written
 from smckpt.engine.groups import Partition, partition_of
-from smckpt.engine.job import SaveJob, SaveRequest
+from smckpt.engine.job import SaveJob, SaveOptions, SaveRequest
 from smckpt.engine.moment import moment_of
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import StateError, UsageError, as_checkpoint_error
@@ -36,6 +36,7 @@ from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import Arena
 from smckpt.staging.budget import check_memory
 from smckpt.staging.copies import stage
+from smckpt.staging.overlap import Flight, Overlap
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.select import Selection, Selector
 
@@ -78,8 +79,11 @@ class Saver:
     of the step, the arena.
     """
 
-    def __init__(self, group: Group, worker: Worker, committer: Committer) -> None:
+    def __init__(
+        self, group: Group, worker: Worker, committer: Committer, overlap: Overlap
+    ) -> None:
         self.group = group
+        self._overlap = overlap
         self._worker = worker
         self._committer = committer
         self._selector = Selector(group.rank)
@@ -91,6 +95,7 @@ class Saver:
         self._coordinator: int | None = None
         self._arena: Arena | None = None
         self._arena_id: int | None = None
+        self._copies: Future[None] | None = None  # into the arena, which may be under way
         self._looker: Looker | None = None
         self._last: Last | None = None  # the last committed save
 
@@ -198,17 +203,36 @@ class Saver:
         layout, arena, copies = compiled.layout, None, None
         looker, held = self._looks(job, compiled, selection.parameters), {}
         if layout.arena_size:
+            self._wait_for_copies(job)  # of an earlier save, which failed before they ended
             arena = self._room(layout.arena_size)
             order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
             tensors = [order[id(entry)] for entry in layout.entries]
-            copies = stage(arena, layout, tensors, job.request.options.stager, pin=True)
+            options = job.request.options
+            begun = stage(
+                arena,
+                layout,
+                tensors,
+                options.stager,
+                pin=True,
+                overlap=self._overlapping(options, selection),
+                stepped=selection.stepped,
+                timeout=options.timeout,
+            )
+            if isinstance(begun, Flight):
+                self._copies, job.handle.copied = begun.proven, begun.copied
+            else:
+                self._copies = job.handle.copied = begun
+            copies = self._copies
             held = looker.hold(job.handle.number, tensors)
         job.staged = job.elapsed()
         return Staged(layout, arena, copies, part, looker, held)
 
     def write(self, job: SaveJob, staged: Staged, meeting: Meeting) -> Written:
         """Wait for the copies. Then the worker writes this rank's files and its part."""
-        self._wait_for_copies(job, staged)
+        if staged.copies is not None:
+            self._wait_for_copies(job)
+            staged.copies.result()
+            job.staged = job.elapsed()
         request, layout = job.request, staged.layout
         prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
         directory = request.directory
@@ -253,9 +277,7 @@ class Saver:
 
     def close(self) -> None:
         """Free the arena."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._leave_arena()
 
     # -- what the steps need -----------------------------------------------------------------
 
@@ -341,23 +363,41 @@ class Saver:
             self._arena_id = self._worker.attach(arena)
         return self._arena_id
 
-    def _wait_for_copies(self, job: SaveJob, staged: Staged) -> None:
-        if staged.copies is None:
-            return
+    def _overlapping(self, options: SaveOptions, selection: Selection) -> Overlap | None:
+        """What copies parameters and optimizers' state after the call; None if nothing does."""
+        if options.staging == "block" or options.stager is not None:
+            return None
+        if options.staging == "auto" and all(tensor.is_cpu for tensor in selection.tensors):
+            return None
+        why = self._overlap.refusal
+        if selection.swapped_by:
+            why = f"{selection.swapped_by} changes parameters in train() and eval() too"
+        if why is None:
+            return self._overlap
+        self._overlap.block(why)
+        return None
+
+    def _wait_for_copies(self, job: SaveJob) -> None:
+        """Wait until nothing is copied to the arena. Copies that go on keep it for themselves."""
         timeout = job.request.options.timeout
-        try:
-            staged.copies.result(timeout)
-        except concurrent.futures.TimeoutError as error:
-            arena, self._arena, self._arena_id = staged.arena, None, None
-            assert arena is not None
-            # until then the copies still write to it
-            staged.copies.add_done_callback(lambda _: arena.close())
+        if self._copies is not None and concurrent.futures.wait([self._copies], timeout).not_done:
+            self._leave_arena()
             raise StateError(
-                f"the stager's copies did not end within {timeout:.0f} s",
-                remedy="find out what delays the stager, or raise SaveOptions(timeout=)",
+                f"the state's copies did not end within {timeout:.0f} s",
+                remedy="find out what delays the stager or the device, or raise "
+                "SaveOptions(timeout=)",
                 rank=self.group.rank,
-            ) from error
-        job.staged = job.elapsed()
+            )
+        self._copies = None
+
+    def _leave_arena(self) -> None:
+        """Free the arena once nothing is copied to it."""
+        arena, copies = self._arena, self._copies
+        self._arena = self._arena_id = self._copies = None
+        if arena is not None and copies is not None:
+            copies.add_done_callback(lambda _: arena.close())
+        elif arena is not None:
+            arena.close()
 
 
 def _told(request: SaveRequest) -> object:

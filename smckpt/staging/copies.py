@@ -4,7 +4,8 @@ A rank's saves have one layout, so the arena's slots become tensors once, and a 
 `copy_` a slot. A *stager* carries out the copies. The default, `copy_all`, waits for them.
 
 Nothing says which stream wrote a tensor last. So before it copies from a device, `copy_all` waits
-for all streams of it. After the copies it waits again: then the caller may change the state.
+for all streams of it. After the copies it waits again: then the caller may change the state. Copies
+that go on after that are in `overlap.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from smckpt.layout.image import Layout, Slot
 from smckpt.layout.strided import Box, Piece, boxes_of_range, meet
 
 if TYPE_CHECKING:
+    from collections.abc import Set
     from concurrent.futures import Future
 
     import torch
 
     from smckpt.staging.arena import Arena
+    from smckpt.staging.overlap import Flight, Overlap
 
 __all__ = ["Copies", "Local", "StagePlan", "Stager", "copies_of", "copy_all", "stage"]
 
@@ -50,7 +53,10 @@ def stage(
     stager: Stager | None = None,
     *,
     pin: bool = False,
-) -> Future[None] | None:
+    overlap: Overlap | None = None,
+    stepped: Set[str] = frozenset(),
+    timeout: float = 1800.0,
+) -> Future[None] | Flight | None:
     """Write every header and every slot of `layout`.
 
     Args:
@@ -60,9 +66,13 @@ def stage(
         stager: carries out the copies; `copy_all` by default.
         pin: register the arena with CUDA if a tensor is there. It takes as long as several copies,
             so it is for an arena that serves several saves.
+        overlap: copies what it takes of the entries in `stepped` (keys) after the return; all else
+            is copied before.
+        timeout: see `Overlap.begin`.
 
     Returns:
-        The stager's result: None when the bytes are there, or a future that ends when they are.
+        None when the bytes are there. Else the stager's future, which ends when they are, or the
+        copies that are under way.
 
     Raises:
         StateError: a tensor does not fit its entry, or has no data (meta device).
@@ -71,9 +81,27 @@ def stage(
     if not isinstance(plan, StagePlan) or plan.layout.fingerprint != layout.fingerprint:
         plan = arena.plan = StagePlan(arena, layout)
     copies = plan.copies(tensors)
-    if pin and (cuda := next((source.device for _, source in copies if source.is_cuda), None)):
+    if pin and (cuda := next((source.device for _, _, source in copies if source.is_cuda), None)):
         arena.pin(cuda)
-    return (stager or copy_all)(copies)
+    later = []
+    if overlap is not None and arena.pinned is False:
+        overlap.block("CUDA refused to pin the memory that the state is copied to")
+    elif overlap is not None:
+        later = [copy for copy in copies if copy[0] in stepped and overlap.takes(copy[2])]
+        if not later and copies:
+            overlap.block(
+                "no contiguous tensor of it on a CUDA device is known as a parameter or state of "
+                "an optimizer; take the state in sm_state_dict_type"
+            )
+    late = set(map(id, later))
+    ended = (stager or copy_all)([copy[1:] for copy in copies if id(copy) not in late])
+    if not later:
+        return ended
+    assert overlap is not None
+    flight = overlap.begin(later, timeout)
+    if flight is None:
+        copy_all([copy[1:] for copy in later])
+    return flight
 
 
 def copy_all(copies: Copies) -> None:
@@ -143,13 +171,13 @@ class StagePlan:
                 target = span.view(_bits(entry.itemsize))
             self._slots.append((slot, target))
 
-    def copies(self, tensors: Sequence[Local]) -> Copies:
-        """Write the headers; returns the copies of the tensors."""
+    def copies(self, tensors: Sequence[Local]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Write the headers; returns the tensors' copies: (key of the entry, target, source)."""
         self._check(tensors)
         for image, header in zip(self.layout.files, self._headers, strict=True):
             header[:] = image.header
         return [
-            pair
+            (self.layout.entries[slot.entry].key, *pair)
             for slot, target in self._slots
             for pair in _copies_of(target, tensors[slot.entry], slot)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,11 @@ class Selection:
     """A rank's state as entries and objects. `tensors[i]` is the live local array of `entries[i]`.
 
     containers: path → kind, for containers above tensors that are not plain dicts. parameters: the
-    keys of the entries that are known to be parameters of a model. gathered: whether part of it is
-    state that collectives gathered (FULL; torch's own), on this rank or another.
+    keys of the entries that are known to be parameters of a model. stepped: the keys of those that
+    only a step of an optimizer changes, as far as is known: parameters and optimizers' state.
+    swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
+    known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
+    this rank or another.
     """
 
     kind: str | None
@@ -62,6 +65,8 @@ class Selection:
     optimizers: dict[str, Any]
     containers: dict[Path, str]
     parameters: frozenset[str]
+    stepped: frozenset[str]
+    swapped_by: str = ""
     gathered: bool = False
 
 
@@ -72,6 +77,7 @@ class _Walk:
     kinds: set[str] = field(default_factory=set)
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
+    owners: list[tuple[Path, Any]] = field(default_factory=list)  # optimizers; None if unknown
     gathered: bool = False
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
 
@@ -87,6 +93,7 @@ class Selector:
         self._rules: dict[Any, MeshGeometry] = {}
         self._last: tuple[Entry, ...] = ()
         self._parameters: frozenset[str] = frozenset()  # of `_last`
+        self._stepped: frozenset[str] = frozenset()
 
     def select(self, state_dict: Mapping[str, Any] | None) -> Selection:
         """Walk the state.
@@ -114,6 +121,7 @@ class Selector:
                     given = value.state_dict()
                     self._visit(spelled(given) if is_optimizer(value) else given, path, walk)
                     if is_optimizer(value):
+                        walk.owners.append((path, value))
                         known = names_in_state(modules) if known is None else known
                         if names := names_of(value, known):
                             walk.optimizers[dotted(path)] = names_record(names)
@@ -157,12 +165,15 @@ class Selector:
                 optimizers[dotted(path)] = record
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
+            walk.owners.append((path, None if binding is None else binding.optimizer))
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):
             self._last = tuple(entries)
-            pairs = zip(entries, tags, strict=True)
+            pairs = list(zip(entries, tags, strict=True))
             self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
+            states = {(*path, "state") for path, _ in walk.owners}
+            self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, states))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         return Selection(
             kind,
@@ -172,6 +183,8 @@ class Selector:
             optimizers,
             walk.containers,
             self._parameters,
+            self._stepped,
+            next((type(each).__name__ for _, each in walk.owners if _swaps(each)), ""),
             walk.gathered or "FULL" in kinds,
         )
 
@@ -348,6 +361,25 @@ def _is_parameter(entry: Entry, tag: Tag | None) -> bool:
     if entry.geometry.per_rank:
         return tag is not None and tag.parameter
     return tag is None or not tag.after
+
+
+def _is_stepped(entry: Entry, tag: Tag | None, states: Set[Path]) -> bool:
+    """Whether it is an optimizer's state, or a parameter. In a block the tag of a DTensor tells a
+    parameter from a buffer, which a forward may change."""
+    path = entry.path
+    if any(path[:depth] in states for depth in range(1, len(path))):
+        return True
+    if tag is not None and tag.geometry is None:
+        return tag.parameter
+    return _is_parameter(entry, tag)
+
+
+def _swaps(optimizer: Any) -> bool:
+    """Whether it has two modes, between which it changes the parameters (schedule-free)."""
+    inner = getattr(optimizer, "optimizer", None)  # accelerate's wrapper always has both methods
+    if is_optimizer(inner):
+        return _swaps(inner)
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:

@@ -13,10 +13,12 @@ import torch
 from smckpt.errors import MemoryBudgetError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.image import Layout, compile_layout
+from smckpt.staging import overlap
 from smckpt.staging.arena import Arena
 from smckpt.staging.copies import stage
 from tests.staging.test_stage import any_bits, content, entry_of, files_in, raw
 from tests.support import child
+from tests.support.limits import seconds
 from tests.support.on_cuda import needs_cuda, wait_on_device
 
 pytestmark = needs_cuda
@@ -51,6 +53,31 @@ def test_every_dtype_comes_over_bit_for_bit() -> None:
     for pin in (True, False):
         found = staged({name: tensor.cuda() for name, tensor in host.items()}, pin=pin)
         assert found == {name: raw(tensor) for name, tensor in host.items()}
+
+
+@pytest.mark.parametrize("piece", [4096, overlap._PIECE])
+def test_every_dtype_comes_over_after_the_call_and_is_proven(
+    monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(overlap, "_PIECE", piece)
+    host = {name: any_bits(getattr(torch, name), 30, 51) for name in DTYPES if hasattr(torch, name)}
+    device = {name: tensor.cuda() for name, tensor in host.items()}
+    device["offset"] = any_bits(torch.uint8, 5000).cuda()[3:]
+    host["offset"] = device["offset"].cpu()
+    layout = laid_out(device)
+    with closing(Arena(layout.arena_size)) as arena:
+        flight = stage(
+            arena,
+            layout,
+            [device[entry.key] for entry in layout.entries],
+            pin=True,
+            overlap=overlap.Overlap(),
+            stepped=device.keys(),
+        )
+        assert isinstance(flight, overlap.Flight)
+        assert flight.proven.result(seconds(60)) is None
+        found = content(b"".join(files_in(arena, layout)))
+    assert found == {name: raw(tensor) for name, tensor in host.items()}
 
 
 def test_any_strides_and_views_come_over_row_major() -> None:

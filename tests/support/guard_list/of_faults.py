@@ -19,6 +19,8 @@ __all__ = [
 
 RETENTION = "tests/manager/test_retention.py::"
 ALARMS = "tests/engine/test_alarms.py::"
+OVERLAP = "tests/engine/test_overlap.py::"
+STAGING = "tests/staging/test_overlap.py::"
 DISK = "tests/engine/test_faulty_disk.py::"
 MANAGER_DISK = "tests/manager/test_faulty_disk.py::"
 FORKS = "tests/engine/test_forks.py::"
@@ -31,6 +33,79 @@ JOBS = "tests/manager/test_two_jobs.py::"
 ABSENT = "tests/manager/test_absent.py::"
 
 SILENT = [
+    of(
+        "overlap: the image is compared with the state of the call", "staging/overlap.py",
+        "            if changed:\n", "            if False:\n",
+        STAGING + "test_a_thousand_tears_at_any_moment_are_noticed_and_nothing_else_is",
+        "test_a_tensor_that_is_put_back_before_the_copies_end_is_noticed",
+        OVERLAP + "test_a_change_that_no_hook_sees_fails_the_save_by_name_and_later_ones_block",
+    ),
+    of(
+        "overlap: rows are summed too", "staging/overlap.py",
+        "(matrix.sum(0), matrix.sum(1))", "(matrix.sum(0), matrix.sum(0))",
+        STAGING + "test_a_thousand_tears_at_any_moment_are_noticed_and_nothing_else_is",
+    ),
+    of(
+        "overlap: columns are summed too", "staging/overlap.py",
+        "(matrix.sum(0), matrix.sum(1))", "(matrix.sum(1), matrix.sum(1))",
+        STAGING + "test_a_thousand_tears_at_any_moment_are_noticed_and_nothing_else_is",
+    ),
+    of(
+        "overlap: bytes outside the matrix are compared", "staging/overlap.py",
+        "            if stop < size:\n", "            if False:\n",
+        STAGING + "test_a_thousand_tears_at_any_moment_are_noticed_and_nothing_else_is",
+    ),
+    of(
+        "overlap: an optimizer's step waits for the copies", "staging/overlap.py",
+        "    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:\n        self.wait()\n",
+        "    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:\n        pass\n",
+        OVERLAP + "test_forward_and_backward_go_on_and_the_step_waits",
+        "test_each_optimizer_waits_and_one_that_is_not_in_the_state_does_nothing_else",
+        "test_optimizers_that_step_in_the_backward_wait_there",
+        "test_a_compiled_step_waits",
+        "test_the_step_of_a_grad_scaler_waits",
+    ),
+    of(
+        "overlap: a load waits for the copies", "engine/runtime.py",
+        "        self.overlap.wait()\n", "",
+        OVERLAP + "test_a_load_into_the_state_and_a_save_in_another_queue_do_not_tear_it",
+    ),
+    of(
+        "overlap: a hook is removed only while it is alone", "staging/overlap.py",
+        "hooks is not None and len(hooks) == 1", "hooks is not None",
+        STAGING + "test_the_hook_of_somebody_else_is_left_alone_and_so_is_a_step_that_runs_it",
+    ),
+    of(
+        "overlap: what a forward changes is copied before the return", "staging/copies.py",
+        "copy[0] in stepped and overlap.takes(copy[2])", "overlap.takes(copy[2])",
+        STAGING + "test_what_is_not_to_wait_and_what_is_strided_is_copied_before_the_return",
+        OVERLAP + "test_forward_and_backward_go_on_and_the_step_waits",
+    ),
+    of(
+        "overlap: strided tensors are copied before the return", "staging/overlap.py",
+        "            and source.is_contiguous()\n", "",
+        STAGING + "test_what_is_not_to_wait_and_what_is_strided_is_copied_before_the_return",
+    ),
+    of(
+        "overlap: memory that is not pinned is copied before the return", "staging/copies.py",
+        "if overlap is not None and arena.pinned is False:", "if False:",
+        STAGING + "test_memory_that_is_not_pinned_is_copied_before_the_return_and_that_is_told_once",
+    ),
+    of(
+        "overlap: after a tear saves block", "engine/save.py",
+        "        why = self._overlap.refusal\n", "        why = None\n",
+        OVERLAP + "test_a_change_that_no_hook_sees_fails_the_save_by_name_and_later_ones_block",
+    ),
+    of(
+        "overlap: an optimizer with two modes blocks", "engine/save.py",
+        "        if selection.swapped_by:\n", "        if False:\n",
+        OVERLAP + "test_an_optimizer_that_swaps_parameters_outside_its_step_blocks",
+    ),
+    of(
+        "overlap: the next save waits for copies into the arena", "engine/save.py",
+        "            self._wait_for_copies(job)  # of an earlier save, which failed before they ended\n", "",
+        OVERLAP + "test_the_next_save_waits_for_the_copies_of_one_that_failed_before_they_ended",
+    ),
     of(
         "alarm: parameters are compared with the last save", "engine/alarms.py",
         "same, since = sums == last.sums, last.called", "same, since = False, last.called",

@@ -1,0 +1,332 @@
+"""Copies from a device that go on after `async_save` has returned, and the proof of their bytes.
+
+    sums of the sources ─▶ async_save returns ─▶ copies ─▶ optimizers may step ─▶ sums of the image
+
+Nobody can make every writer of a parameter wait. So the image is compared with the state of the
+call. Before the call returns, the device computes sums of all bytes that are copied later. After
+the copies, the image goes back to the device in pieces, which computes the same sums of it. If they
+differ, the save fails by the tensor's name, and later saves of the process block.
+
+A piece is a matrix of 64-bit words, of which all rows and all columns are summed modulo 2^64. A
+word that changes alters two of the sums, and so do words that trade places. Bytes that do not fill
+the matrix are compared one by one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from smckpt.errors import MemoryBudgetError, StateError
+
+__all__ = ["Flight", "Overlap", "SideStream"]
+
+log = logging.getLogger("smckpt")
+
+_PIECE = 64 << 20  # bytes: as many go back to the device at once
+_BYTEWISE = 1 << 10  # pieces of at most as many bytes are compared byte for byte
+_NAMED = 4  # tensors that an error names
+
+
+class SideStream(Protocol):
+    """A stream of a device beside those of training."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """In this context the calling thread queues its work on the stream."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy to host memory."""
+
+    def finish(self) -> None:
+        """Wait for all work that is queued on the stream."""
+
+
+class _DeviceStream:
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device, self._stream = device, self._module.Stream(device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(self._stream)
+        return context
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def _stream_of(device: torch.device) -> SideStream | None:
+    return _DeviceStream(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Copies under way. copied: ends when the state may change again. proven: ends later, when the
+    image is compared with the state of the call; its exception fails the save."""
+
+    copied: concurrent.futures.Future[None]
+    proven: concurrent.futures.Future[None]
+
+
+class Overlap:
+    """The overlapped copies of one process. A save under which a tensor changed is the last one.
+
+    While copies are under way, each step of an optimizer of this process waits for them first.
+
+    Args:
+        stream_of: the stream that copies from a device; None if its copies block.
+    """
+
+    def __init__(self, stream_of: Callable[[torch.device], SideStream | None] = _stream_of) -> None:
+        self._stream_of = stream_of
+        self._streams: dict[torch.device, SideStream | None] = {}
+        self._flying: list[tuple[Flight, float]] = []  # with the seconds to wait for it
+        self._hook: RemovableHandle | None = None
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self.refusal: str | None = None  # why the process overlaps no more
+
+    def block(self, why: str) -> None:
+        """Log why a save blocks that was to overlap; once for each reason."""
+        if why not in self._logged:
+            self._logged.add(why)
+            log.warning("a save blocks until the state is copied, and does not overlap: %s", why)
+
+    def takes(self, source: torch.Tensor) -> bool:
+        """Whether a copy from this tensor may go on after the call."""
+        return (
+            self._stream(source.device) is not None
+            and source.is_contiguous()
+            and not (source.is_conj() or source.is_neg())
+            and (source.data_ptr() - source.storage_offset() * source.itemsize) % 8 == 0
+        )
+
+    def begin(
+        self, copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]], timeout: float
+    ) -> Flight | None:
+        """Sum the sources, and begin to copy them.
+
+        Args:
+            copies: (name, target, source), each source one that `takes` accepts.
+            timeout: seconds that a step of an optimizer waits for the copies at most.
+
+        Returns:
+            None if the device has no memory for the sums: nothing has begun.
+        """
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        for copy in copies:
+            by_device.setdefault(copy[2].device, []).append(copy)
+        batches = []
+        try:
+            for device, its_copies in by_device.items():
+                stream = self._stream(device)
+                assert stream is not None
+                batches.append(_Batch(stream, device, its_copies))
+        except torch.OutOfMemoryError as error:
+            self.block(f"the device has no memory for the sums that prove the copy ({error})")
+            return None
+        flight = Flight(concurrent.futures.Future(), concurrent.futures.Future())
+        with self._lock:
+            self._flying.append((flight, timeout))
+            if self._hook is None:
+                before_step = self._before_step
+                if "torch._dynamo" in sys.modules:  # else compiled steps would be compiled again
+                    before_step = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
+                self._hook = register_optimizer_step_pre_hook(before_step)
+        run = threading.Thread(
+            target=self._run, args=(batches, flight), name="smckpt-staging", daemon=True
+        )
+        run.start()
+        return flight
+
+    def wait(self) -> None:
+        """Wait for all copies under way, within their limits."""
+        for flight, timeout in tuple(self._flying):
+            concurrent.futures.wait([flight.copied], timeout)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.wait()
+
+    def _landed(self, flight: Flight) -> None:
+        flight.copied.set_result(None)
+        with self._lock:
+            self._flying = [each for each in self._flying if each[0] is not flight]
+            if self._flying or self._hook is None:
+                return
+            # torch raises if a hook goes while it walks through several. Then ours stays, without
+            # anything to wait for, until it is alone at the end of another save's copies.
+            hooks = self._hook.hooks_dict_ref()
+            if hooks is not None and len(hooks) == 1:
+                self._hook.remove()
+                self._hook = None
+
+    def _stream(self, device: torch.device) -> SideStream | None:
+        if device not in self._streams:
+            self._streams[device] = self._stream_of(device)
+        return self._streams[device]
+
+    def _run(self, batches: list[_Batch], flight: Flight) -> None:
+        failed: BaseException | None = None
+        for batch in batches:
+            try:
+                batch.copy()
+            except BaseException as error:  # the future reports whatever the thread raises
+                failed = error
+        self._landed(flight)
+        try:
+            if failed is not None:
+                raise failed
+            changed = [name for batch in batches for name in batch.changed()]
+            if changed:
+                self.refusal = f"{changed[0]} changed while an earlier save copied it"
+                raise _torn(list(dict.fromkeys(changed)))
+        except torch.OutOfMemoryError as error:
+            lacking = MemoryBudgetError(
+                f"the device has no memory to prove the copy: {error}",
+                remedy='free some of it, or save with SaveOptions(staging="block")',
+            )
+            lacking.__cause__ = error
+            flight.proven.set_exception(lacking)
+        except BaseException as error:
+            flight.proven.set_exception(error)
+        else:
+            flight.proven.set_result(None)
+
+
+def _torn(names: Sequence[str]) -> StateError:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return StateError(
+        f"{', '.join(names[:_NAMED])}{more} changed while the save copied the state",
+        remedy="call wait_for_staging() of the save's handle before anything but the step() of an "
+        'optimizer changes the state, or save with SaveOptions(staging="block"), as this process '
+        "does from now on",
+    )
+
+
+class _Batch:
+    """Copies from one device. When it is made, the sources are summed: no stream changes the sums
+    after that."""
+
+    def __init__(
+        self,
+        stream: SideStream,
+        device: torch.device,
+        copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self._stream, self._copies = stream, copies
+        self._images: list[tuple[str, torch.Tensor, int]] = []
+        most = min(max(source.nbytes for _, _, source in copies), _PIECE) + 8
+        stream.synchronize()  # nothing says which stream wrote a tensor last
+        with torch.no_grad(), stream.entered():
+            self._back = torch.empty(most, dtype=torch.uint8, device=device)
+            self._sums = _Sums()
+            for _, _, source in copies:
+                for piece in _pieces(source):
+                    self._sums.add(piece)
+            stream.finish()
+
+    def copy(self) -> None:
+        """Copy to the arena, wait, and release the sources."""
+        with torch.no_grad(), self._stream.entered():
+            try:
+                for _, target, source in self._copies:
+                    self._stream.copy(target, source)
+            finally:  # also after a failure: copies under way still read and write
+                self._stream.finish()
+        self._images = [
+            (name, target, int(source.storage_offset()) * source.itemsize % 8)
+            for name, target, source in self._copies
+        ]
+        self._copies = ()
+
+    def changed(self) -> list[str]:
+        """The names of the pieces whose image has other sums than the source had."""
+        image, names = _Sums(), []
+        with torch.no_grad(), self._stream.entered():
+            for name, target, at in self._images:  # at: words begin where the source's did
+                for piece in _pieces(target):
+                    back = self._back[at : at + piece.numel()]
+                    back.copy_(piece, non_blocking=True)
+                    image.add(back)
+                    names.append(name)
+            return [names[piece] for piece in self._sums.differing(image)]
+
+
+@dataclass
+class _Sums:
+    """Sums of pieces, and the bytes that are in none. piece_of: the number of each one's piece."""
+
+    words: list[torch.Tensor] = field(default_factory=list)
+    rest: list[torch.Tensor] = field(default_factory=list)
+    word_piece: list[int] = field(default_factory=list)
+    rest_piece: list[int] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, data: torch.Tensor) -> None:
+        """Sum a piece: flat bytes on the device."""
+        size, head = data.numel(), -data.storage_offset() % 8
+        words = (size - head) // 8
+        columns = 1 << (words.bit_length() // 2)
+        rows = words // columns
+        stop = head + rows * columns * 8
+        if size <= _BYTEWISE:
+            self._keep(data)
+        else:
+            filling = data if stop - head == size else data[head:stop]
+            matrix = filling.view(torch.int64).view(rows, columns)
+            self.words += (matrix.sum(0), matrix.sum(1))
+            self.word_piece += (self.count, self.count)
+            if head:
+                self._keep(data[:head])
+            if stop < size:
+                self._keep(data[stop:])
+        self.count += 1
+
+    def _keep(self, data: torch.Tensor) -> None:
+        self.rest.append(data.clone())
+        self.rest_piece.append(self.count)
+
+    def differing(self, other: _Sums) -> list[int]:
+        """The numbers of the pieces that differ, in order."""
+        found: set[int] = set()
+        for pieces, ours, theirs in (
+            (self.word_piece, self.words, other.words),
+            (self.rest_piece, self.rest, other.rest),
+        ):
+            if not ours:
+                continue
+            apart = torch.cat(ours) != torch.cat(theirs)
+            if not apart.any().item():
+                continue
+            each = torch.split(apart.cpu(), [len(sums) for sums in ours])
+            found |= {piece for piece, flags in zip(pieces, each, strict=True) if flags.any()}
+        return sorted(found)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a contiguous tensor, in pieces."""
+    data = tensor.view(-1).view(torch.uint8)
+    size = data.numel()
+    if size <= _PIECE:
+        yield data
+        return
+    for start in range(0, size, _PIECE):
+        yield data[start : start + _PIECE]

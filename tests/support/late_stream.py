@@ -1,0 +1,73 @@
+"""A device without a device: real tensors of the CPU, and a stream whose copies land late.
+
+It stands where the stream of a CUDA device stands (`smckpt.staging.overlap.SideStream`). Nothing is
+copied until the stream is waited for. A test says when that may happen, in which order the copies
+land, and what happens between two of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from smckpt.staging.overlap import Overlap
+from tests.support.limits import seconds
+
+__all__ = ["LateStream"]
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+class LateStream:
+    """Its copies land once `let` is set.
+
+    Args:
+        order: puts the copies into the order in which they land.
+        between: called with the number of copies that have landed, before each one and at the end.
+    """
+
+    def __init__(
+        self,
+        order: Callable[[list[Copy]], None] = lambda copies: None,
+        between: Callable[[int], None] = lambda landed: None,
+    ) -> None:
+        self.let = threading.Event()  # copies land once it is set
+        self.asked = threading.Event()  # set when an optimizer's step or a load waits for them
+        self.waits = 0  # for the whole device
+        self._order, self._between = order, between
+        self._queued: list[Copy] = []
+
+    def overlap(self) -> Overlap:
+        """For all devices, the CPU too."""
+        asked = self.asked
+
+        class Asked(Overlap):
+            def wait(self) -> None:
+                asked.set()
+                super().wait()
+
+        return Asked(lambda device: self)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._queued.append((target, source))
+
+    def finish(self) -> None:
+        copies, self._queued = self._queued, []
+        if not copies:
+            return
+        assert self.let.wait(seconds(60)), "no test let the copies land"
+        self._order(copies)
+        for landed, (target, source) in enumerate(copies):
+            self._between(landed)
+            target.copy_(source)
+        self._between(len(copies))

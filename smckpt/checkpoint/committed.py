@@ -24,7 +24,7 @@ from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["Committed", "CommittedGroup", "catalogue_of", "open_catalogue"]
+__all__ = ["CommittedCatalogue", "CommittedGroup", "catalogue_of", "open_catalogue"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Committed(Catalogue):
+class CommittedCatalogue(Catalogue):
     """A committed checkpoint of ours; made by `open_catalogue`.
 
     Headers are read when they are needed, and compared with the checksums of their blocks.
@@ -274,7 +274,7 @@ class Committed(Catalogue):
 
 def open_catalogue(
     storage: Storage, *, choose: str | None = None, name: str | None = None
-) -> Committed:
+) -> CommittedCatalogue:
     """Open the newest committed checkpoint in a directory, which is a group's or has a record.
 
     Args:
@@ -293,14 +293,16 @@ def open_catalogue(
     return catalogue_of(storage, commit)
 
 
-def catalogue_of(storage: Storage, commit: Commit) -> Committed:
+def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
     storage = storage.reading_from(*_tops(commit))
     members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
     share = storage.access.share.times(min(len(member.directories) for member in members))
-    return Committed(storage.url, commit, members, Found(Readers(storage.access.holding(share))))
+    return CommittedCatalogue(
+        storage.url, commit, members, Found(Readers(storage.access.holding(share)))
+    )
 
 
 def _tops(commit: Commit) -> Iterator[str]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from smckpt.checkpoint.choose import Commit
 from smckpt.checkpoint.commit import create_manifest, gathered_manifest, publish_record
-from smckpt.checkpoint.committed import Committed, catalogue_of
+from smckpt.checkpoint.committed import CommittedCatalogue, catalogue_of
 from smckpt.checkpoint.format import SENSELESS, Manifest, manifest_name, record_name
 from smckpt.checkpoint.leases import claim, later_run, mark_lease, release, take_lease
 from smckpt.checkpoint.meter import Progress
@@ -55,7 +55,7 @@ def faults_of(
         catalogue.readers.close()
 
 
-def _as_if_committed(top: Storage, step: UnfinishedStep) -> Committed:
+def _as_if_committed(top: Storage, step: UnfinishedStep) -> CommittedCatalogue:
     record = None if step.alone else record_name(1, step.number, "0" * 12)
     manifests = tuple(
         (one.storage.url, _manifest(top, one, 1, record and join_url(top.url, record)))
@@ -87,7 +87,7 @@ def _manifest(
         ) from error
 
 
-def _refuse_others(catalogue: Committed, step: UnfinishedStep, path: str) -> None:
+def _refuse_others(catalogue: CommittedCatalogue, step: UnfinishedStep, path: str) -> None:
     """Refuse groups that a user has named if their tensors are shared with ranks of others."""
     meshes = {rank for ranks in catalogue.pieces.joined for rank in ranks}
     if others := sorted(meshes - set(step.ranks)):

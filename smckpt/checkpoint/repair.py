@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.committed import Committed, open_catalogue
+from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.contents import Contents, contents_of
 from smckpt.checkpoint.discover import found_below
 from smckpt.checkpoint.finish import commit_unfinished, faults_of
@@ -239,7 +239,7 @@ def _would(damage: Damage) -> Mended:
     return Mended(damage.path, nbytes or len(damage.data or b""), tuple(damage.sources))
 
 
-def _left(damage: Damage, catalogue: Committed, had_sources: bool) -> Left:
+def _left(damage: Damage, catalogue: CommittedCatalogue, had_sources: bool) -> Left:
     remedy = (
         f"if a{'nother' if had_sources else ''} copy has those bytes: smckpt repair "
         f"{catalogue.url} --from COPY ; else take another step (`smckpt doctor` names it)"
@@ -254,7 +254,7 @@ def _left(damage: Damage, catalogue: Committed, had_sources: bool) -> Left:
     )
 
 
-def _tensors(catalogue: Committed, damage: Damage) -> tuple[str, ...]:
+def _tensors(catalogue: CommittedCatalogue, damage: Damage) -> tuple[str, ...]:
     """The logical names of what a rank has stored in the missing bytes. If the header is among
     them: of all that the rank holds."""
     rows = {

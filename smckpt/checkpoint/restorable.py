@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.committed import Committed, open_catalogue
+from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.coordinates import ParallelCoordinates
 from smckpt.checkpoint.difference import leaves_of, value_difference
 from smckpt.checkpoint.discover import find_checkpoints
@@ -187,7 +187,7 @@ class _Found:
         )
 
 
-def _look_for_files(storage: Storage, catalogue: Committed, found: _Found) -> None:
+def _look_for_files(storage: Storage, catalogue: CommittedCatalogue, found: _Found) -> None:
     try:
         missing = what_is_missing(storage, catalogue.identity)
     except CheckpointError as error:
@@ -198,7 +198,7 @@ def _look_for_files(storage: Storage, catalogue: Committed, found: _Found) -> No
         found.add(CorruptCheckpointError(missing, remedy=remedy))
 
 
-def _plan(catalogue: Committed, geometry: ParallelState, found: _Found) -> None:
+def _plan(catalogue: CommittedCatalogue, geometry: ParallelState, found: _Found) -> None:
     """Plan each tensor whole, for one rank of each tensor-, expert- and pipeline-parallel
     coordinate: the others of it find the same."""
     group = range(geometry.world_size)
@@ -224,7 +224,7 @@ def _one_of_each(geometry: ParallelState) -> Iterable[int]:
     return seen.values()
 
 
-def _per_rank(catalogue: Committed, found: _Found) -> tuple[str, ...]:
+def _per_rank(catalogue: CommittedCatalogue, found: _Found) -> tuple[str, ...]:
     """The names of tensors and values of which ranks have their own."""
     names: set[str] = set()
     for name, rows in catalogue.pieces.by_name.items():

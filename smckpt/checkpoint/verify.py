@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.committed import Committed, open_catalogue
+from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.crc import BLOCK, combined, hex64
 from smckpt.checkpoint.meter import Progress
 from smckpt.checkpoint.replaced import replacement
@@ -93,7 +93,7 @@ def verify_storage(
     progress: Progress | None = None,
     *,
     quick: bool = False,
-    beside: Callable[[Committed], Sequence[Sink]] = lambda _: (),
+    beside: Callable[[CommittedCatalogue], Sequence[Sink]] = lambda _: (),
 ) -> Report:
     """`verify_checkpoint` for a store.
 
@@ -115,7 +115,7 @@ def verify_storage(
 
 
 def verify_catalogue(
-    catalogue: Committed,
+    catalogue: CommittedCatalogue,
     url: str,
     threads: int = 4,
     progress: Progress | None = None,
@@ -138,7 +138,7 @@ class _FileChecks(Sink):
     """Checks data files: their sizes, every block, the files of checksums, the headers. `report`
     adds what else makes a checkpoint whole."""
 
-    def __init__(self, catalogue: Committed, quick: bool = False) -> None:
+    def __init__(self, catalogue: CommittedCatalogue, quick: bool = False) -> None:
         self.quick = quick
         self._catalogue = catalogue
         self._problems: list[Problem] = []
@@ -216,7 +216,7 @@ class _FileChecks(Sink):
                 yield Problem(file.path, f"holds {key!r}, which the manifest does not list")
 
 
-def _check_part(catalogue: Committed, rank: int) -> list[Problem]:
+def _check_part(catalogue: CommittedCatalogue, rank: int) -> list[Problem]:
     try:
         catalogue.objects(rank)
     except StateError:  # the type must be allowed by the load, or a library is missing here
@@ -226,7 +226,7 @@ def _check_part(catalogue: Committed, rank: int) -> list[Problem]:
     return []
 
 
-def _stored_once(catalogue: Committed, damaged: set[int]) -> Iterator[Problem]:
+def _stored_once(catalogue: CommittedCatalogue, damaged: set[int]) -> Iterator[Problem]:
     """Check that every stored array is whole and has no overlaps. Damaged files are left out."""
     for row in catalogue.rows:
         for holders in catalogue.holders(row):
@@ -247,7 +247,7 @@ def _stored_once(catalogue: Committed, damaged: set[int]) -> Iterator[Problem]:
                 )
 
 
-def _covered(catalogue: Committed) -> Iterator[Problem]:
+def _covered(catalogue: CommittedCatalogue) -> Iterator[Problem]:
     """Check that the pieces of every logical tensor cover all of it."""
     if not catalogue.whole:
         return  # one group of several: its tensors are whole only together with those of the others

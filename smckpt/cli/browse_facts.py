@@ -14,7 +14,7 @@ from smckpt.errors import CheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import Committed
+    from smckpt.checkpoint.committed import CommittedCatalogue
     from smckpt.checkpoint.scan import Sink
     from smckpt.cli.statistics import Statistics
     from smckpt.storage import Storage
@@ -75,7 +75,7 @@ class Facts:
         run["steps"].append(len(self.steps))
         first: list[Statistics] = []  # of the pass over the files that verifies, if there is one
 
-        def beside(catalogue: Committed) -> Sequence[Sink]:
+        def beside(catalogue: CommittedCatalogue) -> Sequence[Sink]:
             if condition.state in ("whole", "cut") and self._counts(run):
                 first.append(self._statistics(catalogue))
             return first
@@ -123,7 +123,7 @@ class Facts:
         """Whether the next step of a run gets histograms."""
         return self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps
 
-    def _statistics(self, catalogue: Committed) -> Statistics:
+    def _statistics(self, catalogue: CommittedCatalogue) -> Statistics:
         from smckpt.cli.histogram import KEPT
         from smckpt.cli.show import picked
         from smckpt.cli.statistics import Statistics
@@ -184,7 +184,7 @@ class Facts:
         self,
         condition: Condition,
         progress: Callable[[int, int], None] | None,
-        beside: Callable[[Committed], Sequence[Sink]],
+        beside: Callable[[CommittedCatalogue], Sequence[Sink]],
     ) -> dict[str, Any]:
         from smckpt.checkpoint.verify import verify_storage
 

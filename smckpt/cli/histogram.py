@@ -9,7 +9,7 @@ from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
 from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import Committed
+    from smckpt.checkpoint.committed import CommittedCatalogue
 
 __all__ = ["BINS", "KEPT", "histograms"]
 
@@ -51,7 +51,7 @@ def histograms(first: Statistics) -> dict[str, dict[str, Any]]:
 class _Bins(Elements):
     """Counts the elements in each bin."""
 
-    def __init__(self, catalogue: Committed, sums: dict[str, Sums]) -> None:
+    def __init__(self, catalogue: CommittedCatalogue, sums: dict[str, Sums]) -> None:
         super().__init__(catalogue, sums)
         self.counts: dict[str, Any] = dict.fromkeys(sums, 0)
         self._of = sums

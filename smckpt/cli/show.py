@@ -25,7 +25,7 @@ from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import Committed
+    from smckpt.checkpoint.committed import CommittedCatalogue
     from smckpt.layout.entries import Entry
 
 __all__ = ["SHOWN", "describe", "picked", "print_description", "print_tensors"]
@@ -35,7 +35,9 @@ LONGEST = 60  # characters of a value
 STATISTICS = ("min", "max", "mean", "std", "nonfinite")
 
 
-def describe(catalogue: Committed, pattern: str | None, stats: bool = False) -> dict[str, Any]:
+def describe(
+    catalogue: CommittedCatalogue, pattern: str | None, stats: bool = False
+) -> dict[str, Any]:
     """All facts for `show`. `pattern` selects tensors: a glob, or a part of the name.
 
     It reads the manifests, one part record and, for `stats`, the selected tensors.
@@ -72,7 +74,7 @@ def describe(catalogue: Committed, pattern: str | None, stats: bool = False) -> 
     }
 
 
-def _writers(catalogue: Committed) -> Iterator[dict[str, Any]]:
+def _writers(catalogue: CommittedCatalogue) -> Iterator[dict[str, Any]]:
     for rank, (directory, part) in sorted(catalogue.parts.items()):
         yield {
             "rank": rank,
@@ -83,7 +85,7 @@ def _writers(catalogue: Committed) -> Iterator[dict[str, Any]]:
         }
 
 
-def _tensors(catalogue: Committed) -> Iterator[dict[str, Any]]:
+def _tensors(catalogue: CommittedCatalogue) -> Iterator[dict[str, Any]]:
     rows: dict[str, list[Entry]] = {}
     for row in catalogue.rows:
         for fqn in row.fqns:

@@ -16,7 +16,7 @@ from smckpt.checkpoint.scan import ScannedFile, ScannedPiece, Sink, WantedBytes,
 from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import Committed
+    from smckpt.checkpoint.committed import CommittedCatalogue
 
 __all__ = ["Elements", "Statistics", "Sums", "scan_for", "statistics"]
 
@@ -80,7 +80,7 @@ class Elements(Sink):
         arithmetic, and flat parameters of several tensors, are not in `names`.
     """
 
-    def __init__(self, catalogue: Committed, names: Iterable[str]) -> None:
+    def __init__(self, catalogue: CommittedCatalogue, names: Iterable[str]) -> None:
         self.catalogue = catalogue
         self.faults: dict[str, CheckpointError] = {}
         self.names = [name for name in names if _countable(catalogue, name)]
@@ -117,13 +117,13 @@ class Elements(Sink):
             self.add(name, (piece.file.path, start), numbers(data, dtype))
 
 
-def _countable(catalogue: Committed, name: str) -> bool:
+def _countable(catalogue: CommittedCatalogue, name: str) -> bool:
     """Whether the tensor's elements are numbers to NumPy, and those of its rows are its own."""
     rows = catalogue.pieces.by_name[name]
     return catalogue.logical[name].dtype in CODES and all(len(row.fqns) == 1 for row, _ in rows)
 
 
-def _spans(catalogue: Committed, name: str) -> Iterator[tuple[SavedFile, int, int]]:
+def _spans(catalogue: CommittedCatalogue, name: str) -> Iterator[tuple[SavedFile, int, int]]:
     """Where the tensor's elements are in files, each once.
 
     Raises:
@@ -146,7 +146,7 @@ class Statistics(Elements):
     kept: a tensor's name → its elements.
     """
 
-    def __init__(self, catalogue: Committed, names: Iterable[str], keep: int = 0) -> None:
+    def __init__(self, catalogue: CommittedCatalogue, names: Iterable[str], keep: int = 0) -> None:
         super().__init__(catalogue, names)
         self.kept: dict[str, list[Any]] = {name: [] for name in self.names if keep}
         self._room = keep
@@ -179,12 +179,14 @@ class Statistics(Elements):
         )
 
 
-def scan_for(catalogue: Committed, sink: Sink) -> None:
+def scan_for(catalogue: CommittedCatalogue, sink: Sink) -> None:
     """Scan the files of a checkpoint for one sink."""
     scan(map(catalogue.reader, catalogue.files), [sink])
 
 
-def statistics(catalogue: Committed, names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+def statistics(
+    catalogue: CommittedCatalogue, names: Iterable[str]
+) -> dict[str, dict[str, Any] | None]:
     """min, max, mean, std (of the population) and the number of elements that are not finite, of
     each tensor; None for one that is not counted (see `Elements`).
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.committed import Committed, open_catalogue
+from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.discover import FoundCheckpoint
 from smckpt.checkpoint.read import execute, share_of_processors
 from smckpt.checkpoint.readers import open_any
@@ -263,7 +263,7 @@ class Loader:
         told = self.told("find", found, timeout)
         return None if told["found"] is None else FoundCheckpoint.from_json(told["found"])
 
-    def open(self, storage: Storage, timeout: float) -> Committed:
+    def open(self, storage: Storage, timeout: float) -> CommittedCatalogue:
         """Open the newest commit in a directory. One rank finds it and sends its name to the
         others, which list nothing.
 
@@ -271,7 +271,7 @@ class Loader:
             CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: all ranks raise it.
             PeerError: a rank did not come within `timeout` seconds; the message names it.
         """
-        opened: list[Committed] = []
+        opened: list[CommittedCatalogue] = []
 
         def commit() -> dict[str, Any]:
             opened.append(open_catalogue(storage))

@@ -41,7 +41,7 @@ class OnDevice:
         self.bytes[part].copy_(other.bytes)
 
 
-class _Slot:
+class _PinnedSlot:
     """Pinned memory, and the copies out of it that are under way."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Ring:
 
     def __init__(self, threads: int) -> None:
         self._unmade = threads + threads // 2 + 1
-        self._free: list[_Slot] = []
+        self._free: list[_PinnedSlot] = []
         self._lock = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -123,7 +123,7 @@ class Ring:
         for slot in self._free:
             slot.arena.close()
 
-    def _take(self, nbytes: int, device: torch.device) -> _Slot:
+    def _take(self, nbytes: int, device: torch.device) -> _PinnedSlot:
         """A slot of at least `nbytes`: one that is idle, else a new one, else the one whose copy
         was queued first. There is one, for a thread has one slot at a time."""
         with self._lock:
@@ -138,7 +138,7 @@ class Ring:
             if slot.arena.size >= nbytes:
                 return slot
             slot.arena.close()
-        return _Slot(max(nbytes, _SLOT), device)
+        return _PinnedSlot(max(nbytes, _SLOT), device)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         with self._lock:

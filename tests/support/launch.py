@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.limits import seconds
 
 __all__ = ["run_ranks"]
@@ -32,6 +34,9 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+]
+# only without a device: it looks for devices, and a process that did may not fork
+PRELOADED_ON_CPU = [
     "torch._dynamo",  # every optimizer imports it
     "pytest",  # most modules of tests do
     # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
@@ -57,7 +62,8 @@ def run_ranks(
     seconds fails the test with its traceback and output; only our own children are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    more = [] if torch.cuda.is_available() else PRELOADED_ON_CPU
+    context.set_forkserver_preload(PRELOADED + more)
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -130,7 +136,6 @@ def _main(job: bytes, folder: str, rank: int, environment: dict[str, str]) -> No
         sys.path.insert(0, str(ROOT))
 
     import numpy
-    import torch
     import torch.distributed as dist
 
     numpy.random.seed()  # else each rank has the server's generator; that of `random` is new

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import Committed, open_catalogue
+from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.plan import plan_logical
 from smckpt.checkpoint.read import execute
 from smckpt.checkpoint.replaced import noticing_replacement
@@ -104,7 +104,7 @@ class DistributedFileSystemReader(StorageReader):
         if timeout <= 0:
             raise UsageError(f"timeout={timeout} is not positive", remedy="give seconds > 0")
         self.load_id = uuid4().hex  # of this load, as DCP's own reader has it
-        self._catalogue: Committed | None = None
+        self._catalogue: CommittedCatalogue | None = None
         self._objects: dict[str, Any] = {}
         # the error of read_metadata, of which DCP keeps only the text
         self.failure: CheckpointError | None = None
@@ -203,7 +203,9 @@ class DistributedFileSystemReader(StorageReader):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _read_all(self, catalogue: Committed, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read_all(
+        self, catalogue: CommittedCatalogue, plan: LoadPlan, planner: LoadPlanner
+    ) -> None:
         tensors = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -215,13 +217,13 @@ class DistributedFileSystemReader(StorageReader):
             for item, target in batch:
                 planner.commit_tensor(item, target)
 
-    def _opened(self) -> Committed:
+    def _opened(self) -> CommittedCatalogue:
         if self._catalogue is None:
             self._catalogue = self._found()
             self._objects = {}
         return self._catalogue
 
-    def _found(self) -> Committed:
+    def _found(self) -> CommittedCatalogue:
         group = self._group()
         if group is None:
             return open_catalogue(self._storage())
@@ -248,7 +250,7 @@ class DistributedFileSystemReader(StorageReader):
         share = Share() if group is None else Share.of_rank(group.rank, group.world_size)
         return self.access.holding(share).open(self.checkpoint_id)
 
-    def _metadata(self, catalogue: Committed) -> Metadata:
+    def _metadata(self, catalogue: CommittedCatalogue) -> Metadata:
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, Path] = {}
         for name, tensor in catalogue.logical.items():
@@ -276,7 +278,7 @@ class DistributedFileSystemReader(StorageReader):
             ),
         )
 
-    def _flat_objects(self, catalogue: Committed) -> Iterator[tuple[Path, Any]]:
+    def _flat_objects(self, catalogue: CommittedCatalogue) -> Iterator[tuple[Path, Any]]:
         """This rank's values, cut as DCP cuts a nested state dict. After them those of the lowest
         rank, because one rank may save a value for all."""
         saved = sorted(catalogue.object_ranks)
@@ -309,7 +311,7 @@ class DistributedFileSystemReader(StorageReader):
     @neutral()
     def _read(
         self,
-        catalogue: Committed,
+        catalogue: CommittedCatalogue,
         batch: list[tuple[ReadItem, torch.Tensor]],
     ) -> None:
         entries, buffers, late = [], [], []

@@ -18,6 +18,7 @@ from smckpt.checkpoint.headers import StoredSlot
 from smckpt.checkpoint.objects import decode_object
 from smckpt.checkpoint.sources import SavedPiece, SavedPieces
 from smckpt.errors import CheckpointError, CorruptCheckpointError
+from smckpt.layout.containers import made_again
 from smckpt.layout.entries import Entry, Path
 from smckpt.layout.mesh import Shape
 
@@ -207,8 +208,12 @@ class Catalogue(ABC):
         found: dict[str, Any] = self.part(rank)["optimizers"]
         return found
 
-    def objects(self, rank: int) -> dict[str, tuple[Path, Any]]:
+    def objects(self, rank: int, *, unmade: bool = False) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are not tensors: key → (path, value).
+
+        Args:
+            unmade: give an `Unmade` for a value of a class that is not registered, and not a name,
+                tuple or dict in its place.
 
         Raises:
             CorruptCheckpointError: a value breaks the format.
@@ -216,8 +221,9 @@ class Catalogue(ABC):
         """
         try:
             return {
-                key: (tuple(leaf["path"]), decode_object(leaf["value"]))
+                key: (tuple(leaf["path"]), value if unmade else made_again(value))
                 for key, leaf in self.part(rank)["objects"].items()
+                for value in [decode_object(leaf["value"])]
             }
         except CheckpointError as error:
             error.path = error.path or self.part_url(rank)

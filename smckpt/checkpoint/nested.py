@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.layout.containers import FACTORIES
+from smckpt.layout.containers import made
 from smckpt.layout.entries import Path, dotted
 
 __all__ = ["kind_of", "nested"]
@@ -26,13 +25,13 @@ def nested(catalogue: Catalogue, leaves: Mapping[Path, Any]) -> dict[str, Any]:
     for path in leaves:
         for depth in range(len(path)):
             nodes.setdefault(path[:depth], {})[path[depth]] = None
-    made = dict(leaves)
+    found = dict(leaves)
     for path in sorted(nodes, key=len, reverse=True):
         if path in leaves:  # one rank has a value where another has tensors below
             continue
-        items = {key: made[at] for key in nodes[path] for at in [(*path, key)]}
-        made[path] = _container(catalogue, path, items)
-    state: dict[str, Any] = made[()]
+        items = {key: found[at] for key in nodes[path] for at in [(*path, key)]}
+        found[path] = _container(catalogue, path, items)
+    state: dict[str, Any] = found[()]
     return state
 
 
@@ -40,14 +39,7 @@ def _container(catalogue: Catalogue, path: Path, items: dict[Any, Any]) -> Any:
     kind = kind_of(catalogue, path)
     if kind is None and catalogue.containers is None and _looks_like_list(catalogue, path, items):
         kind = "list"
-    if kind in ("list", "tuple"):
-        ordered = [items[key] for key in sorted(items)]
-        return ordered if kind == "list" else tuple(ordered)
-    if kind == "ordered":
-        return OrderedDict(items)
-    if kind is not None and kind.startswith("defaultdict:"):
-        return defaultdict(FACTORIES[kind.partition(":")[2]], items)
-    return items
+    return made(kind, items)
 
 
 def _looks_like_list(catalogue: Catalogue, path: Path, items: Mapping[Any, Any]) -> bool:

@@ -1,8 +1,9 @@
 """Values that are not tensors: exact JSON if JSON can hold them, otherwise bytes of torch.save.
 
 These are stored as {"~": tag, "v": …}, because JSON cannot hold them: tuples, sets, bytes, complex
-numbers, non-finite floats, very large integers, dicts whose keys are not strings, paths, time
-spans, BytesIO, argparse's Namespace, numpy scalars and arrays, torch dtypes and sizes. Anything
+numbers, non-finite floats, very large integers, dicts whose keys are not strings, deques, paths,
+dates, times, time spans, BytesIO, argparse's Namespace, numpy scalars and arrays, torch dtypes and
+sizes; and members of enums, named tuples and dataclasses, by the names of their classes. Anything
 else is refused, unless it reads back with `weights_only=True`, for which its type may be allowed by
 name. Nothing that is read is ever executed.
 """
@@ -10,19 +11,29 @@ name. Nothing that is read is ever executed.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import io
 import json
 import math
 import struct
 import zipfile
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
-from smckpt.layout.containers import FACTORIES, container_kind
+from smckpt.layout.containers import (
+    FACTORIES,
+    Unmade,
+    class_name,
+    class_of_name,
+    container_kind,
+    named_class,
+    parts_of_value,
+    value_of,
+)
 
 __all__ = ["decode_object", "encode_object", "refuse_inflating"]
 
@@ -70,11 +81,29 @@ class _Encoder:
             )
         if type(value) in (bytes, bytearray):
             return _tagged(type(value).__name__, base64.b64encode(value).decode())
-        if isinstance(value, (list, dict, tuple, set, frozenset)):
-            return self._container(value, path)
+        if (form := named_class(value)) is not None and type(value) not in self._allow:
+            name = class_name(type(value))
+            if class_of_name(name) is type(value):
+                return self._guarded(
+                    value,
+                    lambda: _tagged(form, [name, self._parts(parts_of_value(value), path)]),
+                    path,
+                )
+        elif isinstance(value, (list, dict, tuple, set, frozenset, deque)):
+            return self._guarded(value, lambda: self._container(value, path), path)
         return self._foreign(value, path)
 
-    def _container(self, value: Any, path: str) -> Any:
+    def _parts(self, parts: Any, path: str) -> Any:
+        if isinstance(parts, str):
+            return parts
+        return [
+            [part[0], self.encode(part[1], f"{path}.{part[0]}")]
+            if isinstance(part, list) and len(part) == 2
+            else self.encode(part, path)
+            for part in parts
+        ]
+
+    def _guarded(self, value: Any, encode: Callable[[], Any], path: str) -> Any:
         if id(value) in self._open:
             raise StateError(
                 f"the {type(value).__name__} at {path or 'the top'} contains itself",
@@ -82,25 +111,30 @@ class _Encoder:
             )
         self._open.add(id(value))
         try:
-            kind = _known_kind(value)
-            if kind is list:
-                return self._items(value, path)
-            if kind in (dict, OrderedDict):
-                return self._dict(value, kind is dict, path)
-            if type(value) is defaultdict and (factory := container_kind(value)) is not None:
-                pairs = self._dict(value, False, path)["v"]
-                return _tagged("defaultdict", [factory.partition(":")[2], pairs])
-            if kind is tuple:
-                return _tagged("tuple", self._items(value, path))
-            if type(value).__module__ == "torch" and type(value).__name__ == "Size":
-                return _tagged("torch.Size", list(value))
-            if kind in (set, frozenset):
-                # Sorted, so that equal sets give equal bytes.
-                items = sorted(self._items(value, path), key=json.dumps)
-                return _tagged(kind.__name__, items)
-            return self._foreign(value, path)
+            return encode()
         finally:
             self._open.discard(id(value))
+
+    def _container(self, value: Any, path: str) -> Any:
+        kind = _known_kind(value)
+        if kind is list:
+            return self._items(value, path)
+        if kind in (dict, OrderedDict):
+            return self._dict(value, kind is dict, path)
+        if type(value) is defaultdict and (factory := _factory(value)) is not None:
+            pairs = self._dict(value, False, path)["v"]
+            return _tagged("defaultdict", [factory, pairs])
+        if kind is tuple:
+            return _tagged("tuple", self._items(value, path))
+        if kind is deque:
+            return _tagged("deque", [value.maxlen, self._items(value, path)])
+        if type(value).__module__ == "torch" and type(value).__name__ == "Size":
+            return _tagged("torch.Size", list(value))
+        if kind in (set, frozenset):
+            # Sorted, so that equal sets give equal bytes.
+            items = sorted(self._items(value, path), key=json.dumps)
+            return _tagged(kind.__name__, items)
+        return self._foreign(value, path)
 
     def _items(self, values: Iterable[Any], path: str) -> list[Any]:
         return [self.encode(item, f"{path}.{index}") for index, item in enumerate(values)]
@@ -119,6 +153,14 @@ class _Encoder:
         if type(value) is type(Path()) or type(value) in (PurePosixPath, PureWindowsPath):
             kind = "Path" if isinstance(value, Path) else type(value).__name__
             return _tagged("path", [kind, str(value)])
+        if type(value) in (datetime.datetime, datetime.time) and _zone(value.tzinfo) is not None:
+            naive = value.replace(tzinfo=None, fold=0).isoformat()
+            kind = type(value).__name__
+            return _tagged("datetime", [kind, naive, value.fold, _zone(value.tzinfo)])
+        if type(value) is datetime.date:
+            return _tagged("datetime", ["date", value.isoformat()])
+        if isinstance(value, datetime.tzinfo) and (zone := _zone(value)) is not None:
+            return _tagged("datetime", ["tzinfo", zone])
         if type(value) is datetime.timedelta:
             return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
         if type(value) is io.BytesIO:
@@ -147,11 +189,19 @@ class _Encoder:
                 torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         except Exception as error:  # pickling runs the object's own code, which may raise anything
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            remedy = "store plain data (its state_dict(), a dict, a list), or "
+            if named_class(value) is not None or dataclasses.is_dataclass(value):
+                why = "its class is not registered"
+                remedy += "call smckpt.state_dict.register_value_class on its class on both sides"
+            else:
+                remedy += (
+                    "pass allow_objects=[its type] and torch.serialization.add_safe_globals on "
+                    "both sides"
+                )
             raise StateError(
-                f"the {kind} at {path or 'the top'} cannot be stored without carrying code: {why}",
-                remedy="store plain data (its state_dict(), a dict, a list), or pass "
-                "allow_objects=[its type] and torch.serialization.add_safe_globals on both sides",
+                f"the {class_name(type(value))} at {path or 'the top'} cannot be stored without "
+                f"carrying code: {why}",
+                remedy=remedy,
             ) from error
         return buffer.getvalue()
 
@@ -159,11 +209,29 @@ class _Encoder:
 def _known_kind(value: Any) -> type | None:
     """The container type as which `value` is stored; None for an unknown type."""
     kind = type(value)
-    if kind in (list, dict, tuple, set, frozenset, OrderedDict):
+    if kind in (list, dict, tuple, set, frozenset, OrderedDict, deque):
         return kind
     if kind.__module__.split(".")[0] == "smckpt":  # the containers of our own state dicts
         return list if isinstance(value, list) else dict if isinstance(value, dict) else None
     return None
+
+
+def _factory(value: Any) -> str | None:
+    """The name of a defaultdict's factory."""
+    kind = container_kind(defaultdict(value.default_factory))
+    return None if kind is None else kind.partition(":")[2]
+
+
+def _zone(zone: Any) -> list[Any] | None:
+    """A time zone; [] without one; None if it is of another class."""
+    if zone is None:
+        return []
+    if type(zone) is datetime.timezone:
+        span = zone.utcoffset(None)
+        return ["offset", span.days, span.seconds, span.microseconds, zone.tzname(None)]
+    key = getattr(zone, "key", None)
+    known = class_name(type(zone)) == "zoneinfo.ZoneInfo" and isinstance(key, str)
+    return ["zone", key] if known else None
 
 
 def _tagged(tag: str, value: Any) -> dict[str, Any]:
@@ -261,6 +329,40 @@ def _decode_stream(data: Any) -> io.BytesIO:
     return stream
 
 
+def _decode_zone(zone: list[Any]) -> datetime.tzinfo | None:
+    if not zone:
+        return None
+    if zone[0] == "zone":
+        import zoneinfo
+
+        return zoneinfo.ZoneInfo(zone[1])
+    plain = datetime.timezone(datetime.timedelta(*zone[1:4]))
+    named = datetime.timezone(datetime.timedelta(*zone[1:4]), zone[4])
+    return plain if plain.tzname(None) == zone[4] else named
+
+
+def _decode_datetime(data: Any) -> Any:
+    kind, text = data[0], data[1]
+    if kind == "tzinfo":
+        return _decode_zone(text)
+    if kind == "date":
+        return datetime.date.fromisoformat(text)
+    made: Any = {"datetime": datetime.datetime, "time": datetime.time}[kind]
+    found = made.fromisoformat(text)
+    return found.replace(tzinfo=_decode_zone(data[3]), fold=data[2])
+
+
+def _decode_named(form: str, data: Any) -> Any:
+    name, parts = data
+    if not isinstance(name, str) or not isinstance(parts, (str, list)):
+        raise ValueError(f"a {form} of {data!r}")
+    parts = _decoded(parts)
+    if form != "enum" and not all(isinstance(p, list) and type(p[0]) is str for p in parts):
+        raise ValueError(f"a {form} of {parts!r}")
+    kind = class_of_name(name)
+    return Unmade(form, name, parts) if kind is None else value_of(form, kind, parts)
+
+
 def _decode_float(text: str) -> float:
     if text in ("inf", "-inf", "nan"):
         return float(text)
@@ -341,6 +443,11 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "dict": lambda v: dict(_pairs(v)),
     "ordered": lambda v: OrderedDict(_pairs(v)),
     "defaultdict": lambda v: defaultdict(FACTORIES[v[0]], _pairs(v[1])),
+    "deque": lambda v: deque((_decoded(item) for item in v[1]), v[0]),
+    "enum": lambda v: _decode_named("enum", v),
+    "named": lambda v: _decode_named("named", v),
+    "data": lambda v: _decode_named("data", v),
+    "datetime": _decode_datetime,
     "path": lambda v: _PATHS[v[0]](v[1]),
     "timedelta": lambda v: datetime.timedelta(*v),
     "BytesIO": _decode_stream,

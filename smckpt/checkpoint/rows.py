@@ -238,9 +238,11 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
 
 def _kind(value: Any) -> str:
     """The kind of a container. One that is not known here is read as a dict."""
-    kind, _, factory = _text(value).partition(":")
-    if kind == "defaultdict" and factory not in FACTORIES:
-        raise ValueError(f"a defaultdict of {factory!r}")
+    kind, _, what = _text(value).removeprefix("keys:").partition(":")
+    if kind == "defaultdict" and what not in FACTORIES:
+        raise ValueError(f"a defaultdict of {what!r}")
+    if kind == "deque" and what and not what.isdecimal():
+        raise ValueError(f"a deque of {what!r}")
     return str(value)
 
 

@@ -425,7 +425,7 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
     before = [
         (
             tree,
-            tree["state"],
+            dict(tree),
             list(tree["param_groups"]),
             live,
             {key: dict(s) if isinstance(s, dict) else s for key, s in live.items()},
@@ -437,8 +437,9 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for tree, state, groups, live, slots in before:
-            tree["state"] = state
+        for tree, own, groups, live, slots in before:
+            tree.clear()
+            tree.update(own)
             tree["param_groups"][:] = groups
             live.clear()
             live.update(slots)

@@ -19,7 +19,7 @@ from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.load_whole import whole_state
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
-from smckpt.layout.containers import FACTS
+from smckpt.layout.containers import FACTS, made_again
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.bindings import optimizer_dicts
@@ -173,6 +173,7 @@ def plan_of(
         if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
             selection = target.selector.select(state_dict)
         objects = _values(catalogue, saved, selection, state_dict)
+        objects = _made(objects, state_dict)
         renewed, settled = prepare_optimizers(
             state_dict, catalogue, objects, rank=saved, strict=request.strict
         )
@@ -349,19 +350,33 @@ def _asked_for(
 
 
 def _values(
-    catalogue: Catalogue, saved: int, selection: Selection, state_dict: MutableMapping[str, Any]
+    catalogue: Catalogue,
+    saved: int,
+    selection: Selection,
+    state_dict: MutableMapping[str, Any],
 ) -> dict[str, tuple[Path, Any]]:
     """The saved values, by the target's keys. A value that the followed rank did not save comes
     from the lowest rank that did, because one rank may save a value for all."""
-    objects = catalogue.objects(saved)
+    objects = catalogue.objects(saved, unmade=True)
     first = min(catalogue.object_ranks)
     tensors = {entry.key for entry in selection.entries}
     lacking = {leaf.key for leaf in selection.objects} - objects.keys()
     if lacking and first != saved:
-        for key, found in catalogue.objects(first).items():
+        for key, found in catalogue.objects(first, unmade=True).items():
             if key in lacking and key not in tensors:
                 objects[key] = found
     return named_as_target(state_dict, objects, catalogue.optimizers)
+
+
+def _made(
+    objects: dict[str, tuple[Path, Any]], state_dict: Mapping[str, Any]
+) -> dict[str, tuple[Path, Any]]:
+    """The values that are asked for, with those in them made that are known by their classes."""
+    tops = {*map(str, state_dict)}
+    return {
+        key: (path, made_again(value, key) if str(path[0]) in tops else value)
+        for key, (path, value) in objects.items()
+    }
 
 
 def _is_under(path: Path, above: Collection[Path]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,13 @@ from smckpt.checkpoint.nested import kind_of, nested
 from smckpt.checkpoint.parameter_names import under_names
 from smckpt.checkpoint.plan import whole_tensors
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError
+from smckpt.layout.containers import made_again
 from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.meeting.group import Group
 
 __all__ = ["whole_state"]
+
+log = logging.getLogger("smckpt")
 
 
 def whole_state(
@@ -56,8 +60,15 @@ def whole_state(
                 around = around.setdefault(key, {})
             around[path[-1]] = room
     for rank in dict.fromkeys((saved, min(catalogue.object_ranks))):
-        for path, value in catalogue.objects(rank).values():
+        for path, saved_value in catalogue.objects(rank, unmade=True).values():
             if only is None or str(path[0]) in only:
+                value = made_again(saved_value)
+                if value is not saved_value and (path not in leaves):
+                    log.warning(
+                        "%s has values of classes that are not registered: they are names, tuples "
+                        "and dicts now. Call smckpt.state_dict.register_value_class on them first",
+                        dotted(path),
+                    )
                 for place, renamed in under_names(catalogue.optimizers, path, value):
                     leaves.setdefault(place, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:

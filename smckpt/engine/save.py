@@ -164,6 +164,14 @@ class Saver:
     def compile(self, job: SaveJob, selection: Selection) -> Compiled:
         """Find which groups make the step, and where this rank's arrays are in its files."""
         request, entries = job.request, selection.entries
+        if selection.unmade:
+            path, kind = selection.unmade[0]
+            raise StateError(
+                f"{path} is a {kind} with tensors, whose class is not registered, so a load into a "
+                "new optimizer could not make it",
+                remedy="call smckpt.state_dict.register_value_class on it, on both sides",
+                rank=self.group.rank,
+            )
         told = _told(request)
         if self._partition is None or _changed(self._partition_from, (entries, told)):
             self._partition = partition_of(

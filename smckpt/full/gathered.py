@@ -22,8 +22,9 @@ from smckpt.full.live import (
     is_transformed,
 )
 from smckpt.full.wire import Attempt, anywhere
+from smckpt.layout.containers import items_of
 from smckpt.layout.strided import Box
-from smckpt.state_dict.bindings import bind, walked
+from smckpt.state_dict.bindings import bind, has_no_elements, walked
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.tags import (
     FullStateDict,
@@ -33,7 +34,7 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 from smckpt.state_dict.views import ModelView
 
 __all__ = [
@@ -151,6 +152,8 @@ def _gathered(value: Any, wishes: FullWishes, attempt: Attempt) -> Any:
     """The whole of a value; None on a rank that gets nothing or has failed."""
     if not isinstance(value, torch.Tensor):
         return value if _holds(wishes) else None
+    if not gathers() and is_flattening(value):
+        return value  # the live one
     if is_dtensor(value):
         attempt(lambda: _check_room(value))  # a failure frees what was gathered so far
         whole = value.full_tensor()  # type: ignore[attr-defined]
@@ -222,11 +225,9 @@ def full_optimizer(
                 state[fqn] = whole
         attempt.settle(all_groups)
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
-    whole_state = FullStateDict(state)
-    whole_state.holds = _holds(wishes)
     if gathers():  # otherwise the tensors are live, as in SHARDED state
-        groups.binding = replace(groups.binding, kind="FULL")
-    return OptimizerStateDict(state=whole_state, param_groups=groups)
+        groups.binding = replace(groups.binding, kind="FULL", holds=_holds(wishes))
+    return OptimizerStateDict(state=FullStateDict(state), param_groups=groups)
 
 
 def _fsdp1_full_state(
@@ -247,12 +248,13 @@ def _fsdp1_full_state(
         FullOptimStateDictConfig(**how),
     )
     out: dict[str, Any] = {}
+    numbers, tensors = _of_all_ranks(view, optimizer)
     with kind, _stock_optimizers():
-        stock = optimizer.state_dict()
+        stock = stock_optimizer_state(optimizer)
         # One state tensor after the other: with use_orig_params=True torch gathers all state
         # tensors of a unit into one buffer and returns views of it, so each would have the bits of
         # the last.
-        for wanted in _slots_of_all_ranks(stock["state"]):
+        for wanted in tensors:
             state = {
                 key: {slot: value for slot, value in slots.items() if slot == wanted}
                 for key, slots in stock["state"].items()
@@ -264,7 +266,56 @@ def _fsdp1_full_state(
                 its = out.setdefault(view.name(fqn), {})
                 for slot, value in slots.items():
                     its[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+    for fqn, slots in numbers.items() if _holds(wishes) else ():
+        whole = out.setdefault(fqn, {})
+        for slot, (value, device) in slots.items():
+            there = isinstance(value, torch.Tensor) and not wishes.offload_to_cpu
+            whole[slot] = value.to(device) if there else value
     return out
+
+
+def _of_all_ranks(
+    view: ModelView, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The numbers that all ranks keep for each parameter, with their devices, and the names of the
+    tensors that torch gathers, in one order. Ranks without elements of a parameter do not count.
+
+    Raises:
+        UsageError: ranks have different numbers, of a parameter or among the options of a group.
+    """
+    import torch.distributed as dist
+
+    binding = bind(optimizer, "SHARDED", view)
+    mine: dict[str, dict[str, Any]] = {}
+    tensors: set[str] = set()
+    for index, parameter in enumerate(binding.parameters()):
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                tensors.add(slot)
+            elif not has_no_elements(parameter):
+                device = value.device.type if isinstance(value, torch.Tensor) else ""
+                value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for fqn in binding.names(parameter, index):
+                    mine.setdefault(fqn, {})[slot] = value, device
+    options = {
+        f"param_groups.{number}": {k: (v, "") for k, v in group.items() if k != "params"}
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, options, sorted(tensors)))
+    numbers: dict[str, dict[str, Any]] = {}
+    for rank, (theirs, groups, _) in enumerate(everyone):
+        for name, slots in {**theirs, **groups}.items():
+            for slot, found in slots.items():
+                first = numbers.setdefault(name, {}).setdefault(slot, found)
+                if repr(first) != repr(found):
+                    raise UsageError(
+                        f"FULL does not gather {slot!r} of {type(optimizer).__name__} under FSDP1, "
+                        f"for {name}: rank {rank} has {found[0]!r}, an earlier one {first[0]!r}",
+                        remedy="save LOCAL or SHARDED, or use fully_shard",
+                    )
+    names = sorted({slot for _, _, slots in everyone for slot in slots})
+    return {k: v for k, v in numbers.items() if k not in options}, names
 
 
 def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
@@ -277,7 +328,7 @@ def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
         odd = [] if isinstance(parameter, torch.Tensor) else [parameter]
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             shapes = [()] if not isinstance(parameter, torch.Tensor) else [(), parameter.shape]
-            if isinstance(value, (Mapping, list, tuple)) or (
+            if items_of(value) is not None or (
                 isinstance(value, torch.Tensor) and value.shape not in shapes
             ):
                 odd.append(slot)
@@ -287,17 +338,6 @@ def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
                 "is not shaped like its parameter",
                 remedy="save LOCAL or SHARDED, or use fully_shard",
             )
-
-
-def _slots_of_all_ranks(state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-    """The names of the state tensors of all ranks, in one order. A rank without elements of a
-    parameter has none."""
-    import torch.distributed as dist
-
-    mine = sorted({slot for slots in state.values() for slot in slots})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return sorted({slot for slots in everyone for slot in slots})
 
 
 class _stock_optimizers:

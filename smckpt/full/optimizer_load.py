@@ -7,18 +7,20 @@ after tensor. Each rank keeps its part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from smckpt.errors import KeysMismatchError
 from smckpt.full.gathered import gathers, rank_of_job
 from smckpt.full.wire import Attempt, Wire
+from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Piece, execute, meet
-from smckpt.state_dict.bindings import Binding, bind, tuple_like, walked
+from smckpt.state_dict.bindings import Binding, bind, walked
 from smckpt.state_dict.groups import fill_groups
-from smckpt.state_dict.optimizers import of_no_parameter, put
+from smckpt.state_dict.optimizers import in_common, of_no_parameter, put
 from smckpt.state_dict.own_methods import hand_over
 from smckpt.state_dict.select import geometry_of
 from smckpt.state_dict.slots import SavedSlot, room
@@ -33,7 +35,8 @@ def put_full_optimizer(
 ) -> None:
     """As `load_full_optimizer`, with what the optimizer's own methods add."""
     load_full_optimizer(view, optimizer, given)
-    hand_over(bind(optimizer, "SHARDED", view), given)
+    asker = getattr(_binding_of(given), "asker", None)
+    hand_over(replace(bind(optimizer, "SHARDED", view), asker=asker), given)
 
 
 def load_full_optimizer(
@@ -49,44 +52,62 @@ def load_full_optimizer(
     outline = boxed[0]
     attempt = Attempt()
     binding: Any = attempt(lambda: bind(optimizer, "SHARDED", view))
-    attempt(lambda: _rooms(binding, outline["state"]))
+    partly = getattr(_binding_of(given), "partly", False)
+    attempt(lambda: _rooms(binding, outline, partly))
     live: Any = attempt(lambda: binding.take()["state"])
     attempt.settle()
     wire = Wire()
     for fqn, slots in outline["state"].items():
         for at, coming in _leaves(slots):
+            target = _leaf(live.get(fqn), at)
+            if not gathers() and target is _leaf(whole["state"][fqn], at):
+                continue  # it is the live one
             value = _from_rank0(whole, fqn, at, coming, wire)
-            if fqn in live:  # otherwise this rank holds nothing of the parameter
-                _fill(_leaf(live[fqn], at), value, fqn)
+            if target is not None:  # otherwise this rank holds nothing of it
+                _fill(target, value, fqn)
     fill_groups(binding, outline["param_groups"])
 
 
-def _rooms(binding: Binding, outlined: Mapping[str, Any]) -> None:
+def _binding_of(given: Mapping[str, Any]) -> Binding | None:
+    return getattr(given.get("param_groups"), "binding", None)
+
+
+def _rooms(binding: Binding, outline: Mapping[str, Any], partly: bool) -> None:
     """Give the live optimizer the slots of the outline, with empty tensors.
+
+    partly: keep its other slots, also those that it has from the start.
 
     Raises:
         KeysMismatchError: the optimizer has no parameter of some name.
         StateError: nothing says how to make a state tensor.
     """
     known: set[Any] = set()
-    state = binding.optimizer.state
+    outlined, state = outline["state"], binding.optimizer.state
+    named = {name for group in outline["param_groups"] for name in group.get("params", ())}
     for index, (parameter, group) in enumerate(binding.members()):
         names = binding.names(parameter, index)
         known.update(names)
         found = [outlined[name] for name in names if name in outlined]
         if not found:
-            state.pop(parameter, None)
+            if not partly:
+                state.pop(parameter, None)
             continue
-        put(state, parameter, _wanted(found[0], parameter), room(binding, parameter, group))
+        wanted = _wanted(found[0], parameter)
+        if partly:
+            wanted, _ = in_common(binding.optimizer, group, parameter, wanted)
+        put(state, parameter, wanted, room(binding, parameter, group), not partly)
     others = outlined.keys() - known
     if unknown := sorted(
-        str(key) for key in others if not of_no_parameter(binding, key, outlined[key])
+        str(key)
+        for key in others
+        if (key in named or not named) and not of_no_parameter(binding, key, outlined[key])
     ):
         raise KeysMismatchError(
             f"the optimizer has no parameter {unknown[:12]}, but the state to load does",
             remedy="load the state of an optimizer over the same parameters",
         )
-    for spare in [k for k in state if not isinstance(k, torch.Tensor) and k not in others]:
+    spares = [k for k in state if not isinstance(k, torch.Tensor) and k not in others]
+    for spare in () if partly else spares:
         del state[spare]
     for other in others:
         put(state, other, _wanted(outlined[other], None), room(None, None, {}))
@@ -100,26 +121,24 @@ def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
         shape = tuple(outlined.shape)
         dtype, local = getattr(torch, outlined.dtype), None if mesh else shape
         return SavedSlot(dtype, shape, local, order=outlined.order)
-    if isinstance(outlined, Mapping):
-        return {key: _wanted(child, parameter) for key, child in outlined.items()}
-    if isinstance(outlined, (list, tuple)):
-        items = [_wanted(child, parameter) for child in outlined]
-        return items if isinstance(outlined, list) else tuple_like(outlined, items)
-    return outlined
+    if (pairs := items_of(outlined)) is None:
+        return outlined
+    items = {key: _wanted(child, parameter) for key, child in pairs}
+    return items if isinstance(outlined, Mapping) else like(outlined, items)
 
 
 def _leaves(value: Any, at: Path = ()) -> Iterator[tuple[Path, _Coming]]:
     if isinstance(value, _Coming):
         yield at, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, child in pairs:
+    else:
+        for key, child in items_of(value) or ():
             yield from _leaves(child, (*at, key))
 
 
 def _leaf(value: Any, at: Path) -> Any:
+    """The value at a path; None if there is none."""
     for key in at:
-        value = value[key]
+        value = dict(items_of(value) or ()).get(key)
     return value
 
 
@@ -153,8 +172,9 @@ def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
 
 
-class _Coming(NamedTuple):
-    """A tensor that rank 0 will send."""
+@dataclass(frozen=True)
+class _Coming:
+    """A tensor that rank 0 will send. (smckpt's own classes are no containers of a state.)"""
 
     shape: tuple[int, ...]
     dtype: str

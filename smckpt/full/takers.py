@@ -23,6 +23,7 @@ from smckpt.full.gathered import (
     check_optimizer,
     full_model,
     full_optimizer,
+    gathers,
     load_full_model,
     stock_optimizer_state,
     translated_or_none,
@@ -75,7 +76,7 @@ class FullTaker(Taker):
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         check_optimizer(self.view, self._of_optimizers)
-        for slots in optimizer.state.values():
+        for slots in optimizer.state.values() if gathers() else ():
             named = slots.items() if isinstance(slots, dict) else ()
             refuse_gathered((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)

@@ -1,11 +1,44 @@
-"""The kinds of containers in a state dict, by the names that a checkpoint records."""
+"""Containers in a state, and values of classes that a checkpoint knows by their names.
+
+A container is a dict, list, tuple or deque, a named tuple, or a dataclass or other object of a
+class that `register_value_class` was called on. A member of an enum is such a value too. A
+checkpoint records the name of the class and the parts. A load makes the value without an import and
+without a call of its constructor: of a registered class, or of an enum in an imported module.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import ast
+import dataclasses
+import enum
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["FACTORIES", "FACTS", "container_kind", "order_in", "order_kind"]
+from smckpt.errors import StateError
+from smckpt.registry import Registry
+
+__all__ = [
+    "FACTORIES",
+    "FACTS",
+    "Unmade",
+    "class_name",
+    "class_of_name",
+    "container_kind",
+    "items_of",
+    "like",
+    "made",
+    "made_again",
+    "named_class",
+    "order_in",
+    "order_kind",
+    "parts_of_value",
+    "register_value_class",
+    "renewed",
+    "text_of_key",
+    "value_of",
+]
 
 # The key of what is no tensor in a tensor that holds others, beside its parts.
 FACTS = "__tensor__"
@@ -15,20 +48,179 @@ FACTORIES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (dict, list, set, tuple, int, float, str, bool)},
 }
 
+_CLASSES: Registry[type] = Registry("class of values", type, "smckpt.value_classes", {})
+
+
+def register_value_class(kind: type) -> None:
+    """Let saves and loads make values of this class: an enum, a dataclass, a named tuple, or a
+    class whose objects are their attributes alone. Register it before the save and before the load.
+
+    Raises:
+        UsageError: another class has this name.
+    """
+    _CLASSES.register(class_name(kind), kind)
+
+
+def class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def class_of_name(name: str) -> type | None:
+    """The registered class of that name, or the enum of that name in a module that is imported."""
+    return _CLASSES.find(name) or _imported_enum(name)
+
+
+def _imported_enum(name: str) -> type | None:
+    words = name.split(".")
+    for count in range(len(words) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(words[:count]))
+        if found is not None:
+            for word in words[count:]:  # `getattr` might import
+                found = getattr(found, "__dict__", {}).get(word)
+            return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+    return None
+
+
+def named_class(value: Any) -> str | None:
+    """The form in which a checkpoint stores this value by the name of its class: "enum", "named" (a
+    named tuple), "data" (the attributes of an object of a registered class); None for any other
+    value."""
+    kind = type(value)
+    if isinstance(value, enum.Enum):
+        return "enum"
+    if isinstance(value, tuple):
+        return "named" if hasattr(kind, "_fields") and kind.__module__ != "torch" else None
+    if isinstance(value, (dict, list, type)):
+        return None
+    opaque = not hasattr(value, "__dict__") and not dataclasses.is_dataclass(value)
+    return None if opaque or class_of_name(class_name(kind)) is not kind else "data"
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a container with their keys; None for another value, such as a torch.Size."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)) or type(value) is deque:
+        return None if type(value).__module__ == "torch" else list(enumerate(value))
+    if named_class(value) != "data":
+        return None
+    names = [field.name for field in dataclasses.fields(value)] if _is_data(value) else []
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return list({**found, **getattr(value, "__dict__", {})}.items())
+
+
+def like(value: Any, items: Mapping[Any, Any]) -> Any:
+    """A container of the kind of `value` with these children."""
+    if isinstance(value, OrderedDict):
+        return OrderedDict(items)
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, items)
+    if isinstance(value, Mapping):
+        return dict(items)
+    ordered = items.values()
+    if isinstance(value, deque):
+        return deque(ordered, value.maxlen)
+    if isinstance(value, list):
+        return list(ordered)
+    if isinstance(value, tuple):
+        named = hasattr(value, "_fields")
+        return _built("named", type(value), items) if named else type(value)(ordered)
+    return _built("data", type(value), items)
+
+
+def renewed(value: Any, items: Mapping[Any, Any]) -> Any:
+    """The container with these values for some of its keys: itself if it can change, else one like
+    it."""
+    if isinstance(value, (MutableMapping, list)) or type(value) is deque:
+        for key, child in items.items():
+            value[key] = child
+        return value
+    if named_class(value) == "data":
+        try:
+            for key, child in items.items():
+                setattr(value, key, child)
+            return value
+        except AttributeError:  # a frozen one
+            pass
+    return like(value, {**dict(items_of(value) or ()), **items})
+
+
+def _is_data(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+# -- kinds, by the names that a checkpoint records ------------------------------------------------
+
 
 def container_kind(value: Any) -> str | None:
-    """ "list", "tuple", "ordered" or "defaultdict:<default factory>"; None for a dict."""
+    """ "list", "tuple", "ordered", "defaultdict:<default factory>", "deque:<its bound>",
+    "named:<class>" or "data:<class>"; None for a dict. "keys:" stands before the kind of a dict
+    some of whose keys are neither text nor whole numbers, and have their text in a path."""
+    kind: str | None = None
+    if (form := named_class(value)) in ("named", "data"):
+        return f"{form}:{class_name(type(value))}"
     if isinstance(value, list):
         return "list"
     if isinstance(value, tuple):
         return "tuple"
+    if type(value) is deque:
+        return f"deque:{'' if value.maxlen is None else value.maxlen}"
     if isinstance(value, OrderedDict):
-        return "ordered"
+        kind = "ordered"
     if isinstance(value, defaultdict):
-        made = getattr(value.default_factory, "__name__", "")
-        known = made in FACTORIES and FACTORIES[made] is value.default_factory
-        return f"defaultdict:{made}" if known else None
-    return None
+        name = getattr(value.default_factory, "__name__", "")
+        known = name in FACTORIES and FACTORIES[name] is value.default_factory
+        kind = f"defaultdict:{name}" if known else None
+    if isinstance(value, dict) and any(type(key) not in (str, int) for key in value):
+        return f"keys:{kind or ''}"
+    return kind
+
+
+def text_of_key(key: Any) -> Any:
+    """A dict's key in a path: text and whole numbers as they are, any other plain value as Python
+    writes it.
+
+    Raises:
+        ValueError: a load could not tell the key from this text.
+    """
+    if type(key) is int or (type(key) is str and _key(key) is key):
+        return key
+    text = repr(key)
+    if type(key) not in (tuple, float, bool, bytes, type(None)) or _key(text) != key:
+        raise ValueError(text)
+    return text
+
+
+def made(kind: str | None, items: Mapping[Any, Any]) -> Any:
+    """A container of a recorded kind. One of an unknown class is a tuple or a dict."""
+    form, _, what = (kind or "").partition(":")
+    if form == "keys":
+        return made(what or None, {_key(key): child for key, child in items.items()})
+    if form in ("list", "tuple", "deque", "named"):
+        ordered = [items[key] for key in sorted(items)]
+        if form == "deque":
+            return deque(ordered, int(what) if what else None)
+        if form == "named" and (found := class_of_name(what)) is not None:
+            return _built("named", found, dict(enumerate(ordered)))
+        return ordered if form == "list" else tuple(ordered)
+    if form == "ordered":
+        return OrderedDict(items)
+    if form == "defaultdict":
+        return defaultdict(FACTORIES[what], items)
+    if form == "data" and (found := class_of_name(what)) is not None:
+        return _built("data", found, items)
+    return items
+
+
+def _key(text: Any) -> Any:
+    """The inverse of `text_of_key`, in a dict in which no text reads as another key."""
+    if not isinstance(text, str) or text[:1] not in "(-0123456789NTFb":
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return text if type(value) in (str, int) else value
 
 
 def order_kind(order: tuple[int, ...]) -> str:
@@ -44,3 +236,106 @@ def order_in(kind: str | None) -> tuple[int, ...] | None:
         return None
     found = tuple(map(int, numbers))
     return found if sorted(found) == list(range(len(found))) else None
+
+
+# -- values of classes by name --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # it may stand in a set
+class Unmade:
+    """A saved value of a class that is not registered. form: as in `named_class`. parts: of an
+    enum's member the name or value; otherwise [[name, value], …] in order."""
+
+    form: str
+    name: str
+    parts: Any
+
+
+def made_again(value: Any, where: str | None = None) -> Any:
+    """A value with those in it made whose classes are registered by now.
+
+    Args:
+        where: its key, if the class must be registered; None: a member becomes its name, a named
+            tuple a tuple, and an object a dict.
+
+    Raises:
+        StateError: no class of that name is registered, or it has other fields.
+    """
+    if isinstance(value, (set, frozenset)):
+        members = [(member, made_again(member, where)) for member in value]
+        same = all(new is member for member, new in members)
+        return value if same else type(value)(new for _, new in members)
+    if isinstance(value, Unmade):
+        parts = made_again(value.parts, where)
+        kind = class_of_name(value.name)
+        if kind is None and where is None:
+            if value.form == "enum":
+                return parts if isinstance(parts, str) else parts[0]
+            fields = dict(map(tuple, parts))
+            return tuple(fields.values()) if value.form == "named" else fields
+        if kind is None:
+            raise StateError(
+                f"{where} is a {value.name}, which no load may make: it is not registered",
+                remedy="call smckpt.state_dict.register_value_class on the class first; the module "
+                "of an enum may be imported instead",
+            )
+        return value_of(value.form, kind, parts)
+    items = items_of(value) if not isinstance(value, (str, int, float, bytes)) else None
+    if items is not None:
+        new = [(made_again(k, where), made_again(v, where)) for k, v in items]
+        if any(a is not c or b is not d for (a, b), (c, d) in zip(new, items, strict=True)):
+            return like(value, dict(new))
+    return value
+
+
+def value_of(form: str, kind: type, parts: Any) -> Any:
+    """
+    Raises:
+        StateError: the class is of another form, or has other fields.
+    """
+    if form != "enum":
+        return _built(form, kind, dict(map(tuple, parts)))
+    try:
+        if not issubclass(kind, enum.Enum):
+            raise ValueError("it is no enum")
+        return kind[parts] if isinstance(parts, str) else kind(parts[0])
+    except (KeyError, ValueError, TypeError) as error:
+        raise _other(kind, f"no member {parts!r}") from error
+
+
+def parts_of_value(value: Any) -> Any:
+    """The parts of a value that `named_class` names, for `value_of`."""
+    if isinstance(value, enum.Enum):
+        named = type(value).__members__.get(value.name or "") is value
+        return value.name if named else [value.value]
+    if isinstance(value, tuple):
+        return [list(pair) for pair in zip(type(value)._fields, value, strict=True)]  # type: ignore[attr-defined]
+    return [list(pair) for pair in items_of(value) or ()]
+
+
+def _built(form: str, kind: Any, items: Mapping[Any, Any]) -> Any:
+    """A named tuple or an object, without a call of its constructor."""
+    if form == "named":
+        fields = getattr(kind, "_fields", None)
+        names = [key for key in items if isinstance(key, str)]
+        if fields is None or len(fields) != len(items) or (names and names != list(fields)):
+            raise _other(kind, f"other fields than {names or len(items)}")
+        return tuple.__new__(kind, items.values())
+    is_data = dataclasses.is_dataclass(kind)
+    fields = {field.name for field in dataclasses.fields(kind)} if is_data else set()
+    try:
+        value = object.__new__(kind)
+        if lacking := sorted(name for name in fields - items.keys() if not hasattr(value, name)):
+            raise AttributeError(f"no {lacking} was saved")
+        for name, part in items.items():
+            object.__setattr__(value, name, part)
+    except (AttributeError, TypeError) as error:
+        raise _other(kind, f"other attributes than {sorted(items)}: {error}") from error
+    return value
+
+
+def _other(kind: type, what: str) -> StateError:
+    return StateError(
+        f"{class_name(kind)} has {what}",
+        remedy="give the class what it had when it was saved, or leave the value out of the target",
+    )

@@ -1,5 +1,6 @@
 """The live state of a rank's modules (FSDP1, FSDP2, DDP, plain) and their optimizers."""
 
+from smckpt.layout.containers import register_value_class
 from smckpt.state_dict.context import FULL, LOCAL, SHARDED, SMStateDictType
 from smckpt.state_dict.initial import init_optim_state
 from smckpt.state_dict.model_views import register_model_view
@@ -16,4 +17,5 @@ __all__ = [
     "init_optim_state",
     "register_model_view",
     "register_tensor_class",
+    "register_value_class",
 ]

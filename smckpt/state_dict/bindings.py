@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
+from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
@@ -34,7 +35,6 @@ __all__ = [
     "owner_of",
     "stock",
     "stock_record",
-    "tuple_like",
     "walked",
 ]
 
@@ -44,15 +44,20 @@ class Binding:
     """An optimizer, the kind of state that was taken, and its parameters.
 
     held: by id of the parameter; empty where the model is not known, and names are numbers.
-    put_through: as in `FullStateDict`. order: the number of each parameter, where it is not its
-    position: a load gives it that of the checkpoint.
+    put_through: as in `FullStateDict`. holds: whether this rank has the state (FULL: rank 0).
+    order: the number of each parameter in the checkpoint, where a load knows it by names. partly:
+    the load fills what the optimizer and the checkpoint both have. asker: the optimizer around it
+    that asked for this state, for its own dict.
     """
 
     optimizer: torch.optim.Optimizer
     kind: str
     held: dict[int, Held] = field(repr=False)
     put_through: Callable[[Any], object] | None = field(default=None, repr=False)
+    holds: bool = True
     order: tuple[int, ...] = ()
+    partly: bool = False
+    asker: Any = field(default=None, repr=False)
 
     @property
     def by_id(self) -> bool:
@@ -113,6 +118,12 @@ class Binding:
                     remedy="remove it from optimizer.state, or add the tensor to a group",
                 )
             index, held = ids[id(parameter)], self.held.get(id(parameter))
+            if slots and self.flat(parameter) and isinstance(self.optimizer, torch.optim.LBFGS):
+                raise StateError(
+                    "LBFGS keeps one state for all parameters, and under FSDP1 each rank has other "
+                    "parts of them",
+                    remedy="use fully_shard, or leave the optimizer out of the state",
+                )
             if held is None and not self.by_id:
                 raise StateError(
                     f"parameter {index} of the optimizer is not a parameter of the model in the "
@@ -155,29 +166,25 @@ def walked(value: Any, take: Callable[[torch.Tensor, Path], Any], at: Path = ())
     """The slots of a parameter, with `take(tensor, path)` for each tensor in them."""
     if isinstance(value, torch.Tensor):
         return take(value, at)
+    if (pairs := items_of(value)) is None:
+        return value
+    items = {key: walked(child, take, (*at, key)) for key, child in pairs}
+    if isinstance(value, dict) and (type(value) is dict or not at):
+        return items
     if isinstance(value, dict):
-        items = {key: walked(child, take, (*at, key)) for key, child in value.items()}
-        if type(value) is dict or not at:
-            return items
         made = copy.copy(value)  # an OrderedDict, a defaultdict
         made.update(items)
         return made
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        found = [walked(child, take, (*at, number)) for number, child in enumerate(value)]
-        if all(new is old for new, old in zip(found, value, strict=True)):
-            return value
-        return found if isinstance(value, list) else tuple_like(value, found)
-    return value
-
-
-def tuple_like(values: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the same class with other items."""
-    kind: Any = type(values)
-    return kind(*items) if hasattr(values, "_fields") else kind(items)  # type: ignore[no-any-return]
+    return value if all(items[key] is child for key, child in pairs) else like(value, items)
 
 
 def _tagged(
-    value: torch.Tensor, at: Path, *, parameter: torch.Tensor, held: Held | None, seen: set[int]
+    value: torch.Tensor,
+    at: Path,
+    *,
+    parameter: torch.Tensor,
+    held: Held | None,
+    seen: set[int],
 ) -> torch.Tensor:
     """The tensor itself, tagged with its parameter. It is the live tensor, and later takes find the
     same tag. So the dict, not the tag, records the kind of this take."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.bindings import bind
+from smckpt.state_dict.bindings import bind, bound
 from smckpt.state_dict.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
 from smckpt.state_dict.views import ModelView
@@ -268,7 +270,12 @@ def _patched_optimizers(taker: Taker) -> Iterator[None]:
 
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
         found = block.answering(self)
-        return take(self) if found is None else _hooked(self, found.state_of_optimizer)
+        if found is None:
+            return take(self)
+        tree = _hooked(self, found.state_of_optimizer)
+        if (binding := bound(tree)) is not None and (asker := _asker(self)) is not None:
+            tree["param_groups"].binding = replace(binding, asker=asker)
+        return tree
 
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
         found = block.answering(self)
@@ -287,6 +294,18 @@ def _patched_optimizers(taker: Taker) -> Iterator[None]:
         block.ended = True
         _restore(kind, "state_dict", state_dict)
         _restore(kind, "load_state_dict", load_state_dict)
+
+
+def _asker(optimizer: torch.optim.Optimizer) -> Any:
+    """The outermost optimizer whose `state_dict` is asking this one for its own; None without."""
+    found, frame = None, sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "state_dict":
+            caller = frame.f_locals.get("self")
+            if issubclass(type(caller), torch.optim.Optimizer) and caller is not optimizer:
+                found = caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _hooked(

@@ -17,7 +17,7 @@ from smckpt.errors import UsageError
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
-__all__ = ["init_optim_state"]
+__all__ = ["init_optim_state", "init_slots"]
 
 
 @neutral()
@@ -43,12 +43,13 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
             local = dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter
             if skip_empty_param and local.numel() == 0:
                 continue
-            _initialise(optimizer, group, parameter)
+            init_slots(optimizer, group, parameter)
 
 
-def _initialise(
+def init_slots(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> None:
+    """As `init_optim_state`, for one parameter of a group."""
     if isinstance(optimizer, torch.optim.LBFGS):
         # one state for all parameters: the history of steps, which is empty before the first step
         return

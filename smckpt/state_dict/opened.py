@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 
+from smckpt.layout.containers import items_of, named_class, renewed
 from smckpt.state_dict.bindings import (
     bound,
     is_optimizer_dict,
@@ -14,7 +16,6 @@ from smckpt.state_dict.bindings import (
     owner_of,
     stock,
     stock_record,
-    tuple_like,
 )
 from smckpt.state_dict.groups import names_of
 from smckpt.state_dict.materialised import Materialised
@@ -25,8 +26,6 @@ from smckpt.state_dict.own_methods import (
     exactly,
     has_own_methods,
     is_optimizer,
-    spelled,
-    unspelled,
 )
 from smckpt.state_dict.select import is_sharded_tensor, is_stateful
 from smckpt.state_dict.tags import (
@@ -96,6 +95,13 @@ class Opened:
             return self._copy(opened, value)
         if is_stateful(value):
             return self._taken(value)
+        if type(value) is deque or named_class(value) == "data":
+            pairs = items_of(value) or []
+            inside = {key: self._open(child) for key, child in pairs}
+            if all(inside[key] is child for key, child in pairs):
+                return value
+            made = list(inside.values()) if isinstance(value, deque) else inside
+            return self._copy(made, value)
         return value
 
     def _taken(self, value: Any) -> Any:
@@ -111,8 +117,6 @@ class Opened:
                 return tree
             # Only its own load_state_dict knows what it added, or names from elsewhere, such as
             # those of torch's get_optimizer_state_dict.
-        if is_optimizer(value):
-            given = spelled(given)
         self._objects.append(value)
         try:
             inner = self._open(given)
@@ -163,8 +167,8 @@ class Opened:
                 state = self._into(given, filled)
                 with mode_of(given):
                     if is_optimizer(value):
-                        exact = unspelled(copied(filled))
-                        value.load_state_dict(unspelled(state))
+                        exact = copied(filled)
+                        value.load_state_dict(state)
                         exactly(value.state_dict(), exact)
                     else:
                         value.load_state_dict(state)
@@ -186,8 +190,11 @@ class Opened:
     def _into(self, own: Any, filled: Any) -> Any:
         if own is filled:
             return own
-        if isinstance(own, tuple):
-            return tuple_like(own, [self.settle(*pair) for pair in zip(own, filled, strict=True)])
+        if not isinstance(own, (MutableMapping, list)):
+            theirs, pairs = dict(items_of(filled) or ()), items_of(own) or ()
+            new = {key: self.settle(child, theirs[key]) for key, child in pairs}
+            changed = {key: new[key] for key, child in pairs if new[key] is not child}
+            return renewed(own, changed) if changed else own
         if isinstance(own, MutableMapping):
             for key in [key for key in own if key not in filled]:
                 del own[key]

@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smckpt.checkpoint.parameter_names import are_groups
-from smckpt.errors import CorruptCheckpointError, StateError, TensorMismatchError
+from smckpt.errors import (
+    CorruptCheckpointError,
+    StateError,
+    TensorMismatchError,
+)
+from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.bindings import (
     Binding,
+    bound,
     has_no_elements,
     is_optimizer_dict,
     optimizer_dicts,
 )
-from smckpt.state_dict.groups import fill_groups, renamed_groups
+from smckpt.state_dict.groups import fill_groups, matched_groups, renamed_groups
+from smckpt.state_dict.initial import init_slots
+from smckpt.state_dict.own_methods import has_own_methods, wrappers_in
 from smckpt.state_dict.slots import (
     ABSENT,
     Room,
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "copy_exactly",
     "fill_optimizer",
+    "in_common",
     "named_as_target",
     "of_no_parameter",
     "prepare_optimizers",
@@ -70,8 +79,9 @@ def prepare_optimizers(
         StateError: nothing says how to make a state tensor, or in which optimizer.
     """
     renewed, settled = False, set()
+    known: dict[Path, SavedState] = {}
     for path, tree, binding in optimizer_dicts(state_dict):
-        saved = SavedState(catalogue, values, path, rank)
+        known[path] = saved = SavedState(catalogue, values, path, rank)
         owners = saved.owners()
         if binding is None and not isinstance(tree, StatefulStateDict):
             if strict and not tree["state"] and any(saved.tensors([owner]) for owner in owners):
@@ -91,6 +101,7 @@ def prepare_optimizers(
             renewed = True
         elif binding.kind == "FULL":
             renewed |= _align_full(binding, tree["state"], saved, other, strict)
+            tree["param_groups"].binding = replace(binding, partly=not strict)
         elif _align_live(binding, saved, other, catalogue.held_empty, strict) or not tree["state"]:
             tree["state"] = binding.take()["state"]
             renewed = True
@@ -101,29 +112,47 @@ def prepare_optimizers(
                 remedy="use an older checkpoint",
             )
         if (groups := saved.groups()) is not None:
+            if not strict and binding is not None:
+                groups = matched_groups(groups, binding, record, dotted((*path, "param_groups")))
+                record = None
             groups = renamed_groups(groups, tree, record, dotted(path) if strict else None)
             _align_groups(tree["param_groups"], groups)
             settled.add((*path, "param_groups"))
             renewed = True
-    for path, given in _given_by_optimizers(state_dict):
-        more = SavedState(catalogue, values, path, rank).more()
-        kept = {key for key, value in given.items() if isinstance(value, StatefulStateDict)}
+    wrapped = [(path, given) for path, given, _ in wrappers_in(state_dict)]
+    for path, given in (*_given_by_optimizers(state_dict), *wrapped):
+        more = (known.get(path) or SavedState(catalogue, values, path, rank)).more()
+        binding = bound(given) if is_optimizer_dict(given) else None
+        if (
+            binding is not None
+            and not has_own_methods(binding.optimizer)
+            and (not more.keys() - given.keys() or binding.asker is None)
+        ):
+            continue
+        kept = {
+            key
+            for key, value in given.items()
+            if isinstance(value, StatefulStateDict) or is_optimizer_dict(value)
+        }
         kept |= {"state", "param_groups"} if is_optimizer_dict(given) else set()
         for key in [key for key in given if str(key) not in more and key not in kept]:
             if strict and more:
                 del given[key]
+        make = room(None, None, {}, _parameters_of(given))
         for key in more.keys() - kept:
-            given[key] = aligned(more[key], given.get(key), room(None, None, {}), keep=not strict)
+            given[key] = aligned(more[key], given.get(key), make, keep=not strict)
             settled.add((*path, key))
             renewed = True
     return renewed, frozenset(settled)
 
 
-def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, StatefulStateDict]]:
-    """The state dicts that optimizers gave and will load themselves."""
+def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    """The state dicts that optimizers gave and will load themselves, or with `hand_over`."""
     if isinstance(tree, StatefulStateDict) and tree.of_optimizer:
         yield path, tree
         return
+    if is_optimizer_dict(tree) and bound(tree) is not None:
+        yield path, tree
     pairs: Any = ()
     if isinstance(tree, dict):
         pairs = tree.items()
@@ -132,6 +161,15 @@ def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Sta
     for key, value in pairs:
         if isinstance(value, (dict, list, tuple)):
             yield from _given_by_optimizers(value, (*path, key))
+
+
+def _parameters_of(given: Any) -> list[torch.Tensor]:
+    """The parameters of the optimizers whose dicts these are."""
+    found: list[torch.Tensor] = []
+    for _, tree, binding in optimizer_dicts(given):
+        groups = getattr(tree, "groups", ())
+        found += binding.parameters() if binding else [p for g in groups for p in g["params"]]
+    return found or [p for group in getattr(given, "groups", ()) for p in group["params"]]
 
 
 def _of_no_parameter(saved: SavedState, record: Mapping[str, Any] | None) -> list[str]:
@@ -159,15 +197,23 @@ def _align_live(
     for index, (parameter, group) in enumerate(binding.members()):
         keys = (*binding.names(parameter, index), binding.number(index))
         wanted = saved.slots(keys)
-        if has_no_elements(parameter) and not _has_state_where_empty(
-            binding, parameter, [tensor.name for tensor in saved.tensors(keys)], held_empty
+        if has_no_elements(parameter) and not (
+            (binding.by_id and any(tensor.mine for tensor in saved.tensors(keys)))
+            or _has_state_where_empty(
+                binding, parameter, [tensor.name for tensor in saved.tensors(keys)], held_empty
+            )
         ):
             wanted = ABSENT
+        elif has_no_elements(parameter) and isinstance(wanted, Mapping) and binding.by_id:
+            wanted = {k: v for k, v in wanted.items() if getattr(v, "mine", True)}
         if wanted is ABSENT:
             if state.get(parameter) and strict:
                 del state[parameter]
                 changed = True
             continue
+        if not strict:
+            wanted, made = in_common(binding.optimizer, group, parameter, wanted)
+            changed |= made
         changed |= put(state, parameter, wanted, room(binding, parameter, group), strict)
     live = {str(key): key for key in state if not isinstance(key, torch.Tensor)}
     for owner in other:
@@ -177,6 +223,22 @@ def _align_live(
         del state[key]
         changed = True
     return changed
+
+
+def in_common(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, wanted: Any
+) -> tuple[Any, bool]:
+    """Of the saved slots those that the optimizer keeps as it is made now; and whether it has slots
+    now that it had not. What other classes than torch's own keep is not known before they step."""
+    if not type(optimizer).__module__.startswith("torch.optim") or not isinstance(wanted, Mapping):
+        return wanted, False
+    fresh = not optimizer.state.get(parameter)
+    if fresh and not has_no_elements(parameter):
+        init_slots(optimizer, group, parameter)
+    live = optimizer.state.get(parameter, {})
+    keeps = {*live, "momentum_buffer"} if group.get("momentum") else live.keys()
+    lazy = isinstance(optimizer, torch.optim.LBFGS) or has_no_elements(parameter)
+    return {k: v for k, v in wanted.items() if lazy or k in keeps}, fresh and bool(live)
 
 
 def put(state: Any, key: Any, wanted: Any, make: Room, strict: bool = True) -> bool:
@@ -221,16 +283,18 @@ def _align_full(
         return replace(tensor, local=None).zeros()
 
     known: set[str] = set()
-    for index, parameter in enumerate(binding.parameters() if state.holds else ()):
+    for index, (parameter, group) in enumerate(binding.members() if binding.holds else ()):
         for name in binding.names(parameter, index):
             wanted = saved.slots([name])
             known.add(name)
+            if not strict and wanted is not ABSENT:
+                wanted, _ = in_common(binding.optimizer, group, parameter, wanted)
             if wanted is not ABSENT:
                 changed |= put(state, name, wanted, make, strict)
             elif strict and name in state:
                 del state[name]
                 changed = True
-    for owner in other if state.holds else ():
+    for owner in other if binding.holds else ():
         known.add(owner)
         changed |= put(state, owner, saved.slots([owner]), make, strict)
     for name in [name for name in state if str(name) not in known] if strict else ():
@@ -278,12 +342,10 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
 def _copy_all(given: Any, live: Any, name: str) -> None:
     if isinstance(given, torch.Tensor):
         copy_exactly(live, given, name)
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
-            _copy_all(value, live[key], f"{name}.{key}")
-    elif isinstance(given, (list, tuple)):
-        for number, value in enumerate(given):
-            _copy_all(value, live[number], f"{name}.{number}")
+    else:
+        lives = dict(items_of(live) or ())
+        for key, value in items_of(given) or ():
+            _copy_all(value, lives.get(key), f"{name}.{key}")
 
 
 def copy_exactly(live: Any, given: Any, name: str) -> None:
@@ -403,7 +465,8 @@ def _owners(binding: Binding) -> dict[str, list[tuple[Any, bool]]]:
     """Name of a parameter → its keys in the target, and whether this rank has state of it."""
     out: dict[str, list[tuple[Any, bool]]] = {}
     for index, parameter in enumerate(binding.parameters()):
-        here = not (has_no_elements(parameter) and binding.flat(parameter))
+        empty = has_no_elements(parameter) and binding.flat(parameter)
+        here = binding.kind == "FULL" or not empty  # of FULL state a rank has all or nothing
         for name in binding.names(parameter, index):
             target = index if binding.by_id else name
             out.setdefault(name, []).append((target, here))

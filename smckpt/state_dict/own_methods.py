@@ -7,21 +7,20 @@ bfloat16 parameters) is put back to the saved bits.
 
 from __future__ import annotations
 
-import ast
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from smckpt.layout.containers import items_of, like
+from smckpt.layout.entries import Path
 from smckpt.state_dict.bindings import (
     Binding,
     bound,
     is_optimizer_dict,
     live_optimizers,
-    tuple_like,
 )
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
@@ -29,11 +28,11 @@ __all__ = [
     "copied",
     "exactly",
     "hand_over",
+    "hand_to_wrapper",
     "has_own_methods",
     "is_optimizer",
-    "spelled",
     "stock_methods",
-    "unspelled",
+    "wrappers_in",
 ]
 
 log = logging.getLogger("smckpt")
@@ -88,7 +87,9 @@ def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
         for key, value in optimizer.state.items()
         if not isinstance(key, torch.Tensor)
     }
-    owner = _wrapper_of(optimizer) if more or other else None
+    owner = None
+    if more or other:  # a dict from outside a block does not tell who asked for it
+        owner = binding.asker if binding.held else _wrapper_of(optimizer)
     if owner is None and has_own_methods(optimizer):
         owner = optimizer
     if owner is None:
@@ -142,47 +143,35 @@ def _wrapper_of(optimizer: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
+def wrappers_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any], Any]]:
+    """Dicts that optimizers gave which have that of another optimizer under one of their keys: the
+    path, the dict, the optimizer that gave it."""
+    if not isinstance(tree, dict) or is_optimizer_dict(tree):
+        return
+    for key, value in tree.items():
+        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
+            yield from wrappers_in(value, (*path, key))
+        elif (wrapper := binding.asker) is not None:
+            with stock_methods():
+                if wrapper.state_dict().keys() == tree.keys():
+                    yield path, tree, wrapper
+
+
+def hand_to_wrapper(wrapper: Any, tree: Mapping[str, Any]) -> None:
+    """Give a loaded state dict to the optimizer that gave it. The one inside is filled already."""
+    exact = {key: _numbered(value) for key, value in tree.items()}
+    with stock_methods():
+        wrapper.load_state_dict(copied(exact))
+        exactly(wrapper.state_dict(), exact)
+
+
 def copied(value: Any) -> Any:
     """The same tensors and values in new containers."""
     if isinstance(value, dict):
         return {key: copied(child) for key, child in value.items()}
-    if type(value) is list:
-        return [copied(child) for child in value]
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple_like(value, [copied(child) for child in value])
-    return value
-
-
-_NUMBERS = re.compile(r"\((-?\d+,|-?\d+(, -?\d+)+)\)")  # what repr gives for such a tuple
-
-
-def spelled(state: Any) -> Any:
-    """An optimizer's own dict with text for keys that are tuples of numbers (group, parameter),
-    which no path can hold. The same object if there are none."""
-    if not isinstance(state, dict):
-        return state
-    items = {
-        repr(key) if isinstance(key, tuple) and _NUMBERS.fullmatch(repr(key)) else key: spelled(
-            each
-        )
-        for key, each in state.items()
-    }
-    same = items.keys() == state.keys() and all(items[key] is each for key, each in state.items())
-    return state if same else items
-
-
-def unspelled(state: Any) -> Any:
-    """The inverse of `spelled`, in new dicts where there were such keys."""
-    if not isinstance(state, dict):
-        return state
-    items = {
-        ast.literal_eval(key)
-        if isinstance(key, str) and _NUMBERS.fullmatch(key)
-        else key: unspelled(each)
-        for key, each in state.items()
-    }
-    same = items.keys() == state.keys() and all(items[key] is each for key, each in state.items())
-    return state if same else items
+    if (pairs := items_of(value)) is None:
+        return value
+    return like(value, {key: copied(child) for key, child in pairs})
 
 
 def exactly(now: Any, saved: Any) -> Any:
@@ -207,12 +196,13 @@ def exactly(now: Any, saved: Any) -> Any:
             if new is not now[key]:
                 now[key] = new
         return now
-    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
-        if isinstance(now, torch.Size) or len(now) != len(saved):
-            return now
-        items = [exactly(*pair) for pair in zip(now, saved, strict=True)]
-        if any(new is not old for new, old in zip(items, now, strict=True)):
-            if isinstance(now, tuple):
-                return tuple_like(now, items)
-            now[:] = items
-    return now
+    pairs, theirs = items_of(now), dict(items_of(saved) or ())
+    if pairs is None or theirs.keys() != {key for key, _ in pairs}:
+        return now
+    items = {key: exactly(child, theirs[key]) for key, child in pairs}
+    if all(items[key] is child for key, child in pairs):
+        return now
+    if isinstance(now, list):
+        now[:] = items.values()
+        return now
+    return like(now, items)

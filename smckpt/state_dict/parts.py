@@ -277,8 +277,8 @@ def _built(facts: Mapping[str, Any], parts: Mapping[str, Any], name: str) -> tor
     if kind is None:
         raise StateError(
             f"{name} is a {facts['class']}, which may not be imported for a checkpoint",
-            remedy="call smckpt.register_tensor_class(…) on the class first, or give the target a "
-            "tensor of it",
+            remedy="call smckpt.state_dict.register_tensor_class on the class first, or give the "
+            "target a tensor of it",
         )
     if _has_text(facts["context"]):
         raise StateError(

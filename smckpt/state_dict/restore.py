@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
+from smckpt.layout.containers import items_of, renewed
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.bindings import (
     bound,
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
-    tuple_like,
 )
 from smckpt.state_dict.computed import is_extra_state
-from smckpt.state_dict.groups import fill_groups
-from smckpt.state_dict.own_methods import hand_over
+from smckpt.state_dict.groups import fill_groups, with_own_numbers
+from smckpt.state_dict.own_methods import hand_over, hand_to_wrapper, wrappers_in
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import (
     ModelStateDict,
@@ -61,6 +61,7 @@ def restore(
             fill_groups(binding, tree["param_groups"])
             if binding.kind != "FULL":  # there rank 0 holds it, and `put_through` fills all ranks
                 hand_over(binding, tree)
+            with_own_numbers(tree, binding)
         elif not isinstance(tree, StatefulStateDict):  # its object loads it, when all is read
             # torch's set_state_dict takes a dict by names, such as that of the AppState recipe.
             numbered = stock_record(tree) is not None
@@ -70,6 +71,8 @@ def restore(
                 "only. Call its load_state_dict, or put the optimizer itself into the state",
                 dotted(path),
             )
+    for _, tree, wrapper in wrappers_in(state_dict):
+        hand_to_wrapper(wrapper, tree)
     for model in _model_dicts(state_dict):
         if model.give_back is not None:
             model.give_back(model)
@@ -78,10 +81,15 @@ def restore(
 def gathered_parts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Callable[[], object]]]:
     """The gathered state dicts in a state, in the user's order: the path of each, and what puts it
     through to the live objects after a load has filled it."""
+    if is_optimizer_dict(tree):  # first that of an optimizer inside, which the outer one takes
+        for key, child in tree.items():
+            if key not in ("state", "param_groups"):
+                yield from gathered_parts(child, (*path, key))
     if (put_through := getattr(tree, "put_through", None)) is not None:
         yield path, partial(put_through, tree)
-    elif is_optimizer_dict(tree) and getattr(bound(tree), "put_through", None) is not None:
-        yield path, partial(bound(tree).put_through, tree)  # a class added keys in a new dict
+    elif is_optimizer_dict(tree):
+        if (put_through := getattr(bound(tree), "put_through", None)) is not None:
+            yield path, partial(put_through, tree)  # a class added keys in a new dict
     elif isinstance(tree, Mapping):
         for key, child in tree.items():
             yield from gathered_parts(child, (*path, key))
@@ -100,44 +108,33 @@ def _model_dicts(tree: Any) -> Iterator[ModelStateDict]:
 
 
 def put(tree: Any, path: Path, value: Any) -> bool:
-    """Assign at `path`; False if the structure lacks it. A tuple is replaced by a new one."""
-    if not path:
-        return False
-    key = path[0]
-    if isinstance(tree, MutableMapping):
-        if key not in tree:
-            return False
-        if len(path) == 1:
-            tree[key] = value
-            return True
-        if isinstance(tree[key], tuple):
-            remade = _with(tree[key], path[1:], value)
-            tree[key] = remade
-            return True
-        return put(tree[key], path[1:], value)
-    if isinstance(tree, list) and isinstance(key, int) and key < len(tree):
-        if len(path) == 1:
-            tree[key] = value
-            return True
-        if isinstance(tree[key], tuple):
-            tree[key] = _with(tree[key], path[1:], value)
-            return True
-        return put(tree[key], path[1:], value)
-    return False
+    """Assign at `path`; False if the structure lacks it. A container that cannot change is replaced
+    by a new one."""
+    return _put(tree, path, value) is not None
 
 
-def _with(values: tuple[Any, ...], path: Path, value: Any) -> tuple[Any, ...]:
-    """A new tuple with `value` at `path` and the same other elements."""
-    key = path[0]
-    assert isinstance(key, int)
-    items = list(values)
-    if len(path) == 1:
-        items[key] = value
-    elif isinstance(items[key], tuple):
-        items[key] = _with(items[key], path[1:], value)
-    else:
-        put(items[key], path[1:], value)
-    return tuple_like(values, items)
+def _put(tree: Any, path: Path, value: Any) -> Any:
+    """The container with `value` at `path`: itself, or one like it; None if it lacks the path."""
+    key, children = _key_in(tree, path[0]) if path else (None, None)
+    if children is None:
+        return None
+    new = value if len(path) == 1 else _put(children[key], path[1:], value)
+    if len(path) > 1 and (new is None or new is children[key]):
+        return None if new is None else tree
+    return renewed(tree, {key: new})
+
+
+def _key_in(tree: Any, key: Any) -> tuple[Any, Mapping[Any, Any] | None]:
+    """The container's own key for one of a path, and its children; None without such a key."""
+    children: Mapping[Any, Any] = tree if isinstance(tree, Mapping) else dict(items_of(tree) or ())
+    if key in children:
+        return key, children
+    odd = (each for each in children if type(each) not in (str, int) and repr(each) == key)
+    found = next(odd, _NONE)
+    return found, None if found is _NONE else children
+
+
+_NONE = object()
 
 
 def make_extra_state(

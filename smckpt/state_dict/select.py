@@ -5,22 +5,35 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTS, container_kind, order_kind
+from smckpt.layout.containers import (
+    FACTS,
+    class_name,
+    class_of_name,
+    container_kind,
+    items_of,
+    order_kind,
+    text_of_key,
+)
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
-from smckpt.state_dict.bindings import is_optimizer_dict, optimizer_dicts, stock_record
+from smckpt.state_dict.bindings import (
+    is_optimizer_dict,
+    optimizer_dicts,
+    stock_record,
+)
 from smckpt.state_dict.groups import names_of, names_record
 from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
-from smckpt.state_dict.own_methods import is_optimizer, spelled
+from smckpt.state_dict.own_methods import is_optimizer
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
@@ -43,6 +56,8 @@ from smckpt.state_dict.tensors import (
 
 __all__ = ["Selection", "Selector", "geometry_of"]
 
+_SCALARS = frozenset((int, float, str, bool, bytes, type(None)))
+
 log = logging.getLogger("smckpt")
 
 
@@ -55,7 +70,8 @@ class Selection:
     only a step of an optimizer changes, as far as is known: parameters and optimizers' state.
     swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
     known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
-    this rank or another.
+    this rank or another. unmade: containers, with their classes, that a load into a new optimizer
+    could not make.
     """
 
     kind: str | None
@@ -68,6 +84,7 @@ class Selection:
     stepped: frozenset[str]
     swapped_by: str = ""
     gathered: bool = False
+    unmade: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -79,6 +96,8 @@ class _Walk:
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
     owners: list[tuple[Path, Any]] = field(default_factory=list)  # optimizers; None if unknown
     gathered: bool = False
+    fresh: bool = False  # in what an optimizer keeps
+    unmade: list[tuple[str, str]] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
 
 
@@ -118,8 +137,7 @@ class Selector:
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
-                    given = value.state_dict()
-                    self._visit(spelled(given) if is_optimizer(value) else given, path, walk)
+                    self._visit(value.state_dict(), path, walk)
                     if is_optimizer(value):
                         walk.owners.append((path, value))
                         known = names_in_state(modules) if known is None else known
@@ -186,6 +204,7 @@ class Selector:
             self._stepped,
             next((type(each).__name__ for _, each in walk.owners if _swaps(each)), ""),
             walk.gathered or "FULL" in kinds,
+            tuple(walk.unmade),
         )
 
     # -- the walk ----------------------------------------------------------------------------
@@ -224,35 +243,51 @@ class Selector:
         if is_stateful(value):
             walk.stateful.append((path, value))
             return True
+        if type(value) not in _SCALARS and (items := items_of(value)) is not None:
+            return self._children(value, items, path, walk)
         walk.objects.append(ObjectLeaf(path, value))
         return False
 
     def _children(self, value: Any, items: Any, path: Path, walk: _Walk) -> bool:
         mark, found = len(walk.objects), False
         odd: list[Any] = []  # keys that no path can hold
+        of_optimizer = is_optimizer_dict(value)
         for key, child in items:
+            if of_optimizer:
+                walk.fresh = key == "state"
             if type(key) not in (str, int):
                 odd.append(key)
                 found |= self._visit(child, (*path, repr(key)), walk)
             else:
                 found |= self._visit(child, (*path, key), walk)
+        if of_optimizer:
+            walk.fresh = False
         # An optimizer's dict is never one value, even without state (plain SGD): a load writes to
         # the live groups.
-        found = found or is_optimizer_dict(value)
+        found = found or of_optimizer
         if odd and (found or not path):
-            # Only a value that is stored whole may have such keys.
-            raise StateError(
-                f"the key {odd[0]!r} at {dotted(path) or 'the top'} is a "
-                f"{type(odd[0]).__name__}, with tensors below or beside it",
-                remedy="use text or whole numbers as keys above and beside tensors",
-                rank=self._rank,
-            )
+            self._refuse_odd(value, odd[0], path)
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))
-        elif type(value) is not dict and (kind := container_kind(value)) is not None:
+        elif (type(value) is not dict or odd) and (kind := container_kind(value)) is not None:
             walk.containers[path] = kind
+            form, _, name = kind.partition(":")
+            if form == "named" and walk.fresh and class_of_name(name) is None:
+                walk.unmade.append((dotted(path), class_name(type(value))))
         return found
+
+    def _refuse_odd(self, value: Any, odd: Any, path: Path) -> None:
+        """Refuse keys of a dict with tensors below that a load could not tell from their text."""
+        with suppress(ValueError):
+            if path and [text_of_key(key) for key in value]:
+                return
+        raise StateError(
+            f"the key {odd!r} at {dotted(path) or 'the top'} is a {type(odd).__name__}, with "
+            "tensors below or beside it",
+            remedy="use text or whole numbers as keys above and beside tensors",
+            rank=self._rank,
+        )
 
     def _refuse_twice(self, objects: list[ObjectLeaf]) -> None:
         """Refuse two values of one dotted key: the checkpoint would hold one of them. The layout
@@ -275,7 +310,7 @@ class Selector:
             error.rank = self._rank
             raise
         tag = tag_of(value)
-        if parts is not None and tag is not None and tag.geometry is not None and tag.geometry.flat:
+        if parts and tag is not None and tag.geometry is not None and tag.geometry.flat:
             what = "is cut from a flat parameter, but holds other tensors"
             raise _unsupported(dotted(path), what, self._rank)
         return parts
@@ -316,7 +351,7 @@ class Selector:
     ) -> Entry:
         _check(tensor, local, path, self._rank)
         if tag is not None and len(tag.after) < len(path):
-            fqns, after = tag.fqns, tag.after
+            fqns, after = tag.fqns, _after(tag, path)
         else:
             fqns, after = (str(path[-1]),), ()
         before = path[: len(path) - 1 - len(after)]
@@ -353,6 +388,22 @@ class Selector:
                 self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
             return self._rules[rule]
         return PerRankGeometry(fqns, tuple(local.shape), (self._rank,))
+
+
+def _after(tag: Tag, path: Path) -> Path:
+    """What follows the parameter in the path. A class's own state_dict may nest what it keeps for a
+    parameter in another manner, and keys may be no text."""
+    first = len(path) - len(tag.after)
+    if path[first:] == tag.after and _is_owner(path[first - 1], tag):
+        return tag.after
+    for depth in range(len(path) - 1, 1, -1):
+        if path[depth - 2] == "state" and _is_owner(path[depth - 1], tag):
+            return path[depth:]
+    return tag.after
+
+
+def _is_owner(key: Any, tag: Tag) -> bool:
+    return key in tag.fqns or type(key) is int
 
 
 def _is_parameter(entry: Entry, tag: Tag | None) -> bool:

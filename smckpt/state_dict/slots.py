@@ -6,7 +6,6 @@ A load makes the slots first, exactly as they were saved, and then fills their t
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTORIES, FACTS, order_in
+from smckpt.layout.containers import FACTS, items_of, like, made, named_class, order_in
 from smckpt.layout.entries import Path
-from smckpt.state_dict.bindings import Binding, tuple_like
+from smckpt.state_dict.bindings import Binding
 from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros_on_mesh
 
@@ -67,7 +66,11 @@ class SavedState:
     """
 
     def __init__(
-        self, catalogue: Catalogue, values: Mapping[str, tuple[Path, Any]], path: Path, rank: int
+        self,
+        catalogue: Catalogue,
+        values: Mapping[str, tuple[Path, Any]],
+        path: Path,
+        rank: int,
     ) -> None:
         self._tensors: dict[Any, _Leaves] = {}
         self._values: dict[Any, _Leaves] = {}
@@ -123,8 +126,11 @@ class SavedState:
         )
 
     def groups(self) -> list[Any] | None:
-        """The groups; None if none were saved."""
-        if self.whole_groups is not ABSENT:
+        """The groups; None if none were saved. Those that the followed rank saved in parts, for the
+        tensors in them, come before those that another rank saved whole."""
+        parts = [leaves for (part, _), leaves in self._tensors.items() if part == "param_groups"]
+        own = any(leaf.mine for leaves in parts for leaf in leaves.values())
+        if self.whole_groups is not ABSENT and not own:
             return [dict(group) for group in self.whole_groups]
         keys = {key for key in (*self._tensors, *self._values) if key[0] == "param_groups"}
         if not keys or not all(number.isdecimal() for _, number in keys):
@@ -160,11 +166,13 @@ class SavedState:
         leaves: _Leaves = {}
         kinds: dict[Path, str] = {}
         for key in keys:
-            for rest, leaf in (
-                *self._tensors.get(key, {}).items(),
-                *self._values.get(key, {}).items(),
-            ):
-                leaves.setdefault(rest, leaf)
+            tensors = self._tensors.get(key, {})
+            own = {rest: leaf for rest, leaf in tensors.items() if leaf.mine}
+            if own:  # what ranks have of their own, they may have in other numbers or as numbers
+                tensors = {r: leaf for r, leaf in tensors.items() if leaf.local is None}
+            for found in (own, self._values.get(key, {}), tensors):
+                for rest, leaf in found.items():
+                    leaves.setdefault(rest, leaf)
             kinds |= self._kinds.get(key, {})
         if not leaves:
             return ABSENT
@@ -195,18 +203,7 @@ def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
     items = {key: _nested(leaves, kinds, (*at, key)) for key in keys}
     if at in leaves and isinstance(leaves[at], Mapping):  # saved whole by a rank without tensors
         items = {**leaves[at], **items}
-    return _contained(items, kinds.get(at))
-
-
-def _contained(items: dict[Any, Any], kind: str | None) -> Any:
-    if kind in ("list", "tuple"):
-        ordered = [items[key] for key in sorted(items)]
-        return ordered if kind == "list" else tuple(ordered)
-    if kind == "ordered":
-        return OrderedDict(items)
-    if kind is not None and kind.startswith("defaultdict:"):
-        return defaultdict(FACTORIES[kind.partition(":")[2]], items)
-    return items
+    return made(kinds.get(at), items)
 
 
 # -- live state of that structure ----------------------------------------------------------------
@@ -228,32 +225,29 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
     if isinstance(saved, Mapping):
         if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
             return live if isinstance(live, torch.Tensor) else ABSENT
-        mine = live if isinstance(live, Mapping) else {}
+        data = named_class(live) == "data"
+        mine = live if isinstance(live, Mapping) else dict(items_of(live) or ()) if data else {}
         items = {
             key: aligned(value, mine.get(key), make, at=(*at, key)) for key, value in saved.items()
         }
         items = {key: value for key, value in items.items() if value is not ABSENT}
         if keep:
             items = {**mine, **items}
-        same = isinstance(live, Mapping) and live.keys() == items.keys()
-        if same and all(items[key] is mine[key] for key in items):
+        if mine.keys() != items.keys() or not (data or isinstance(live, Mapping)):
+            return like(saved, items)
+        if all(items[key] is mine[key] for key in items):
             return live
-        if isinstance(saved, defaultdict):
-            return defaultdict(saved.default_factory, items)
-        return OrderedDict(items) if isinstance(saved, OrderedDict) else items
-    if isinstance(saved, (list, tuple)) and not isinstance(saved, torch.Size):
-        fits = isinstance(live, (list, tuple)) and len(live) == len(saved)
-        mine_too: Any = live if fits else [None] * len(saved)
-        made = [
-            aligned(value, old, make, at=(*at, number))
-            for number, (value, old) in enumerate(zip(saved, mine_too, strict=True))
-        ]
-        if fits and isinstance(live, type(saved)):
-            if all(new is old for new, old in zip(made, live, strict=True)):
-                return live
-            if isinstance(live, tuple):
-                return tuple_like(live, made)
-        return made if isinstance(saved, list) else tuple_like(saved, made)
+        return like(live if data else saved, items)
+    if (pairs := items_of(saved)) is not None:
+        mine = dict(items_of(live) or ())
+        fits = mine.keys() == {key for key, _ in pairs}
+        items = {
+            key: aligned(value, mine.get(key) if fits else None, make, at=(*at, key))
+            for key, value in pairs
+        }
+        if not fits or not isinstance(live, type(saved)):
+            return like(saved, items)
+        return live if all(items[key] is mine[key] for key in items) else like(live, items)
     if type(live) is type(saved) and type(saved) in _PLAIN and live == saved:
         return live
     return saved
@@ -270,24 +264,24 @@ def described(value: Any, *, flat: bool = False) -> Any:
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
         return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value))
-    if isinstance(value, Mapping):
-        return {key: described(child, flat=flat) for key, child in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [described(child, flat=flat) for child in value]
-        return items if isinstance(value, list) else tuple_like(value, items)
-    return value
+    if (pairs := items_of(value)) is None:
+        return value
+    items = {key: described(child, flat=flat) for key, child in pairs}
+    return items if isinstance(value, Mapping) else like(value, items)
 
 
 def room(
     binding: Binding | None,
     parameter: torch.Tensor | None,
     group: Mapping[str, Any],
+    among: Sequence[torch.Tensor] = (),
 ) -> Room:
     """Makes tensors for the slots of a parameter, or, without one, for what belongs to none.
 
     A tensor is divided like its parameter if it has the parameter's shape. Any other has the saved
-    shape. torch keeps a `step` on the CPU unless the optimizer is fused or capturable, and all
-    else on the parameter's device.
+    shape. What belongs to no parameter is divided on the mesh of one `among` the optimizer's. torch
+    keeps a `step` on the CPU unless the optimizer is fused or capturable, and all else on the
+    parameter's device.
     """
     shapes: set[tuple[int, ...]] = set()
     if parameter is not None:
@@ -295,6 +289,7 @@ def room(
         if binding is not None:
             shapes |= set(binding.shapes(parameter))
     flat = binding is not None and parameter is not None and binding.flat(parameter)
+    same_mesh = binding is not None and binding.by_id and bool(binding.held)
 
     def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
@@ -318,10 +313,12 @@ def room(
                 and saved.placements is not None
                 and any(dim is not None for dim in saved.placements)
             ):
-                raise _no_room(saved)
+                return _on_mesh_of(among, saved)
             return saved.zeros()
         if saved.order is not None and not flat and not is_dtensor(parameter):
             return saved.zeros(_device(parameter))
+        if like and same_mesh and is_dtensor(parameter) and _whole(saved):
+            return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
         if like:
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         on_cpu = at[-1:] == ("step",) and not (group.get("fused") or group.get("capturable"))
@@ -335,6 +332,26 @@ def room(
         raise _no_room(saved)
 
     return make
+
+
+def _whole(saved: SavedSlot) -> bool:
+    """Whether each rank of a mesh had the whole of it, as some optimizers keep of a parameter that
+    is divided."""
+    return bool(saved.placements) and not any(d is not None for d in saved.placements or ())
+
+
+def _on_mesh_of(among: Sequence[torch.Tensor], saved: SavedSlot) -> torch.Tensor:
+    """A tensor on the mesh of one of these parameters, preferably of one of its shape.
+
+    Raises:
+        StateError: none has such a mesh.
+    """
+    for parameter in sorted(among, key=lambda p: tuple(p.shape) != saved.shape):
+        if is_dtensor(parameter) and dtensor_parts(parameter)[1].ndim == len(
+            saved.placements or ()
+        ):
+            return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
+    raise _no_room(saved)
 
 
 def _device(parameter: torch.Tensor) -> torch.device:

@@ -184,7 +184,6 @@ class FullStateDict(RememberingDict):
         together; None if that is not possible.
     """
 
-    holds = True  # on this rank
     put_through: Callable[[Any], object] | None = None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import base64
 import datetime
-import enum
 import fractions
 import io
 import json
@@ -173,10 +172,6 @@ def test_text_and_numbers_need_no_tags():
     assert encode_object(plain) == plain
 
 
-class Shade(enum.IntEnum):
-    DARK = 1
-
-
 @dataclass
 class Settings:
     lr: float = 0.1
@@ -194,14 +189,12 @@ class Evil:
     "value",
     [
         Settings(),
-        Shade.DARK,
         Evil(),
         Evil,
         print,
         lambda: 0,
         Point(1, 2),
         fractions.Fraction(1, 3),
-        datetime.datetime(2020, 1, 1),
         np.array([Evil()], dtype=object),
         (i for i in ()),
         torch.nn.Linear(1, 1),

@@ -1,7 +1,8 @@
 """Which optimizers resume exactly: through torch's own pair of methods, and through smckpt.
 
     ./dev optimizers           try every optimizer that is installed, write docs/optimizers.md
-    ./dev optimizers NAME …    those whose name contains one of these; the table is printed
+    ./dev optimizers WORD …    those whose name contains one of these, under the wrappers that are
+                               named (plain, DDP, FSDP1, FSDP2); the table is printed
 
 A cell trains two steps, saves, loads into a fresh model and a fresh optimizer, and trains two more.
 It is right if all weights are, bit for bit, those of a run without the save in between.
@@ -10,13 +11,16 @@ It is right if all weights are, bit for bit, those of a run without the save in 
 from __future__ import annotations
 
 import copy
+import faulthandler
 import io
+import json
 import logging
+import os
 import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 from tests.support.optimizers import everyone, net, step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +60,8 @@ def wrapped(model: nn.Module, how: str) -> nn.Module:
 
 
 def trained(name: str, how: str, seed: int, steps: Iterable[int]) -> tuple[nn.Module, Any]:
-    model = wrapped(net(seed), how)
+    wide = name.startswith(("torchao", "bitsandbytes"))
+    model = wrapped(net(seed, wide=wide), how)
     optimizer = everyone(name)[name](model)
     for number in steps:
         step(model, optimizer, number)
@@ -66,8 +72,19 @@ def bits(model: nn.Module) -> list[Any]:
     found = []
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter)
-        found.append(local.detach().contiguous().view(torch.uint8).tolist())
+        found.append(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found
+
+
+def of_stock(optimizer: Any) -> Any:
+    """Its own dict. torch's ZeroRedundancyOptimizer gives one on one rank, once all have sent their
+    parts."""
+    if not hasattr(optimizer, "consolidate_state_dict"):
+        return optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=0)
+    boxed = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(boxed, src=0)
+    return boxed[0]
 
 
 def taken(model: nn.Module, optimizer: Any, form: str) -> dict[str, Any]:
@@ -90,7 +107,7 @@ def cell(name: str, how: str, form: str, wanted: list[Any], folder: Path) -> str
     saved = io.BytesIO()
     try:
         if form == "stock":
-            torch.save(optimizer.state_dict(), saved)
+            torch.save(of_stock(optimizer), saved)
         else:
             smckpt.save(taken(model, optimizer, form), checkpoint_id=folder)
     except Exception as error:
@@ -115,58 +132,82 @@ def cell(name: str, how: str, form: str, wanted: list[Any], folder: Path) -> str
 def cells(
     names: Sequence[str], how: str, forms: Sequence[str], folder: str
 ) -> dict[str, dict[str, str]]:
-    """Name → form → what happened, on one rank."""
+    """Name → form → what happened, on any rank. Rank 0 notes each in `folder` at once."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     found: dict[str, dict[str, str]] = {}
-    for number, name in enumerate(names):
-        try:
-            wanted = bits(trained(name, how, 0, range(4))[0])
-            again = bits(trained(name, how, 0, range(4))[0]) == wanted
-        except Exception as error:
-            wanted, again = [], False
-            reason = f"untrained: {type(error).__name__} {error}"
-        else:
-            reason = "untrained: it draws other numbers in each run"
-        if dist.is_initialized():
-            everywhere: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, again)
-            again = all(everywhere)
-        if not again:
-            found[name] = dict.fromkeys(forms, reason)
-            continue
+    for name in names:
         found[name] = {}
-        for form in forms:
-            place = Path(folder) / how / str(number) / form
-            result = cell(name, how, form, wanted, place)
-            if dist.is_initialized():
-                everywhere = [None] * dist.get_world_size()
-                dist.all_gather_object(everywhere, result)
-                result = next((each for each in everywhere if each != "exact"), "exact")
+        for form, result in _row(name, how, forms, Path(folder) / f"{names.index(name)}"):
             found[name][form] = result
+            if dist.is_initialized() and dist.get_rank() == 0:
+                Path(folder, "rows.json").write_text(json.dumps(found))
     return found
+
+
+def _limited() -> None:
+    """End this rank if the next cell does not end: it may wait for one that failed."""
+    if dist.is_initialized():
+        faulthandler.dump_traceback_later(seconds(60), exit=True)
+
+
+def _row(name: str, how: str, forms: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:
+    _limited()
+    try:
+        wanted = bits(trained(name, how, 0, range(4))[0])
+        again = bits(trained(name, how, 0, range(4))[0]) == wanted
+        reason = "exact" if again else "untrained: it draws other numbers in each run"
+    except Exception as error:
+        wanted, reason = [], f"untrained: {type(error).__name__} {error}"
+    reason = _everywhere(reason)
+    for form in forms:
+        _limited()
+        result = reason
+        if reason == "exact":
+            result = _everywhere(cell(name, how, form, wanted, folder / form))
+        yield form, result
+    if dist.is_initialized():
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _everywhere(result: str) -> str:
+    """What happened on the first rank where it was not exact."""
+    if not dist.is_initialized():
+        return result
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, result)
+    return next((each for each in everywhere if each != "exact"), "exact")
 
 
 def table(
     names: Sequence[str], wrappers: Sequence[str] = tuple(WRAPPERS), forms: Sequence[str] = FORMS
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """Wrapper → name → form → what happened. Each optimizer under a wrapper has ranks of its own,
-    so one that dies takes no other with it."""
+    """Wrapper → name → form → what happened. Ranks try one optimizer after the other. If they die,
+    those that they have not tried get new ranks."""
     out: dict[str, dict[str, dict[str, str]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for how in wrappers:
-            if WRAPPERS[how] == 1:
-                out[how] = cells(names, how, forms, folder)
-                continue
-            out[how] = {}
-            for name in names:
+    for how in wrappers:
+        out[how] = {}
+        waiting = list(names)
+        while waiting:
+            with tempfile.TemporaryDirectory() as folder:
                 try:
-                    found = run_ranks(cells, WRAPPERS[how], [name], how, forms, folder)[0]
-                except BaseException as error:
-                    if isinstance(error, KeyboardInterrupt):
-                        raise
-                    found = {name: dict.fromkeys(forms, f"untrained: {error}")}
-                out[how] |= found
+                    if WRAPPERS[how] == 1:
+                        found = cells(waiting, how, forms, folder)
+                    else:
+                        limit = 60 + 30 * len(waiting)
+                        found = run_ranks(
+                            cells, WRAPPERS[how], waiting, how, forms, folder, timeout=limit
+                        )[0]
+                except AssertionError as error:
+                    notes = Path(folder, "rows.json")
+                    found = json.loads(notes.read_text()) if notes.exists() else {}
+                    whole = [name for name, row in found.items() if len(row) == len(forms)]
+                    last = waiting[len(whole)]
+                    row = found.setdefault(last, {})
+                    died = "fails" if row else "untrained"
+                    found[last] = row | {f: f"{died}: {error}" for f in forms if f not in row}
+            out[how] |= found
+            waiting = [name for name in waiting if name not in found]
     return out
 
 
@@ -198,16 +239,22 @@ def written(found: dict[str, dict[str, dict[str, str]]]) -> str:
             for results in row
         )
         lines.append(f"| {name} | {' | '.join(marks)} |")
-    bad = losses(found)
     lines += ["", "Where stock resumes and smckpt does not:", ""]
-    shown_of = (re.sub(r"\[host [^]]*\] ", "", " ".join(each.split()))[:300] for each in bad)
-    lines += [f"- {each}" for each in shown_of] or ["- none"]
+    lines += [f"- {each}" for each in dict.fromkeys(map(_short, losses(found)))] or ["- none"]
     return "\n".join(lines) + "\n"
 
 
+def _short(loss: str) -> str:
+    """The same text for all forms of one optimizer in which the same happens."""
+    name, how, result = re.sub(r"\[host [^]]*\] ", "", " ".join(loss.split())).split(", ", 2)
+    _, _, what = result.partition(": ")
+    return f"{name}, {how}: {what}"[:240]
+
+
 def main(arguments: Sequence[str]) -> int:
-    names = [name for name in everyone() if not arguments or any(a in name for a in arguments)]
-    found = table(names)
+    words = [word for word in arguments if word not in WRAPPERS]
+    names = [name for name in everyone() if not words or any(word in name for word in words)]
+    found = table(names, [how for how in WRAPPERS if how in arguments] or tuple(WRAPPERS))
     text = written(found)
     if arguments:
         print(text)
@@ -220,4 +267,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    folder = os.environ.get("SMCKPT_OPTIMIZER_PACKAGES", "")
+    if folder and folder not in sys.path:  # torchao and bitsandbytes, for this and its ranks alone
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder])
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles each step anew
+        arguments = ["-m", "tests.support.optimizer_table", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", *arguments])
     sys.exit(main(sys.argv[1:]))

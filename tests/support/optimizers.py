@@ -21,13 +21,18 @@ _WITH_CLOSURE = (
 )  # fmt: skip
 
 
-def net(seed: int = 0) -> nn.Module:
+def net(seed: int = 0, *, wide: bool = False) -> nn.Module:
+    """wide: weights that low-bit optimizers quantise, with 4,096 elements on each of two ranks."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4, bias=False))
+    inputs, hidden = (64, 128) if wide else (6, 8)
+    first = nn.Linear(inputs, hidden)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(hidden, 64 if wide else 4, bias=False))
 
 
-def step(model: nn.Module, optimizer: Any, seed: int, shape: tuple[int, ...] = (4, 6)) -> None:
-    """One step of whatever form the optimizer wants."""
+def step(model: nn.Module, optimizer: Any, seed: int, shape: tuple[int, ...] | None = None) -> None:
+    """One step of whatever form the optimizer wants. shape: of the batch; None: as `net` wants."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    shape = shape or (4, first.in_features)
     device = next(model.parameters()).device
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
     torch.manual_seed(seed)  # some draw numbers in their step, of numpy too
@@ -133,6 +138,72 @@ def _built(kind: Any, model: nn.Module) -> Any:
     return kind(tensors, **given)
 
 
+def _of_torch_distributed() -> dict[str, Build]:
+    """They want a process group, and one model on all ranks."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    def averaging(model: nn.Module) -> Any:
+        if "Fully" in type(model).__name__ or "FSDP" in type(model).__name__:
+            raise TypeError("it averages the parameters of whole models")
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        return PostLocalSGDOptimizer(
+            torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), averager
+        )
+
+    return {
+        "ZeroRedundancyOptimizer": lambda m: ZeroRedundancyOptimizer(
+            m.parameters(), torch.optim.AdamW, lr=0.01
+        ),
+        "PostLocalSGDOptimizer": averaging,
+        "apply_optimizer_in_backward": InBackward,
+    }
+
+
+class InBackward:
+    """The optimizers that torch steps in the backward, one for each parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.optim import (
+            _apply_optimizer_in_backward,
+            _get_in_backward_optimizers,
+        )
+
+        _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.01})
+        self.optimizers = _get_in_backward_optimizers(model)
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(n): each.state_dict() for n, each in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for number, each in enumerate(self.optimizers):
+            each.load_state_dict(state_dict[str(number)])
+
+
+def _of_torchao() -> dict[str, Build]:
+    import torchao.optim as there
+
+    return {
+        name: partial(_lr, kind)
+        for name, kind in _kinds(there).items()
+        if issubclass(kind, torch.optim.Optimizer) and name != "CPUOffloadOptimizer"
+    }
+
+
+def _of_bitsandbytes() -> dict[str, Build]:
+    import bitsandbytes.optim as there
+
+    return {
+        name: partial(_lr, kind, **({"momentum": 0.9} if name[:3] in ("SGD", "LAR") else {}))
+        for name, kind in _kinds(there).items()
+        if issubclass(kind, torch.optim.Optimizer)
+    }
+
+
 def everyone(only: str = "") -> dict[str, Build]:
     """By "package: name": the optimizers of torch and of the packages that are installed.
 
@@ -142,6 +213,9 @@ def everyone(only: str = "") -> dict[str, Build]:
     found: dict[str, Build] = {}
     for package, more in (
         ("torch.optim", _of_torch),
+        ("torch.distributed.optim", _of_torch_distributed),
+        ("torchao", _of_torchao),
+        ("bitsandbytes", _of_bitsandbytes),
         ("schedulefree", _of_schedulefree),
         ("pytorch_optimizer", _of_pytorch_optimizer),
     ):

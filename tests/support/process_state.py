@@ -20,6 +20,8 @@ from tests.support.limits import seconds
 __all__ = ["end_saves", "registered", "restore", "restore_registered", "state"]
 
 _REGISTRIES = {
+    "smckpt.layout.containers": "_CLASSES",
+    "smckpt.state_dict.parts": "_CLASSES",
     "smckpt.storage.base": "_STORES",
     "smckpt.checkpoint.readers": "_READERS",
     "smckpt.state_dict.model_views": "_VIEWS",

@@ -27,13 +27,14 @@ from smckpt.state_dict.own_methods import (
     has_own_methods,
     is_optimizer,
 )
-from smckpt.state_dict.select import is_sharded_tensor, is_stateful
+from smckpt.state_dict.select import is_stateful
 from smckpt.state_dict.tags import (
     OptimizerStateDict,
     RememberingDict,
     StatefulStateDict,
     model_of,
 )
+from smckpt.state_dict.tensors import is_sharded_tensor
 
 __all__ = ["Opened"]
 

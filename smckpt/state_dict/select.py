@@ -22,9 +22,8 @@ from smckpt.layout.containers import (
     text_of_key,
 )
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
-from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
+from smckpt.layout.geometry import Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
-from smckpt.layout.strided import Box
 from smckpt.state_dict.bindings import (
     is_optimizer_dict,
     optimizer_dicts,
@@ -40,18 +39,21 @@ from smckpt.state_dict.tags import (
     RememberingDict,
     StatefulStateDict,
     Tag,
-    set_parts,
+    local_of,
     tag_of,
 )
 from smckpt.state_dict.tensors import (
     PLAIN,
+    box_geometry,
     dtensor_parts,
+    flattened,
     is_dtensor,
+    is_sharded_tensor,
     is_transformed,
     is_wrapper,
+    mesh_of,
     order_of,
     placement_of,
-    unwrapped,
 )
 
 __all__ = ["Selection", "Selector", "geometry_of"]
@@ -332,9 +334,9 @@ class Selector:
         self, path: Path, tensor: torch.Tensor, tag: Tag | None
     ) -> tuple[Entry | None, torch.Tensor]:
         """None for a tensor of a mesh without this rank."""
-        local, placed = _local_of(tensor)
+        local, placed = local_of(tensor)
         if local.dim() != 1 and tag is not None and tag.geometry is not None and tag.geometry.flat:
-            local = _flattened(local, path, self._rank)
+            local = flattened(local, path, self._rank)
         signature = (
             local.dtype, local.shape, tag, placed, type(local), local.layout, local.is_meta,
         )  # fmt: skip
@@ -376,7 +378,7 @@ class Selector:
         self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], path: Path
     ) -> Geometry:
         if is_sharded_tensor(tensor):
-            return _box_geometry(tensor, fqns[0], self._rank)
+            return box_geometry(tensor, fqns[0], self._rank)
         if is_dtensor(tensor):
             _, mesh, placements, shape = dtensor_parts(tensor)
             # A parameter's state has the placement of the parameter.
@@ -437,57 +439,6 @@ def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor
     """The local array of one tensor and its geometry."""
     selection = Selector(rank).select({fqn: tensor})
     return selection.tensors[0], selection.entries[0].geometry
-
-
-def mesh_of(mesh: Any) -> Mesh:
-    """smckpt's `Mesh` for torch's `DeviceMesh`."""
-    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-    return Mesh(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
-
-def _local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
-    """The local array, and the values to compare to see whether the placement is unchanged."""
-    if is_dtensor(tensor):
-        local, mesh, placements, shape = dtensor_parts(tensor)
-        return unwrapped(local), (mesh, placements, shape)
-    if is_sharded_tensor(tensor):
-        shards = tensor.local_shards()
-        boxes = tuple(
-            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards
-        )
-        if len(shards) == 1:
-            return shards[0].tensor.detach(), boxes
-        parts = [s.tensor.detach() for s in shards]
-        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
-        set_parts(local, parts)
-        return local, boxes
-    return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None
-
-
-def _flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
-    """The same memory as one dimension, which a flat parameter's rule describes. Under NO_SHARD
-    with use_orig_params=True, parameters and their state keep their shapes."""
-    try:
-        return local.view(-1)
-    except RuntimeError as error:
-        raise StateError(
-            f"{dotted(path)} is not contiguous, with strides {local.stride()}",
-            remedy="make the parameter contiguous before it is wrapped",
-            rank=rank,
-        ) from error
-
-
-def _box_geometry(tensor: Any, fqn: str, rank: int) -> BoxGeometry:
-    boxes = tuple(
-        Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes))
-        for s in tensor.local_shards()
-    )
-    return BoxGeometry(fqn, tuple(tensor.size()), boxes, (rank,))
-
-
-def is_sharded_tensor(value: Any) -> bool:
-    return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
 
 
 def is_stateful(value: Any) -> bool:

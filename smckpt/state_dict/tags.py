@@ -18,7 +18,7 @@ from torch import nn
 
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
-from smckpt.state_dict.tensors import fill
+from smckpt.state_dict.tensors import dtensor_parts, fill, is_dtensor, is_sharded_tensor, unwrapped
 
 __all__ = [
     "FullStateDict",
@@ -29,6 +29,7 @@ __all__ = [
     "StatefulStateDict",
     "Tag",
     "clear_tag",
+    "local_of",
     "model_of",
     "plain_tag",
     "put_back",
@@ -238,3 +239,23 @@ class ParamGroups(list):  # type: ignore[type-arg]
         import copy
 
         return copy.deepcopy(list(self), memo)
+
+
+def local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
+    """The local array, and the values to compare to see whether the placement is unchanged."""
+    if is_dtensor(tensor):
+        local, mesh, placements, shape = dtensor_parts(tensor)
+        return unwrapped(local), (mesh, placements, shape)
+    if is_sharded_tensor(tensor):
+        shards = tensor.local_shards()
+        boxes = tuple(
+            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards
+        )
+        if len(shards) == 1:
+            return shards[0].tensor.detach(), boxes
+        parts = [s.tensor.detach() for s in shards]
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
+        set_parts(local, parts)
+        return local, boxes
+    return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None

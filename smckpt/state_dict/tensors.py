@@ -13,18 +13,25 @@ import torch
 from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.mesh import Placement
+from smckpt.layout.entries import Path, dotted
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.mesh import Mesh, Placement
+from smckpt.layout.strided import Box
 
 __all__ = [
     "PLAIN",
+    "box_geometry",
     "detached",
     "dtensor_parts",
     "fill",
+    "flattened",
     "is_dtensor",
     "is_flattening",
+    "is_sharded_tensor",
     "is_transformed",
     "is_wrapper",
     "lacking",
+    "mesh_of",
     "order_of",
     "placement_of",
     "unwrapped",
@@ -188,3 +195,34 @@ def placement_of(placement: Any, fqn: str) -> Placement:
 @functools.cache
 def _shard(dim: int) -> Placement:
     return Placement("shard", dim)
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
+
+
+def flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
+    """The same memory as one dimension, which a flat parameter's rule describes. Under NO_SHARD
+    with use_orig_params=True, parameters and their state keep their shapes."""
+    try:
+        return local.view(-1)
+    except RuntimeError as error:
+        raise StateError(
+            f"{dotted(path)} is not contiguous, with strides {local.stride()}",
+            remedy="make the parameter contiguous before it is wrapped",
+            rank=rank,
+        ) from error
+
+
+def box_geometry(tensor: Any, fqn: str, rank: int) -> BoxGeometry:
+    boxes = tuple(
+        Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes))
+        for s in tensor.local_shards()
+    )
+    return BoxGeometry(fqn, tuple(tensor.size()), boxes, (rank,))
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """smckpt's `Mesh` for torch's `DeviceMesh`."""
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    return Mesh(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))

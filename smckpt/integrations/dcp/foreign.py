@@ -37,7 +37,7 @@ from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.layout.entries import dotted
 from smckpt.meeting.group import Group, gloo_group
 from smckpt.state_dict.bindings import optimizer_dicts
-from smckpt.state_dict.select import is_sharded_tensor
+from smckpt.state_dict.tensors import is_sharded_tensor
 
 __all__ = ["CopyStager", "ForeignQueue", "load_with_dcp", "set_whole_values"]
 

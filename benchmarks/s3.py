@@ -79,7 +79,7 @@ def serve_client(name: str, endpoint: str, path: str, size: int, pipe: Connectio
 
 
 def checksums(source: memoryview) -> Any:
-    from smckpt.checkpoint.crc import BLOCK, crc64
+    from smckpt.checkpoint.records.crc import BLOCK, crc64
 
     def act(verb: str, key: str) -> None:
         for at in range(0, len(source), BLOCK):

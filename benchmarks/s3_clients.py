@@ -83,7 +83,7 @@ class Smckpt:
         writer.finish()
 
     def get(self, key: str, target: memoryview) -> None:
-        from smckpt.checkpoint.crc import BLOCK, crc64
+        from smckpt.checkpoint.records.crc import BLOCK, crc64
 
         def check(stretch: memoryview) -> None:
             for at in range(0, len(stretch), BLOCK):

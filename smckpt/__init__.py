@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
-from smckpt.checkpoint.readers import Reader, register_reader
+from smckpt.checkpoint.reading.readers import Reader, register_reader
 from smckpt.engine.backend import BACKENDS, Backend
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
-    from smckpt.checkpoint.remove import RemoveReport
-    from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+    from smckpt.checkpoint.commits.remove import RemoveReport
+    from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.engine.alarms import Alarms
     from smckpt.engine.api import (
         LoadEvent,
@@ -140,9 +140,9 @@ __all__ = [
 
 # Where each public name lives; the imports under TYPE_CHECKING say the same to type checkers.
 _HOMES = {
-    "smckpt.checkpoint.discover": ("FoundCheckpoint", "find_checkpoints"),
-    "smckpt.checkpoint.remove": ("RemoveReport",),
-    "smckpt.checkpoint.verify": ("verify_checkpoint",),
+    "smckpt.checkpoint.commits.discover": ("FoundCheckpoint", "find_checkpoints"),
+    "smckpt.checkpoint.commits.remove": ("RemoveReport",),
+    "smckpt.checkpoint.upkeep.verify": ("verify_checkpoint",),
     "smckpt.engine.alarms": ("Alarms",),
     "smckpt.engine.api": (
         "LoadEvent",

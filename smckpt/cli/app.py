@@ -152,7 +152,7 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
 
     Of a checkpoint that others wrote: its format, tensors and files.
     """
-    from smckpt.checkpoint.committed import open_catalogue
+    from smckpt.checkpoint.reading.committed import open_catalogue
     from smckpt.cli.show import describe, print_description
     from smckpt.storage import open_storage
 
@@ -199,7 +199,7 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
     The files that its manifests name are copied and checked. After a copy was cut short, run the
     same command again: it copies the missing files only.
     """
-    from smckpt.checkpoint.transfer import copy_checkpoint
+    from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 
     with progress_bar("copying", quiet=as_json) as progress:
         report = copy_checkpoint(source, target, threads=threads, progress=progress)
@@ -222,8 +222,8 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 @as_json
 def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     """Remove the newest checkpoint in CHECKPOINT: the files that its manifests name, no others."""
-    from smckpt.checkpoint.contents import contents_of
-    from smckpt.checkpoint.remove import remove_checkpoint
+    from smckpt.checkpoint.commits.contents import contents_of
+    from smckpt.checkpoint.commits.remove import remove_checkpoint
     from smckpt.storage import open_storage
 
     contents = contents_of(open_storage(checkpoint))

@@ -14,8 +14,8 @@ from smckpt.errors import CheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import CommittedCatalogue
-    from smckpt.checkpoint.scan import Sink
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue
+    from smckpt.checkpoint.upkeep.scan import Sink
     from smckpt.cli.statistics import Statistics
     from smckpt.storage import Storage
 
@@ -97,7 +97,7 @@ class Facts:
     def _read(
         self, step: dict[str, Any], run: dict[str, Any], counted: Sequence[Statistics]
     ) -> None:
-        from smckpt.checkpoint.committed import open_catalogue
+        from smckpt.checkpoint.reading.committed import open_catalogue
         from smckpt.cli.show import describe
         from smckpt.cli.statistics import scan_for
 
@@ -186,7 +186,7 @@ class Facts:
         progress: Callable[[int, int], None] | None,
         beside: Callable[[CommittedCatalogue], Sequence[Sink]],
     ) -> dict[str, Any]:
-        from smckpt.checkpoint.verify import verify_storage
+        from smckpt.checkpoint.upkeep.verify import verify_storage
 
         place, quick = self.root.join(condition.place), self.wanted.verify == "quick"
         url, bar = place.url, None if quick else progress

@@ -21,9 +21,9 @@ from smckpt.errors import CheckpointNotFoundError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from smckpt.checkpoint.catalogue import Catalogue
-    from smckpt.checkpoint.compare import Compared
-    from smckpt.checkpoint.difference import Difference
+    from smckpt.checkpoint.reading.catalogue import Catalogue
+    from smckpt.checkpoint.upkeep.compare import Compared
+    from smckpt.checkpoint.upkeep.difference import Difference
 
 __all__ = ["diff", "ignore", "rows_of"]
 
@@ -52,7 +52,7 @@ def diff(
     of torch DCP, a file of torch.save or safetensors, or a directory of Hugging Face. Exit status:
     0 equal, 1 they differ, 2 they could not be compared.
     """
-    from smckpt.checkpoint.compare import compare_catalogues
+    from smckpt.checkpoint.upkeep.compare import compare_catalogues
 
     if step is not None:
         a, b = _at(a, step), _at(b, step)
@@ -69,7 +69,7 @@ def diff(
 
 def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
     """The catalogue of ours or of others."""
-    from smckpt.checkpoint.readers import open_any
+    from smckpt.checkpoint.reading.readers import open_any
     from smckpt.storage import open_storage
     from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
 
@@ -99,7 +99,7 @@ def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
 
 def _at(root: str, step: int) -> str:
     """The checkpoint of a step below a directory."""
-    from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.checkpoint.commits.discover import find_checkpoints
 
     found = find_checkpoints(root)
     for one in reversed(found):

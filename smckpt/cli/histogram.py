@@ -9,7 +9,7 @@ from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
 from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import CommittedCatalogue
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue
 
 __all__ = ["BINS", "KEPT", "histograms"]
 

@@ -11,8 +11,8 @@ import click
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.repair import Left, RepairReport
-    from smckpt.checkpoint.unfinished import UnfinishedStep
+    from smckpt.checkpoint.upkeep.repair import Left, RepairReport
+    from smckpt.checkpoint.upkeep.unfinished import UnfinishedStep
     from smckpt.storage import Storage
 
 __all__ = ["repair"]
@@ -53,8 +53,8 @@ def repair(
     Exit status: 0 the checkpoint is whole (with --dry-run: would be), 1 something is left that
     cannot be mended, 2 the repair failed.
     """
-    from smckpt.checkpoint.repair import repair_checkpoint
-    from smckpt.checkpoint.unfinished import UnfinishedStep, unfinished_step
+    from smckpt.checkpoint.upkeep.repair import repair_checkpoint
+    from smckpt.checkpoint.upkeep.unfinished import UnfinishedStep, unfinished_step
     from smckpt.storage import open_storage
 
     ways = list(groups) or None
@@ -94,7 +94,7 @@ def _question(top: Storage, step: UnfinishedStep) -> str:
 
 def _pin(top: Storage, checkpoint: str, held: ExitStack) -> None:
     """Keep a manager from deleting what is being mended."""
-    from smckpt.checkpoint.contents import contents_of
+    from smckpt.checkpoint.commits.contents import contents_of
     from smckpt.errors import CheckpointError
     from smckpt.manager.pins import pinned
 

@@ -26,7 +26,7 @@ def reshard(
     A load at another number of ranks needs no such copy. It serves tools that read one file for
     each rank, and with --full those that want whole tensors.
     """
-    from smckpt.checkpoint.reshard import reshard_checkpoint
+    from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
 
     if (shard is None) != full:
         raise click.UsageError("give either --shard N or --full")

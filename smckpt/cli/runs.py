@@ -51,7 +51,7 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
 def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, newest first, with the metrics that a
     manager has recorded. `smckpt doctor` lists the unfinished ones too."""
-    from smckpt.checkpoint.discover import find_checkpoints
+    from smckpt.checkpoint.commits.discover import find_checkpoints
     from smckpt.storage.urls import is_local, local_path
 
     # an empty list for a mistyped directory would look like an answer
@@ -106,7 +106,7 @@ def _number(ranked: list[Any], one: Any) -> int | None:
 
 
 def _state(checkpoint: str) -> str:
-    from smckpt.checkpoint.missing import what_is_missing
+    from smckpt.checkpoint.commits.missing import what_is_missing
     from smckpt.storage import open_storage
 
     try:
@@ -117,7 +117,7 @@ def _state(checkpoint: str) -> str:
 
 def _nothing_below(root: str) -> str:
     """The message for a directory without smckpt's checkpoints; it names another format."""
-    from smckpt.checkpoint.foreign import foreign_below
+    from smckpt.checkpoint.commits.foreign import foreign_below
     from smckpt.storage import open_storage
 
     known = next(foreign_below(open_storage(root)), None)
@@ -142,7 +142,7 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
     does, every byte of the step that it finds. Exit status 1: the newest step cannot be restored,
     or none can.
     """
-    from smckpt.checkpoint.foreign import foreign_below
+    from smckpt.checkpoint.commits.foreign import foreign_below
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
@@ -173,7 +173,7 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
 
 def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
     """The condition of a step whose files have their sizes, after a look into them."""
-    from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.manager.doctor import mend_remedy
 
     if condition.state != "whole":
@@ -239,7 +239,7 @@ def status(root: str, as_json: bool) -> None:
 def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
     """The manager's record of its run in the newest step, with the failures since. newest: the
     condition of that step; None: there is none."""
-    from smckpt.checkpoint.discover import found_at
+    from smckpt.checkpoint.commits.discover import found_at
     from smckpt.manager.attempts import uncommitted_at
     from smckpt.manager.record import history_of, run_of
 

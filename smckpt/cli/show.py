@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.format import SENSELESS
-from smckpt.checkpoint.objects import decode_object
+from smckpt.checkpoint.records.format import SENSELESS
+from smckpt.checkpoint.records.objects import decode_object
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -25,7 +25,7 @@ from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import CommittedCatalogue
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue
     from smckpt.layout.entries import Entry
 
 __all__ = ["SHOWN", "describe", "picked", "print_description", "print_tensors"]

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.blocks import SavedFile
-from smckpt.checkpoint.numbers import CODES, numbers
-from smckpt.checkpoint.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
+from smckpt.checkpoint.reading.blocks import SavedFile
+from smckpt.checkpoint.records.numbers import CODES, numbers
+from smckpt.checkpoint.upkeep.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
 from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.committed import CommittedCatalogue
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue
 
 __all__ = ["Elements", "Statistics", "Sums", "scan_for", "statistics"]
 

@@ -61,7 +61,7 @@ def _root_of(out: str | None, chdir: bool, command: str) -> str:
     if out is None:
         return tempfile.mkdtemp(prefix=f"smckpt-{command}-", dir=os.getcwd())
     if not is_local(out):
-        from smckpt.checkpoint.discover import find_checkpoints
+        from smckpt.checkpoint.commits.discover import find_checkpoints
 
         if chdir:
             raise UsageError("--chdir needs a directory", remedy="pass a directory to --out")

@@ -83,7 +83,7 @@ def verify(
         if quick:
             raise click.UsageError("--restorable-at reads no data: leave --quick out")
         _restorable(checkpoint, geometry, as_json)
-    from smckpt.checkpoint.verify import verify_checkpoint
+    from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.errors import CheckpointNotFoundError, StorageError
 
     with progress_bar("verifying", quiet=as_json or quick) as progress:
@@ -140,7 +140,7 @@ def _verify_hf(
 
 
 def _restorable(checkpoint: str, geometry: str, as_json: bool) -> NoReturn:
-    from smckpt.checkpoint.restorable import parse_geometry, restorable_at
+    from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 
     found = restorable_at(checkpoint, parse_geometry(geometry))
     if as_json:

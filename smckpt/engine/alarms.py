@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from smckpt.checkpoint.crc import combine
-from smckpt.checkpoint.numbers import HAS_NONFINITE
+from smckpt.checkpoint.records.crc import combine
+from smckpt.checkpoint.records.numbers import HAS_NONFINITE
 from smckpt.engine.commands import PartWritten, Watched
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Entry

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 from smckpt.calls import alone
-from smckpt.checkpoint.choose import refuse_committed
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.discover import FoundCheckpoint, latest
-from smckpt.checkpoint.remove import RemoveReport, remove_checkpoint
+from smckpt.checkpoint.commits.choose import refuse_committed
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
+from smckpt.checkpoint.commits.remove import RemoveReport, remove_checkpoint
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest

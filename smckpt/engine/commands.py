@@ -1,7 +1,7 @@
 """The commands that a trainer sends to its worker, and the answers.
 
-A command names a function of `smckpt.checkpoint.commit`, or one of the worker itself. Its fields
-are the function's arguments.
+A command names a function of `smckpt.checkpoint.commits.commit`, or one of the worker itself. Its
+fields are the function's arguments.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smckpt.checkpoint.format import record_name
+from smckpt.checkpoint.records.format import record_name
 from smckpt.engine.alarms import Looked, judge
 from smckpt.engine.commands import (
     Probe,

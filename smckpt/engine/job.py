@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from smckpt.checkpoint.prefixes import prefix_sharding_for
+from smckpt.checkpoint.records.prefixes import prefix_sharding_for
 from smckpt.engine.alarms import Alarms, Last
 from smckpt.engine.groups import Partition
 from smckpt.engine.moment import Moment

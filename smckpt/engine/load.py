@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
-from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.read import execute, share_of_processors
-from smckpt.checkpoint.readers import open_any
-from smckpt.checkpoint.replaced import noticing_replacement
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.replaced import noticing_replacement
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.read import execute, share_of_processors
+from smckpt.checkpoint.reading.readers import open_any
 from smckpt.engine.events import LoadEvent, Sinks
 from smckpt.engine.groups import partition_of
 from smckpt.engine.load_plan import (

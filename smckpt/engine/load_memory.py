@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.blocks import Span
-from smckpt.checkpoint.read import ReadPlan, scattered
+from smckpt.checkpoint.reading.blocks import Span
+from smckpt.checkpoint.reading.read import ReadPlan, scattered
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path
 from smckpt.staging.ring import OnDevice

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.coordinates import ParallelCoordinates
-from smckpt.checkpoint.mismatch import differing_names, refuse_names
-from smckpt.checkpoint.plan import ReadPlan, followed_rank, plan_local, plan_logical
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.mismatch import differing_names, refuse_names
+from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.engine.load_memory import Memory, memory_of
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.load_whole import whole_state

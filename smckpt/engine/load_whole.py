@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.coordinates import ParallelCoordinates
-from smckpt.checkpoint.nested import kind_of, nested
-from smckpt.checkpoint.parameter_names import under_names
-from smckpt.checkpoint.plan import whole_tensors
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.nested import kind_of, nested
+from smckpt.checkpoint.reading.plan import whole_tensors
+from smckpt.checkpoint.records.parameter_names import under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError
 from smckpt.layout.containers import made_again
 from smckpt.layout.entries import DTYPES, Path, dotted

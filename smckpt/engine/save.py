@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.part import part_body
-from smckpt.checkpoint.prefixes import PrefixSharding
-from smckpt.checkpoint.rows import encode_rows
+from smckpt.checkpoint.commits.part import part_body
+from smckpt.checkpoint.records.objects import encode_object
+from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.alarms import Last, Looker
 from smckpt.engine.commands import ArenaFile, WritePart
 from smckpt.engine.commit import Committed, Committer, Written

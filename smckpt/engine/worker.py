@@ -33,7 +33,7 @@ from smckpt.storage import Access
 __all__ = ["main"]
 
 _STDERR_LIMIT = 1 << 20
-_SERVING = ("smckpt.engine.worker_write", "smckpt.checkpoint.commit")
+_SERVING = ("smckpt.engine.worker_write", "smckpt.checkpoint.commits.commit")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -146,7 +146,7 @@ class _Server:
                 part=command.part,
                 watched=command.watched,
             )
-        commit = importlib.import_module("smckpt.checkpoint.commit")
+        commit = importlib.import_module("smckpt.checkpoint.commits.commit")
         return getattr(commit, command.function)(access, **vars(command))
 
     def _arena(self, number: int) -> mmap.mmap:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.numbers import count_nonfinite
-from smckpt.checkpoint.part import PartWriter, SummedFile
+from smckpt.checkpoint.commits.part import PartWriter, SummedFile
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.checkpoint.records.numbers import count_nonfinite
 from smckpt.engine.commands import ArenaFile, PartWritten, Watched
 from smckpt.storage import Access
 

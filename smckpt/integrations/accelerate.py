@@ -25,7 +25,7 @@ from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, broadcast_object_l
 from accelerate.utils import merge_fsdp_weights as stock_merge
 
 import smckpt
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
 from smckpt.integrations.replaced import remove_stale, remove_tried, stock_files
 from smckpt.integrations.versions import refuse_untested

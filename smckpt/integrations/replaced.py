@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smckpt.checkpoint.remove import remove_probes
+from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.storage import access_to
 from smckpt.translate.conversion.stock.format import is_stock
 

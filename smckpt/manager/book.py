@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from smckpt.checkpoint.discover import FoundCheckpoint, found_at
-from smckpt.checkpoint.prefixes import is_prefix
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.manager.record import mark_of
 from smckpt.manager.template import Template

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.choose import choose_commit, commits_at
-from smckpt.checkpoint.discover import DEPTH, FoundCheckpoint, find_checkpoints, found_at
-from smckpt.checkpoint.foreign import natural_order
-from smckpt.checkpoint.format import ParsedName, parse_name
-from smckpt.checkpoint.leases import leases_at
-from smckpt.checkpoint.missing import what_is_missing
-from smckpt.checkpoint.prefixes import is_prefix
-from smckpt.checkpoint.unfinished import Refusal, UnfinishedStep, unfinished_step
+from smckpt.checkpoint.commits.choose import choose_commit, commits_at
+from smckpt.checkpoint.commits.discover import DEPTH, FoundCheckpoint, find_checkpoints, found_at
+from smckpt.checkpoint.commits.foreign import natural_order
+from smckpt.checkpoint.commits.leases import leases_at
+from smckpt.checkpoint.commits.missing import what_is_missing
+from smckpt.checkpoint.records.format import ParsedName, parse_name
+from smckpt.checkpoint.records.prefixes import is_prefix
+from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage
 from smckpt.storage.urls import relative_url

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
-from smckpt.checkpoint.sealed import FORMAT_VERSION, open_json, seal_json, sound
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

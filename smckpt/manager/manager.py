@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine.api import (
     async_save,
     leave_queue,

@@ -19,12 +19,18 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from smckpt.checkpoint.choose import commits_at, commits_in
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.format import SENSELESS, parse_name
-from smckpt.checkpoint.remove import Doomed, carry_out, doomed_of
-from smckpt.checkpoint.sealed import FORMAT_VERSION, MAX_JSON_BYTES, open_json, seal_json, sound
+from smckpt.checkpoint.commits.choose import commits_at, commits_in
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.remove import Doomed, carry_out, doomed_of
+from smckpt.checkpoint.records.format import SENSELESS, parse_name
+from smckpt.checkpoint.records.sealed import (
+    FORMAT_VERSION,
+    MAX_JSON_BYTES,
+    open_json,
+    seal_json,
+    sound,
+)
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

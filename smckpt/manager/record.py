@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.errors import UsageError
 
 __all__ = [

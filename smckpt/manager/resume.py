@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -13,7 +13,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.record import claim_of, mark_of

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from smckpt.checkpoint.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine.job import Timings
 from smckpt.errors import PeerError, UsageError
 from smckpt.manager.attempts import RunAttempt

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from smckpt.checkpoint.compare import Compared
+from smckpt.checkpoint.upkeep.compare import Compared
 from smckpt.errors import UsageError
 from smckpt.run.trials import (
     NOT_DETERMINISTIC,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from smckpt.checkpoint.compare import Compared, compare_checkpoints
-from smckpt.checkpoint.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.upkeep.compare import Compared, compare_checkpoints
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.run import ending
 from smckpt.storage.urls import is_local, join_url, local_path

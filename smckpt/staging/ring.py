@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from smckpt.checkpoint.blocks import Destination
+from smckpt.checkpoint.reading.blocks import Destination
 from smckpt.staging.arena import Arena
 
 __all__ = ["OnDevice", "Ring"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.crc import crc64
+from smckpt.checkpoint.records.crc import crc64
 from smckpt.layout.entries import Entry
 from smckpt.staging.copies import Local, copies_of, copy_all
 

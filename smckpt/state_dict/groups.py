@@ -16,7 +16,7 @@ from smckpt.state_dict.slots import ABSENT, SavedSlot
 from smckpt.state_dict.tags import RememberingDict
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import Catalogue
+    from smckpt.checkpoint.reading.catalogue import Catalogue
 
 __all__ = [
     "fill_groups",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.checkpoint.parameter_names import are_groups
+from smckpt.checkpoint.records.parameter_names import are_groups
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,
@@ -42,7 +42,7 @@ from smckpt.state_dict.tags import StatefulStateDict, put_back
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import Catalogue
+    from smckpt.checkpoint.reading.catalogue import Catalogue
 
 __all__ = [
     "copy_exactly",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.objects import encode_object
+from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError, TensorMismatchError
 from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import ObjectLeaf, Path, dotted

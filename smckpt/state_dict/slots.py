@@ -20,7 +20,7 @@ from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros_on_mesh
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import Catalogue
+    from smckpt.checkpoint.reading.catalogue import Catalogue
 
 __all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
 

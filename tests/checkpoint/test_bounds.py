@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.discover import find_checkpoints
-from smckpt.checkpoint.format import FileRecord
-from smckpt.checkpoint.leases import take_lease
-from smckpt.checkpoint.objects import decode_object
-from smckpt.checkpoint.prefixes import PrefixSharding
-from smckpt.checkpoint.rows import decode_rows
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.discover import find_checkpoints
+from smckpt.checkpoint.commits.leases import take_lease
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import FileRecord
+from smckpt.checkpoint.records.objects import decode_object
+from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import Access, open_storage
 from tests.support.forge import Change, find, reforge

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.choose import Commit, choose_commit
+from smckpt.checkpoint.commits.choose import Commit, choose_commit
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint import leases
-from smckpt.checkpoint.commit import (
+from smckpt.checkpoint.commits import leases
+from smckpt.checkpoint.commits.commit import (
     probe,
     publish_manifest,
     publish_record,
     sweep,
     take_lease,
 )
-from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import (
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import (
     Manifest,
     Record,
     fence_name,
@@ -29,8 +29,8 @@ from smckpt.checkpoint.format import (
     manifest_name,
     record_name,
 )
-from smckpt.checkpoint.rows import decode_rows
-from smckpt.checkpoint.sealed import open_json, seal_json
+from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,
@@ -350,7 +350,7 @@ def test_a_lease_that_lands_while_the_parts_are_read_still_fences(tmp_path, monk
             take_lease(Access(), str(tmp_path), B, "h")
         return looks[-1]
 
-    monkeypatch.setattr("smckpt.checkpoint.commit.later_run", late)
+    monkeypatch.setattr("smckpt.checkpoint.commits.commit.later_run", late)
     with pytest.raises(StorageError, match="fencing token 2"):
         publish_manifest(Access(), **payload)
     assert looks[0] is None and len(looks) == 2
@@ -532,7 +532,7 @@ def test_a_group_s_directory_carries_the_lease_of_its_parent(tmp_path):
 
 
 def test_the_functions_that_the_worker_names_are_here():
-    from smckpt.checkpoint import commit
+    from smckpt.checkpoint.commits import commit
     from smckpt.engine.commands import commands
 
     own = {"attach", "detach", "write_part"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.compare import _jobs
+from smckpt.checkpoint.upkeep.compare import _jobs
 from smckpt.layout.strided import Box
 
 

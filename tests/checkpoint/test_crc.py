@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.crc import BLOCK, combine, crc64, hex64
+from smckpt.checkpoint.records.crc import BLOCK, combine, crc64, hex64
 
 
 def slow_crc64_nvme(data: bytes) -> int:

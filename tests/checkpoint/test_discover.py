@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import smckpt
-from smckpt.checkpoint.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
 from smckpt.errors import StorageError
 from smckpt.storage import open_storage
 from tests.support import synthetic

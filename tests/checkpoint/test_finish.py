@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
-from smckpt.checkpoint import leases
-from smckpt.checkpoint.commit import publish_manifest, publish_record, take_lease
-from smckpt.checkpoint.discover import found_at
-from smckpt.checkpoint.format import fence_name, record_name
-from smckpt.checkpoint.repair import RepairReport, repair_checkpoint
-from smckpt.checkpoint.sealed import seal_json
-from smckpt.checkpoint.sweep import sweep
+from smckpt.checkpoint.commits import leases
+from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, take_lease
+from smckpt.checkpoint.commits.discover import found_at
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.records.format import fence_name, record_name
+from smckpt.checkpoint.records.sealed import seal_json
+from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -366,7 +366,7 @@ def test_a_session_that_wakes_up_at_any_moment_loses_nothing(
         except CheckpointError as error:
             woke.append(error.message)
 
-    between(monkeypatch, "smckpt.checkpoint.finish", at, wake)
+    between(monkeypatch, "smckpt.checkpoint.upkeep.finish", at, wake)
     try:
         commit(tmp_path)
         committed = True
@@ -386,7 +386,7 @@ def test_a_session_that_commits_while_the_bytes_are_read_is_not_overtaken(
 ) -> None:
     _, payload = unfinished(tmp_path)
     between(
-        monkeypatch, "smckpt.checkpoint.repair", "commit_unfinished",
+        monkeypatch, "smckpt.checkpoint.upkeep.repair", "commit_unfinished",
         lambda: publish_manifest(Access(), **payload),
     )  # fmt: skip
     with pytest.raises(StorageError, match="a job writes here"):
@@ -401,7 +401,7 @@ def test_a_run_that_takes_a_lease_meanwhile_ends_the_repair(
 ) -> None:
     unfinished(tmp_path)
     before = contents(tmp_path)
-    home = __import__("smckpt.checkpoint.finish", fromlist=[at])
+    home = __import__("smckpt.checkpoint.upkeep.finish", fromlist=[at])
     real, calls = getattr(home, at), []
 
     def late(*arguments: Any, **named: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.format import Manifest, Record
-from smckpt.checkpoint.sealed import open_json
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import Manifest, Record
+from smckpt.checkpoint.records.sealed import open_json
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import open_storage
 from tests.support.forge import Change, find, reforge, reforge_step

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.format import (
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import (
     FileRecord,
     Manifest,
     Part,
@@ -27,7 +27,7 @@ from smckpt.checkpoint.format import (
     probe_name,
     record_name,
 )
-from smckpt.checkpoint.sealed import (
+from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     PREFIX_SHARDING_VERSION,
     open_json,

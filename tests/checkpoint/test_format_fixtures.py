@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.format import Manifest, Part, Record
-from smckpt.checkpoint.plan import plan_local, plan_logical
-from smckpt.checkpoint.read import execute
-from smckpt.checkpoint.rows import decode_rows
-from smckpt.checkpoint.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION, open_json
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.plan import plan_local, plan_logical
+from smckpt.checkpoint.reading.read import execute
+from smckpt.checkpoint.records.format import Manifest, Part, Record
+from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION, open_json
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry

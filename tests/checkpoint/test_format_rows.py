@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.rows import RowMerger, decode_rows, encode_rows, merge_rows
+from smckpt.checkpoint.records.rows import RowMerger, decode_rows, encode_rows, merge_rows
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment

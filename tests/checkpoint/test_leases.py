@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.format import lease_name
-from smckpt.checkpoint.leases import leases_at, mark_lease, take_lease
-from smckpt.checkpoint.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.commits.leases import leases_at, mark_lease, take_lease
+from smckpt.checkpoint.records.format import lease_name
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import smckpt
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.discover import find_checkpoints
-from smckpt.checkpoint.missing import what_is_missing
-from smckpt.checkpoint.prefixes import PrefixSharding
-from smckpt.checkpoint.remove import remove_checkpoint
-from smckpt.checkpoint.repair import RepairReport, repair_checkpoint
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.discover import find_checkpoints
+from smckpt.checkpoint.commits.missing import what_is_missing
+from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.manager.doctor import examine
 from smckpt.storage import Access, directory

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from smckpt import verify_checkpoint
-from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.repair import repair_checkpoint
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.checkpoint.upkeep.repair import repair_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.errors import (
     CheckpointNotFoundError,
     StorageError,

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.objects import decode_object, encode_object
+from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.errors import CorruptCheckpointError, StateError
 from tests.support import child
 
@@ -313,7 +313,7 @@ def _torch_saved(value: Any) -> bytes:
 def test_plain_values_are_read_and_written_without_torch():
     code = """
         import sys
-        from smckpt.checkpoint.objects import decode_object, encode_object
+        from smckpt.checkpoint.records.objects import decode_object, encode_object
         value = {"a": [(1, 2.5, b"x"), {3: float("nan")}]}
         assert repr(decode_object(encode_object(value))) == repr(value)
         print("torch" in sys.modules, "numpy" in sys.modules)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.choose import read_record
-from smckpt.checkpoint.commit import publish_record
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.choose import read_record
+from smckpt.checkpoint.commits.commit import publish_record
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
 from smckpt.storage.s3.config import S3Config
 from tests.support import synthetic

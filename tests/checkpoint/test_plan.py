@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.coordinates import ParallelCoordinates
-from smckpt.checkpoint.plan import plan_logical
-from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.plan import plan_logical
+from smckpt.checkpoint.reading.read import execute
 from smckpt.errors import (
     CorruptCheckpointError,
     KeysMismatchError,
@@ -122,8 +122,8 @@ def test_what_was_saved_on_any_mesh_loads_on_any_other_bit_for_bit(case):
     arrays = whole(named, dtype)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         if run_bytes is not None:  # small tensors go through scratch; let some go directly
-            patch.setattr("smckpt.checkpoint.read.RUN_BYTES", run_bytes // 8)
-            patch.setattr("smckpt.checkpoint.read.SCRATCH_BYTES", run_bytes)
+            patch.setattr("smckpt.checkpoint.reading.read.RUN_BYTES", run_bytes // 8)
+            patch.setattr("smckpt.checkpoint.reading.read.SCRATCH_BYTES", run_bytes)
         save(Path(name), ranks, state(saved, arrays))
         catalogue = open_catalogue(open_storage(name))
         empty = {f for f, s in named.items() if 0 in s}

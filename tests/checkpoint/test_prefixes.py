@@ -10,17 +10,17 @@ import pytest
 from click.testing import CliRunner
 
 from smckpt import export_hf
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.discover import find_checkpoints
-from smckpt.checkpoint.format import Manifest, data_name
-from smckpt.checkpoint.prefixes import PrefixSharding, is_prefix, prefix_sharding_for
-from smckpt.checkpoint.remove import remove_checkpoint
-from smckpt.checkpoint.sealed import open_json
-from smckpt.checkpoint.sweep import sweep
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.discover import find_checkpoints
+from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import Manifest, data_name
+from smckpt.checkpoint.records.prefixes import PrefixSharding, is_prefix, prefix_sharding_for
+from smckpt.checkpoint.records.sealed import open_json
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.cli.app import app
 from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import Access, access_to, open_storage
@@ -280,7 +280,7 @@ def test_an_attempt_that_is_fenced_takes_back_what_it_wrote(s3_root: str) -> Non
 
 
 def test_a_newer_format_than_ours_is_refused_still(step: str) -> None:
-    from smckpt.checkpoint.sealed import seal_json
+    from smckpt.checkpoint.records.sealed import seal_json
 
     store = open_storage(step)
     [name] = [info.name for info in store.list("manifest-")]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint import read
-from smckpt.checkpoint.blocks import Destination
+from smckpt.checkpoint.reading import read
+from smckpt.checkpoint.reading.blocks import Destination
 from smckpt.storage.posix import PosixStorage
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts of Linux")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.readers import Reader, open_any, register_reader
+from smckpt.checkpoint.reading.readers import Reader, open_any, register_reader
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 from tests.support.limits import seconds

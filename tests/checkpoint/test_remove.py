@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.format import data_name, parse_name
-from smckpt.checkpoint.leases import take_lease
-from smckpt.checkpoint.remove import remove_checkpoint
-from smckpt.checkpoint.sweep import sweep
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.leases import take_lease
+from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import data_name, parse_name
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
 from smckpt.storage.directory import Directory
@@ -116,7 +116,7 @@ def test_what_is_no_checkpoint_is_refused_and_left(two: Path, tmp_path: Path) ->
 def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    from smckpt.checkpoint.sealed import open_json, seal_json
+    from smckpt.checkpoint.records.sealed import open_json, seal_json
 
     for path in two.glob("record-*"):
         body = open_json(path.read_bytes(), str(path))

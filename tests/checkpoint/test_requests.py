@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from smckpt.checkpoint.blocks import SCRATCH_BYTES, BlockReader, Destination, SavedFile, Scratch
-from smckpt.checkpoint.blocks import requests as requests_of
-from smckpt.checkpoint.format import FileRecord, crc_name, data_name
+from smckpt.checkpoint.reading.blocks import (
+    SCRATCH_BYTES,
+    BlockReader,
+    Destination,
+    SavedFile,
+    Scratch,
+)
+from smckpt.checkpoint.reading.blocks import requests as requests_of
+from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name
 from smckpt.storage.posix import PosixStorage
 
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import torch
 
 import smckpt
 from smckpt import verify_checkpoint
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.compare import compare_checkpoints
-from smckpt.checkpoint.reshard import reshard_checkpoint
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.upkeep.compare import compare_checkpoints
+from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import open_storage

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.coordinates import ParallelCoordinates
-from smckpt.checkpoint.plan import plan_logical, whole_tensors
-from smckpt.checkpoint.restorable import parse_geometry, restorable_at
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.plan import plan_logical, whole_tensors
+from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 from smckpt.cli.app import app
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.layout.entries import Entry

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.blocks import BlockReader, SavedFile, Scratch
-from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.format import FileRecord, crc_name, data_name
-from smckpt.checkpoint.part import PartWriter
-from smckpt.checkpoint.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
+from smckpt.checkpoint.commits.part import PartWriter
+from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name
+from smckpt.checkpoint.upkeep.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import open_storage
 from smckpt.storage.posix import PosixStorage
@@ -207,7 +207,7 @@ def test_the_first_exception_of_a_sink_ends_the_scan_and_few_files_have_begun(
 
 
 def test_checksums_of_what_is_marked_come_out_of_a_write_in_any_order(tmp_path: Path) -> None:
-    from smckpt.checkpoint.crc import combined, crc64, hex64
+    from smckpt.checkpoint.records.crc import combined, crc64, hex64
 
     data = memoryview(os.urandom(3 * BLOCK + 777))
     marks = [10, BLOCK, BLOCK + 3, 2 * BLOCK + 5]

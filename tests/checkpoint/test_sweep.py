@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint import leases
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.commit import publish_manifest, publish_record, take_lease
-from smckpt.checkpoint.format import (
+from smckpt.checkpoint.commits import leases
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, take_lease
+from smckpt.checkpoint.commits.sweep import discard_attempt, sweep, sweep_records
+from smckpt.checkpoint.records.format import (
     Manifest,
     fence_name,
     lease_name,
@@ -21,9 +22,8 @@ from smckpt.checkpoint.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.prefixes import PrefixStores
-from smckpt.checkpoint.sealed import open_json
-from smckpt.checkpoint.sweep import discard_attempt, sweep, sweep_records
+from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of
@@ -150,7 +150,7 @@ def test_one_that_wakes_up_while_it_is_given_up_keeps_its_files(tmp_path, monkey
         payload["fencing_token"] = sleeper.lease()
         real(storage, attempt)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("smckpt.checkpoint.sweep.raise_fence", wake)
+    monkeypatch.setattr("smckpt.checkpoint.commits.sweep.raise_fence", wake)
     swept(group, published)
     assert (A, 0) in attempts(tmp_path)
     assert fence_name(payload["attempt"]) not in names(tmp_path)

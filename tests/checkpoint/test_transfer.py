@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,

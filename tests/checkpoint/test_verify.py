@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.crc import BLOCK
-from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
 from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from smckpt.checkpoint.blocks import BlockReader
+from smckpt.checkpoint.reading.blocks import BlockReader
 from smckpt.cli.app import app
 from smckpt.cli.browse import page_of
 from smckpt.cli.browse_facts import Facts, Wanted
@@ -222,7 +222,7 @@ def test_the_page_of_a_root_in_s3_is_the_same(
     tmp_path: Path, s3_root: str, s3_server: Server
 ) -> None:
     step = save(tmp_path, 10)
-    from smckpt.checkpoint.transfer import copy_checkpoint
+    from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 
     copy_checkpoint(str(step), f"{s3_root}/run/10")
     facts = browsed(f"{s3_root}/run", tmp_path / "page.html", "--verify", "--histograms")

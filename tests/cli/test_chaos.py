@@ -27,7 +27,7 @@ TRAINING = str(ROOT / "tests" / "support" / "proven_script.py")
 SAVES = """
 import json, os, pathlib, signal, sys
 from smckpt import find_checkpoints
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from tests.support.saves import Group, hybrid, state_of
 
 root, mode = pathlib.Path(sys.argv[1]), sys.argv[2]

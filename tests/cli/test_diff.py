@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt.checkpoint import compare
-from smckpt.checkpoint.compare import compare_checkpoints
-from smckpt.checkpoint.difference import Difference
+from smckpt.checkpoint.upkeep import compare
+from smckpt.checkpoint.upkeep.compare import compare_checkpoints
+from smckpt.checkpoint.upkeep.difference import Difference
 from smckpt.cli.compare import rows_of
 from smckpt.errors import CorruptCheckpointError
 from tests.support import shards

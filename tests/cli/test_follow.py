@@ -17,8 +17,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from smckpt import errors, export_hf
-from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager.follow import RECORD, follow
 from smckpt.manager.pins import remove_unless_pinned
 from smckpt.storage import open_storage

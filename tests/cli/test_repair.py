@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from tests.support import dead_coordinator, synthetic
 from tests.support.copies import contents
 from tests.support.limits import seconds

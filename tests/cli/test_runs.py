@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.commit import take_lease
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.commit import take_lease
 from smckpt.manager.pins import pinned, remove_unless_pinned
 from smckpt.storage import open_storage
 from tests.support.copies import killed_at

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.storage import Access, open_storage
 from tests.doors import broken_shelf, shelf
 from tests.doors.test_family_door import installed

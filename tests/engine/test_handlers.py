@@ -20,7 +20,7 @@ import torch
 
 import smckpt
 from smckpt.calls import alone
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.engine.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, UsageError
 from tests.support.limits import seconds

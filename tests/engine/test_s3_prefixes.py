@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import smckpt
-from smckpt.checkpoint.choose import choose_commit
+from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share
 from tests.support.copies import contents

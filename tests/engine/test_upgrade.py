@@ -35,7 +35,8 @@ JOB = """
 
     def upgrade():
         (installed / "smckpt" / "_version.py").write_text('__version__ = "99.0"\\n')
-        for name in ("checkpoint/commit.py", "engine/worker_write.py", "engine/commands.py"):
+        files = ("checkpoint/commits/commit.py", "engine/worker_write.py", "engine/commands.py")
+        for name in files:
             path = installed / "smckpt" / name
             path.write_text(path.read_text() + "\\nraise SystemExit('another version')\\n")
 """

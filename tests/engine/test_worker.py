@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from smckpt.checkpoint.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.sealed import open_json
+from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.engine.commands import ArenaFile, Command, PublishRecord, WritePart
 from smckpt.engine.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError
@@ -234,7 +234,7 @@ def test_the_worker_has_no_torch_and_little_memory(tmp_path: Path) -> None:
         """
         import json, sys
         import smckpt.engine.worker, smckpt.engine.worker_write, smckpt.storage
-        import smckpt.checkpoint.commit
+        import smckpt.checkpoint.commits.commit
         heavy = {"torch", "numpy", "boto3", "transformers"} & set(sys.modules)
         assert not heavy, heavy
         """

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import smckpt
-from smckpt.checkpoint.committed import open_catalogue
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.storage import open_storage
 from tests.support.launch import run_ranks
 from tests.support.nets import Block, Frozen, Net, groups_of, step

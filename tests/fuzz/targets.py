@@ -13,18 +13,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.choose import read_manifest, read_record
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.crc import crc64, hex64
-from smckpt.checkpoint.discover import FoundCheckpoint
-from smckpt.checkpoint.format import parse_name, parse_temporary
-from smckpt.checkpoint.headers import read_header
-from smckpt.checkpoint.leases import leases_at
-from smckpt.checkpoint.objects import decode_object
-from smckpt.checkpoint.remove import doomed_of
-from smckpt.checkpoint.rows import decode_rows
-from smckpt.checkpoint.sealed import open_json, open_sections
+from smckpt.checkpoint.commits.choose import read_manifest, read_record
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.leases import leases_at
+from smckpt.checkpoint.commits.remove import doomed_of
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import parse_name, parse_temporary
+from smckpt.checkpoint.records.headers import read_header
+from smckpt.checkpoint.records.objects import decode_object
+from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.records.sealed import open_json, open_sections
 from smckpt.engine.commit import Committed, GroupManifest, Sight, Ticket, Written
 from smckpt.engine.commit_groups import Apart
 from smckpt.engine.load_rounds import Choice, Common

@@ -23,8 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.sealed import open_json, seal_json
+from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import CheckpointError
 from tests.fuzz.memory import Tree, tree_of
 from tests.fuzz.targets import MARK, TARGETS, finish, mark_of, quiet, read_everything

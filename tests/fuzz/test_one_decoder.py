@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from hypothesis import strategies as st
 
 import smckpt
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.restorable import restorable_at
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.upkeep.restorable import restorable_at
 from smckpt.cli.app import app
 from smckpt.cli.browse_facts import Facts, Wanted
 from smckpt.cli.show import describe

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import smckpt
-from smckpt.checkpoint import commit
+from smckpt.checkpoint.commits import commit
 from smckpt.cli.app import app
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.integrations.dcp import calls

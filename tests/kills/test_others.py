@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from smckpt import export_hf, find_checkpoints, verify_checkpoint
-from smckpt.checkpoint.discover import found_at
-from smckpt.checkpoint.repair import repair_checkpoint
+from smckpt.checkpoint.commits.discover import found_at
+from smckpt.checkpoint.upkeep.repair import repair_checkpoint
 from smckpt.manager.book import Book
 from smckpt.manager.retention import Keep, Keeper
 from smckpt.manager.template import Template

@@ -16,7 +16,7 @@ import torch
 
 import smckpt
 from smckpt import CheckpointManager, find_checkpoints, verify_checkpoint
-from smckpt.checkpoint.compare import compare_checkpoints
+from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from smckpt.storage import open_storage
 from tests.support.kills import SAMPLE_OR_ALL, everything, forked, fresh, killed_everywhere
 from tests.support.process_state import end_saves

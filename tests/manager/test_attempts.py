@@ -15,8 +15,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import smckpt
-from smckpt.checkpoint.format import ATTEMPTS, probe_name
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.records.format import ATTEMPTS, probe_name
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.cli.app import app
 from smckpt.integrations.replaced import remove_tried
 from smckpt.manager.manager import CheckpointManager

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
-from smckpt.checkpoint.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -457,7 +457,7 @@ def test_a_pin_or_a_mark_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
-    from smckpt.checkpoint.sealed import open_json, seal_json
+    from smckpt.checkpoint.records.sealed import open_json, seal_json
 
     saved(tmp_path, 10, 20)
     victim = tmp_path / "victim"

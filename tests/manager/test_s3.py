@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smckpt import CheckpointManager, verify_checkpoint
-from smckpt.checkpoint.compare import compare_checkpoints
+from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from tests.support.copies import contents
 from tests.support.launch import run_ranks
 from tests.support.proxy import faulty_proxy

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateD
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
-from smckpt.checkpoint.committed import open_catalogue
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.full import gathered as full_state
 from smckpt.storage import open_storage
 from tests.state_dict.test_interchange import build, taken, whole

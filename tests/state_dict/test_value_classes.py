@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.objects import decode_object, encode_object
+from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.errors import CheckpointError, StateError
 from smckpt.layout.containers import made_again
 from smckpt.state_dict import register_value_class

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import smckpt
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

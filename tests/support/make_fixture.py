@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.commit import publish_record, take_lease
-from smckpt.checkpoint.format import record_name
-from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.prefixes import PrefixSharding
-from smckpt.checkpoint.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION
+from smckpt.checkpoint.commits.commit import publish_record, take_lease
+from smckpt.checkpoint.records.format import record_name
+from smckpt.checkpoint.records.objects import encode_object
+from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry

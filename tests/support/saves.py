@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.commit import publish_manifest, take_lease
-from smckpt.checkpoint.prefixes import PrefixSharding
-from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
+from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.engine.commands import ArenaFile, PartWritten
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry

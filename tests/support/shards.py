@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.commit import publish_manifest, take_lease
-from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sealed import FORMAT_VERSION
+from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
+from smckpt.checkpoint.records.objects import encode_object
+from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.engine.commands import ArenaFile
 from smckpt.engine.worker_write import write_part
 from smckpt.layout.entries import Entry

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.commit import publish_record, take_lease
-from smckpt.checkpoint.format import record_name
-from smckpt.checkpoint.plan import ReadPlan, plan_local, plan_logical
-from smckpt.checkpoint.read import execute
+from smckpt.checkpoint.commits.commit import publish_record, take_lease
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
+from smckpt.checkpoint.reading.read import execute
+from smckpt.checkpoint.records.format import record_name
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry

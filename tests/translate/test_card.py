@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 import smckpt
 from smckpt import export_hf, import_hf
-from smckpt.checkpoint.crc import crc64, hex64
+from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.cli.app import app
 from tests.support import references as ref
 from tests.translate.test_lora import base, llama

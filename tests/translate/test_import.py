@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import errors
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
 from smckpt.translate import (
     LayoutRow,

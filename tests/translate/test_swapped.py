@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from smckpt import apply_published, export_hf, publish
-from smckpt.checkpoint.contents import contents_of
-from smckpt.checkpoint.remove import remove_checkpoint
-from smckpt.checkpoint.sweep import sweep
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.follow import follow
 from smckpt.storage import access_to

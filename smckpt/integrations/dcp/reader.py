@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.committed import CommittedCatalogue, open_catalogue
-from smckpt.checkpoint.plan import plan_logical
-from smckpt.checkpoint.read import execute
-from smckpt.checkpoint.replaced import noticing_replacement
-from smckpt.checkpoint.replaces import holds_dcp
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.replaced import noticing_replacement
+from smckpt.checkpoint.commits.replaces import holds_dcp
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.plan import plan_logical
+from smckpt.checkpoint.reading.read import execute
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

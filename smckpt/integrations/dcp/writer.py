@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from smckpt.checkpoint.choose import choose_commit, refuse_committed
-from smckpt.checkpoint.commit import probe, publish_manifest, take_lease
-from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.part import part_body
-from smckpt.checkpoint.prefixes import PrefixSharding, prefix_sharding_for
-from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sweep import sweep
+from smckpt.checkpoint.commits.choose import choose_commit, refuse_committed
+from smckpt.checkpoint.commits.commit import probe, publish_manifest, take_lease
+from smckpt.checkpoint.commits.part import part_body
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.records.objects import encode_object
+from smckpt.checkpoint.records.prefixes import PrefixSharding, prefix_sharding_for
+from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.commands import ArenaFile
 from smckpt.engine.worker_write import write_part
 from smckpt.errors import CheckpointError, StateError, UsageError

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
-from smckpt.checkpoint.objects import decode_object, encode_object
+from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.integrations.lightning.saves import Saves, written_by_lightning
 from smckpt.manager.state import random_state, set_random_state
 from smckpt.storage.urls import is_local

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import smckpt
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url

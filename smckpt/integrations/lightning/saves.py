@@ -20,7 +20,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed as dist
 
 import smckpt
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.engine.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from smckpt.meeting.group import group_at

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.storage import Storage
 from smckpt.translate.conversion.stock.format import is_stock
 

@@ -19,8 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint as stock_last_checkpoint
 
 import smckpt
-from smckpt.checkpoint.committed import open_catalogue
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

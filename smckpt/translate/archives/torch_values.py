@@ -7,7 +7,7 @@ import importlib
 import io
 from typing import Any
 
-from smckpt.checkpoint.objects import refuse_inflating
+from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import StateError
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.archives.torch_archive import is_archive

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from smckpt.calls import alone
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.meter import Progress
-from smckpt.checkpoint.per_rank import differing_names
-from smckpt.checkpoint.readers import open_any
-from smckpt.checkpoint.reshard import write_resharded
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.readers import open_any
+from smckpt.checkpoint.upkeep.per_rank import differing_names
+from smckpt.checkpoint.upkeep.reshard import write_resharded
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, access_to

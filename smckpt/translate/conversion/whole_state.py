@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from smckpt.checkpoint.catalogue import Catalogue
-from smckpt.checkpoint.meter import Meter, Progress
-from smckpt.checkpoint.nested import kind_of, nested
-from smckpt.checkpoint.parameter_names import under_names
-from smckpt.checkpoint.whole import WholeTensor, WholeTensors
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.reading.nested import kind_of, nested
+from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors
+from smckpt.checkpoint.records.parameter_names import under_names
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.leaves import flattened

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.commit import commit_alone
-from smckpt.checkpoint.format import data_name
-from smckpt.checkpoint.part import PartWriter, SummedFile, part_body
-from smckpt.checkpoint.rows import encode_rows
-from smckpt.checkpoint.sweep import sweep
+from smckpt.checkpoint.commits.commit import commit_alone
+from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.records.format import data_name
+from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout

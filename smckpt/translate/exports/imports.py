@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.format import new_attempt
+from smckpt.checkpoint.records.format import new_attempt
 from smckpt.errors import UsageError
 from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url

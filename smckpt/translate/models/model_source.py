@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor
-from smckpt.checkpoint.committed import open_catalogue
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access

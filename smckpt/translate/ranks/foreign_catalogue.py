@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
-from smckpt.checkpoint.catalogue import Catalogue, Stored
-from smckpt.checkpoint.headers import StoredSlot
-from smckpt.checkpoint.objects import encode_object
-from smckpt.checkpoint.sources import SavedPieces
+from smckpt.checkpoint.reading.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
+from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.sources import SavedPieces
+from smckpt.checkpoint.records.headers import StoredSlot
+from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.choose import choose_commit
-from smckpt.checkpoint.format import parse_name
-from smckpt.checkpoint.replaces import holds_dcp
+from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.replaces import holds_dcp
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path

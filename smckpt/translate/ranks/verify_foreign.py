@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 
-from smckpt.checkpoint.meter import Meter, Progress
-from smckpt.checkpoint.verify import Problem, Report
-from smckpt.checkpoint.whole import WholeTensors
+from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.reading.whole import WholeTensors
+from smckpt.checkpoint.upkeep.verify import Problem, Report
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import access_to
 from smckpt.translate.ranks.foreign_catalogue import foreign_catalogue

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor, Stored
-from smckpt.checkpoint.read import Readers, ReadPlan, StoredCopy, execute
-from smckpt.checkpoint.sources import SavedPiece
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, Stored
+from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.errors import (
     CorruptCheckpointError,
     TensorMismatchError,

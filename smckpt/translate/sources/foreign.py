@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.catalogue import LogicalTensor
+from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.layout.entries import Path
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.sources.boxes import BoxTensors, SavedTensor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from smckpt.checkpoint.catalogue import Catalogue, LogicalTensor
-from smckpt.checkpoint.plan import plan_logical
-from smckpt.checkpoint.read import Readers, ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.plan import plan_logical
+from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import BoxGeometry

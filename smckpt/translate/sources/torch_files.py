@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.catalogue import LogicalTensor
-from smckpt.checkpoint.headers import read_header
-from smckpt.checkpoint.objects import refuse_inflating
+from smckpt.checkpoint.reading.catalogue import LogicalTensor
+from smckpt.checkpoint.records.headers import read_header
+from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.entries import Path as StatePath

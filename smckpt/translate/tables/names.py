@@ -15,7 +15,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.catalogue import LogicalTensor
+    from smckpt.checkpoint.reading.catalogue import LogicalTensor
 
 __all__ = [
     "HubTensor",

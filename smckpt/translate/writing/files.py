@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from smckpt.checkpoint.part import SummedFile
+from smckpt.checkpoint.commits.part import SummedFile
 from smckpt.errors import StorageError, UsageError
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from smckpt.checkpoint.numbers import count_nonfinite
+from smckpt.checkpoint.records.numbers import count_nonfinite
 from smckpt.errors import UsageError
 
 __all__ = ["NonFinite", "refuse_nonfinite"]

@@ -13,7 +13,7 @@ import torch
 
 import smckpt
 from smckpt import CheckpointError, StorageError
-from smckpt.checkpoint.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -218,7 +218,7 @@ def test_a_small_object_that_is_changed_on_its_way_is_read_again(
 def test_small_objects_of_all_kinds_are_read_again(
     proxy: FaultyProxy, s3_root: str, s3_server: Server, tmp_path: Path
 ) -> None:
-    from smckpt.checkpoint.leases import claimed, leases_at
+    from smckpt.checkpoint.commits.leases import claimed, leases_at
     from smckpt.manager.pins import pinned
 
     base = S3Config.from_environment()

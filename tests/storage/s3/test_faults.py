@@ -15,8 +15,8 @@ from typing import Any
 import botocore.auth
 import pytest
 
-from smckpt.checkpoint.blocks import Readers
-from smckpt.checkpoint.committed import open_catalogue
+from smckpt.checkpoint.reading.blocks import Readers
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
 from smckpt.storage.s3 import storage as s3

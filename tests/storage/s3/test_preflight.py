@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.leases import probe
+from smckpt.checkpoint.commits.leases import probe
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.storage import access_to
 from smckpt.storage.s3.config import S3Config

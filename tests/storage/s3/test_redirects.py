@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from smckpt.checkpoint.discover import find_checkpoints
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.commits.discover import find_checkpoints
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import StorageError
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.storage import S3Storage

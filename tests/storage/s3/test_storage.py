@@ -194,7 +194,7 @@ def test_a_file_of_several_parts_arrives_whole_with_the_checksum_kept_by_the_sto
     )
     assert head is not None
     if checksum == "crc64nvme":
-        from smckpt.checkpoint.crc import crc64
+        from smckpt.checkpoint.records.crc import crc64
 
         kept = int.from_bytes(base64.b64decode(head["ChecksumCRC64NVME"]), "big")
         assert kept == crc64(data)

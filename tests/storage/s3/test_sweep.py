@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from smckpt.checkpoint.format import data_name
-from smckpt.checkpoint.sweep import sweep
+from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.records.format import data_name
 from smckpt.errors import StorageError
 from smckpt.storage import Access, access_to
 from smckpt.storage.s3.config import S3Config

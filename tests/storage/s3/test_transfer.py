@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from examples import loopback_s3
-from smckpt.checkpoint.transfer import copy_checkpoint
-from smckpt.checkpoint.verify import verify_checkpoint
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import StorageError
 from smckpt.storage import access_to
 from smckpt.storage.s3.config import S3Config

@@ -210,7 +210,7 @@ DISKS = [
         "tests/manager/test_faulty_disk.py",
     ),
     of(
-        "disk: what a creation could not remove goes with its step", "checkpoint/remove.py",
+        "disk: what a creation could not remove goes with its step", "checkpoint/commits/remove.py",
         "            if its is not None and (its.session", "            if False and (its.session",
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
@@ -276,12 +276,12 @@ TWO_JOBS = [
         JOBS + "test_a_step_of_another_run_is_not_replaced",
     ),
     of(
-        "jobs: of two sessions in one directory the earlier is fenced", "checkpoint/commit.py",
+        "jobs: of two sessions in one directory the earlier is fenced", "checkpoint/commits/commit.py",
         "    if error is not None:\n        _take_back(stores, fencing_token, attempt, error)\n", "",
         "tests/engine/test_bad_places.py::test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one",
     ),
     of(
-        "jobs: a probe that another job swept away names that job", "checkpoint/leases.py",
+        "jobs: a probe that another job swept away names that job", "checkpoint/commits/leases.py",
         "            if session in lease.before:  # the file was here",
         "            if False:  # the file was here",
         "tests/checkpoint/test_sweep.py::test_a_job_whose_probe_another_job_swept_away_hears_of_that_job",
@@ -306,7 +306,7 @@ WRONG_CLOCKS = [
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),
     of(
-        "clock: commits of a directory are ordered by fencing tokens", "checkpoint/leases.py",
+        "clock: commits of a directory are ordered by fencing tokens", "checkpoint/commits/leases.py",
         "        fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1\n",
         "        fencing_token = time.time_ns() // 10**9\n",
         CLOCKS + "test_of_saves_to_one_directory_the_last_counts_and_not_the_latest_clock",
@@ -317,7 +317,7 @@ WRONG_CLOCKS = [
         RETENTION + "test_the_pin_of_a_host_whose_clock_is_behind_by_less_than_a_minute_holds",
     ),
     of(
-        "clock: a lease from the future is skipped", "checkpoint/leases.py",
+        "clock: a lease from the future is skipped", "checkpoint/commits/leases.py",
         "        if lease.taken_at > time.time_ns() + _SKEW:\n", "        if False:\n",
         "tests/checkpoint/test_leases.py", "tests/checkpoint/test_commit.py", "tests/engine/test_elastic.py",
     ),

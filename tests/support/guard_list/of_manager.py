@@ -26,7 +26,7 @@ KEEPING = [
         RETENTION + "test_one_that_is_not_whole_does_not_count_towards_n",
     ),
     of(
-        "keep: the commit goes before its files", "checkpoint/remove.py",
+        "keep: the commit goes before its files", "checkpoint/commits/remove.py",
         """    delete_at((place, (group.manifest,)) for place, _, group in pairs)
     for place in places:  # a power failure could bring a manifest back without its files
         place.sync()
@@ -42,7 +42,7 @@ KEEPING = [
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
     of(
-        "keep: the record goes before the manifests", "checkpoint/remove.py",
+        "keep: the record goes before the manifests", "checkpoint/commits/remove.py",
         """    if doomed.record is not None:
         top.delete(doomed.record)
         top.sync()
@@ -85,13 +85,13 @@ KEEPING = [
         RETENTION + "test_a_link_is_not_followed", "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(
-        "keep: links are looked for before the mark", "checkpoint/remove.py",
+        "keep: links are looked for before the mark", "checkpoint/commits/remove.py",
         "        place = contents.storage.join(group.directory)\n        place.refuse_links()\n",
         "        place = contents.storage.join(group.directory)\n",
         RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(
-        "keep: links are looked for in all groups before one is deleted", "checkpoint/remove.py",
+        "keep: links are looked for in all groups before one is deleted", "checkpoint/commits/remove.py",
         "        for place in stores.all():\n            place.refuse_links()\n    if doomed.record",
         "        pass\n    if doomed.record",
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
@@ -139,7 +139,7 @@ KEEPING = [
         RETENTION + "test_a_pin_or_a_mark_that_is_too_long_is_not_read",
     ),
     of(
-        "keep: names in a mark", "checkpoint/remove.py",
+        "keep: names in a mark", "checkpoint/commits/remove.py",
         "    if parsed is None or parsed.kind not in kinds:\n        raise ValueError(f\"{name!r} is not the name of",
         "    if False:\n        raise ValueError(f\"{name!r} is not the name of",
         RETENTION + "test_a_mark_that_leads_elsewhere_deletes_nothing",

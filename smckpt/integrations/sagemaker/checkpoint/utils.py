@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import smckpt
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 
 __all__ = ["SORT_BY_LAST_INT", "limit_num_subdirs"]
 

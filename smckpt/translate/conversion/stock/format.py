@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.translate.archives.new_target import NewTarget
 from smckpt.translate.conversion.whole_state import WholeState
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.objects import decode_object, encode_object
+from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 
 __all__ = ["LIGHTNING_KEYS", "checkpoint_of", "optimizer_key", "rest_of", "state_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smckpt.checkpoint.parameter_names import are_groups
+from smckpt.checkpoint.records.parameter_names import are_groups
 
 __all__ = ["numbered"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.format import parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import StateError
 from smckpt.storage import Storage
 from smckpt.translate.archives.new_target import NewTarget

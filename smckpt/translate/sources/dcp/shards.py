@@ -6,8 +6,8 @@ import re
 from functools import partial
 from typing import Any
 
-from smckpt.checkpoint.headers import Header, read_header
-from smckpt.checkpoint.strict_json import strict_json
+from smckpt.checkpoint.records.headers import Header, read_header
+from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from smckpt.checkpoint.whole import WholeTensor
+from smckpt.checkpoint.reading.whole import WholeTensor
 from smckpt.errors import CheckpointError, StorageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box

@@ -1,0 +1,1 @@
+"""What makes files a checkpoint, and takes them away: leases, commits, sweeps, the newest."""

@@ -1,0 +1,407 @@
+"""Choose the commit that counts at a place: the newest one whose manifest, or record, exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from smckpt.checkpoint.commits.foreign import foreign_format, natural_order
+from smckpt.checkpoint.commits.replaces import checksum_of_dcp
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import (
+    SENSELESS,
+    Manifest,
+    Part,
+    PartRecord,
+    Record,
+    manifest_name,
+    parse_name,
+)
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url, join_url, parent_url
+
+__all__ = [
+    "READERS",
+    "Commit",
+    "choose_commit",
+    "commits_at",
+    "commits_in",
+    "read_manifest",
+    "read_part",
+    "read_record",
+    "refuse_committed",
+    "what_is_here",
+]
+
+READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
+_TURNS = 10  # how often we look again because a sweep was under way
+_LEVELS = 3  # how many directories above are searched for the error message
+_BELOW = 16  # and how many directories below
+_OF_OTHERS = re.compile(r"iter_\d{7}|global_step\d+(_universal)?")  # Megatron-LM's, DeepSpeed's
+_COMMITS = ("record-", "manifest-")
+
+# A candidate: (fencing token, number), "record" or "manifest", name.
+Candidate = tuple[tuple[int, int], str, str]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit: the name of the file that makes it, when it was made, and its manifests with their
+    directories. `name`: the file in this directory by which it was found."""
+
+    identity: str
+    name: str
+    committed_at: int
+    order: tuple[int, int]
+    manifests: tuple[tuple[str, Manifest], ...]
+    through_record: bool = False  # opened in the record's directory, so all groups are here
+    replaces: str | None = None  # what DCP had written here before, see `replaces.py`
+
+
+def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
+    """Read a manifest and compare it with its own checksum, its name and, if given, the record's
+    checksum.
+
+    Raises:
+        CheckpointNotFoundError: it is not there.
+        CorruptCheckpointError, FormatVersionError: it differs from what was written under this
+            name.
+    """
+    path = file_url(storage.url, name)
+
+    def read() -> dict[str, Any]:
+        data = storage.read(name, most=MAX_JSON_BYTES)
+        if crc is not None and hex64(crc64(data)) != crc:
+            raise CorruptCheckpointError(
+                "the manifest differs from the one that was written (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=path,
+            )
+        return open_json(data, path)
+
+    return _named(Manifest, sound(storage, read), name, path)
+
+
+def read_record(storage: Storage, name: str) -> Record:
+    """Read a record and compare it with its own checksum and its name.
+
+    Raises:
+        As `read_manifest`.
+    """
+    path = file_url(storage.url, name)
+
+    def read() -> dict[str, Any]:
+        return open_json(storage.read(name, most=MAX_JSON_BYTES), path)
+
+    return _named(Record, sound(storage, read), name, path)
+
+
+def read_part(storage: Storage, said: PartRecord, manifest: Manifest) -> dict[str, Any]:
+    """Read the part of a rank and compare it with the manifest that names it.
+
+    Raises:
+        CheckpointNotFoundError: it is not there.
+        CorruptCheckpointError, FormatVersionError: it differs from the one that the manifest names.
+    """
+    path = file_url(storage.url, said.name)
+
+    def read() -> dict[str, Any]:
+        data = storage.read(said.name, most=MAX_JSON_BYTES)
+        if hex64(crc64(data)) != said.crc64:
+            raise CorruptCheckpointError(
+                "the part record differs from the one that the manifest names (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=path,
+            )
+        return open_json(data, path)
+
+    body = sound(storage, read)
+    part = _sensible(Part, body, path)
+    for key in ("rank", "files"):
+        if getattr(part, key) != getattr(said, key):
+            raise _contradicts(path, key, getattr(part, key), getattr(said, key), "the manifest")
+    _refuse_unlike(part, manifest, ("attempt", "group_ranks", "kind", "step"), path, "the manifest")
+    return {**body, "optimizers": part.optimizers}  # older writers had none
+
+
+_Body = TypeVar("_Body", Manifest, Record, Part)
+
+
+def _named(cls: type[_Body], body: dict[str, Any], name: str, path: str) -> _Body:
+    """Parse a body and compare it with the file's name. That finds a whole file that was put under
+    another name."""
+    made = _sensible(cls, body, path)
+    parsed = parse_name(name)
+    if parsed is not None:
+        _refuse_unlike(
+            made, parsed, ("fencing_token", "number", "session"), path, "the name of the file"
+        )
+    return made
+
+
+def _sensible(cls: type[_Body], body: dict[str, Any], path: str) -> _Body:
+    try:
+        return cls.from_json(body)
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the file cannot be decoded: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
+
+
+def _refuse_unlike(ours: Any, other: Any, keys: Iterable[str], path: str, where: str) -> None:
+    for key in keys:
+        if getattr(ours, key) != getattr(other, key):
+            raise _contradicts(path, key, getattr(ours, key), getattr(other, key), where)
+
+
+def _contradicts(path: str, key: str, ours: Any, other: Any, where: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key} is {str(ours)[:200]!r} here, but {str(other)[:200]!r} in {where}: files of "
+        "different saves were mixed",
+        remedy="use an older checkpoint, and find out what changes files there",
+        path=path,
+    )
+
+
+def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manifest]]) -> None:
+    """Check that the manifests of the record at `at` are of one step, point back to it, and share
+    no rank."""
+    owner: dict[int, str] = {}
+    for directory, manifest in manifests:
+        path = file_url(
+            directory, manifest_name(manifest.fencing_token, manifest.number, manifest.session)
+        )
+        _refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
+        way = manifest.record
+        back = way and file_url(join_url(directory, way.rpartition("/")[0]), way.rpartition("/")[2])
+        if back != at:
+            raise _contradicts(path, "record", way, at, "the record that names it")
+        for rank in manifest.group_ranks:
+            if owner.setdefault(rank, directory) != directory:
+                raise _contradicts(
+                    path, f"the directory of rank {rank}", directory, owner[rank], at
+                )
+
+
+def commits_at(storage: Storage) -> list[Candidate]:
+    """The candidates here, newest first, a record before its own manifests. Nothing is read yet. If
+    such a name belongs to something that is not a file, reading it raises, and no older commit is
+    taken instead."""
+    return commits_in(storage.names(*_COMMITS, all_kinds=True))
+
+
+def commits_in(names: Iterable[str]) -> list[Candidate]:
+    """The candidates among the names of a directory, newest first."""
+    return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)
+
+
+def _candidate(name: str) -> Candidate | None:
+    parsed = parse_name(name)
+    if parsed is None or parsed.kind not in ("record", "manifest"):
+        return None
+    return (parsed.fencing_token, parsed.number), parsed.kind, name
+
+
+def choose_commit(
+    storage: Storage,
+    choose: str | None = None,
+    name: str | None = None,
+    candidates: Sequence[Candidate] | None = None,
+) -> Commit:
+    """Find the newest commit here, or the one named `choose`.
+
+    Args:
+        name: the `Commit.name` under which it was found here before, or by a peer. Then nothing is
+            listed, unless the file is gone.
+        candidates: what `commits_at` has just found, if the caller has looked.
+
+    Raises:
+        CheckpointNotFoundError: there is none. The message says what is here instead.
+        CorruptCheckpointError: the newest is damaged. An older one is never taken silently.
+        FormatVersionError: a newer major version wrote the newest.
+    """
+    if name is not None and (told := _candidate(name)) is not None:
+        candidates = [told]
+    candidates = commits_at(storage) if candidates is None else list(candidates)
+    for _ in range(_TURNS):
+        failure: CheckpointNotFoundError | None = None
+        try:
+            commit = _first(storage, candidates, choose)
+            if commit is not None:
+                return commit
+        except CheckpointNotFoundError as error:
+            failure = error
+        # A newer save may have swept what we were about to read.
+        before, candidates = candidates, commits_at(storage)
+        if candidates != before:
+            continue
+        if failure is None:
+            raise _nothing(storage, choose, bool(candidates))
+        raise CorruptCheckpointError(
+            "a file of the commit is missing",
+            remedy="find out what deletes files there; use an older checkpoint",
+            path=failure.path,
+        ) from failure
+    raise StorageError(
+        f"newer saves replaced the commit {_TURNS} times while it was read",
+        remedy="load at a time when fewer saves are made here",
+        path=storage.url,
+    )
+
+
+def refuse_committed(storage: Storage) -> None:
+    """Check that nothing is committed here, for a save that may replace nothing.
+
+    Raises:
+        UsageError: there is a commit, or a checkpoint of DCP's. Its text begins as that of DCP's
+            own writer.
+        CorruptCheckpointError, FormatVersionError: there is one that cannot be read.
+    """
+    try:
+        choose_commit(storage)
+    except CheckpointNotFoundError:
+        if checksum_of_dcp(storage) is None:
+            return
+    raise UsageError(
+        "Checkpoint already exists, and overwrite=False",
+        remedy="save to another directory, or leave overwrite= out to commit a newer state there",
+        path=storage.url,
+    )
+
+
+def _first(storage: Storage, candidates: list[Candidate], choose: str | None) -> Commit | None:
+    if choose is not None:
+        named = _candidate(choose)
+        if named is None:
+            raise UsageError(f"{choose!r} is not a commit", remedy="pass Catalogue.identity")
+        candidates = [c for c in candidates if c[0][0] == named[0][0]]
+    for order, kind, name in candidates:
+        if kind == "record":
+            commit = _by_record(storage, name, order) if choose in (None, name) else None
+        else:
+            commit = _by_manifest(storage, name, order, choose)
+        if commit is not None:
+            return commit
+    return None
+
+
+def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
+    record = read_record(storage, name)
+    strict = storage.reading_from(storage.url)
+
+    def one(group: dict[str, str]) -> tuple[str, Manifest]:
+        here = strict.at(join_url(storage.url, group["directory"]))
+        return here.url, read_manifest(here, group["manifest"], group["crc64"])
+
+    with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
+        manifests = tuple(pool.map(one, record.groups))
+    _refuse_mixed(record, file_url(storage.url, name), manifests)
+    return Commit(name, name, record.committed_at, order, manifests, True, record.replaces)
+
+
+def _by_manifest(
+    storage: Storage, name: str, order: tuple[int, int], choose: str | None
+) -> Commit | None:
+    manifest = read_manifest(storage, name)
+    if manifest.record is None:
+        if choose not in (None, name):
+            return None
+        own = ((storage.url, manifest),)
+        return Commit(name, name, manifest.committed_at, order, own, replaces=manifest.replaces)
+    return _through_record(storage, name, manifest, order, choose)
+
+
+def _through_record(
+    storage: Storage, name: str, manifest: Manifest, order: tuple[int, int], choose: str | None
+) -> Commit | None:
+    """A group's manifest counts when the record that it points to exists and names it."""
+    assert manifest.record is not None
+    path = join_url(storage.url, manifest.record)
+    record_name = manifest.record.rsplit("/", 1)[-1]
+    if choose not in (None, record_name):
+        return None
+    parent = storage.at(parent_url(path))
+    try:
+        record = read_record(parent, record_name)
+    except CheckpointNotFoundError:
+        return None  # the step was never committed
+    for group in record.groups:
+        if group["manifest"] == name and join_url(parent.url, group["directory"]) == storage.url:
+            # No link leads from the step's directory to the group's.
+            here = parent.reading_from(parent.url).at(storage.url)
+            checked = read_manifest(here, name, group["crc64"])
+            manifests = ((storage.url, checked),)
+            _refuse_mixed(record, file_url(parent.url, record_name), manifests)
+            at, seen = record.committed_at, manifest.replaces
+            return Commit(record_name, name, at, order, manifests, replaces=seen)
+    return None
+
+
+# -- the error when nothing is committed -----------------------------------------------------------
+
+
+def _nothing(storage: Storage, choose: str | None, candidates: bool) -> CheckpointNotFoundError:
+    remedy = "pass the directory of a finished save; `smckpt ls` lists what is below a directory"
+    if choose is not None:
+        what = f"the commit {choose}, which another group loads, is not here"
+        remedy = "all groups of a step load from directories of the same step"
+    elif candidates:
+        what = "there are manifests, but the record that would commit their step is missing"
+        remedy = "the save was interrupted: use an older step. If you copied a group's directory "
+        remedy += "elsewhere, copy the record too, to the same relative place"
+    else:
+        what, of_foreign = what_is_here(storage)
+        remedy = of_foreign or remedy
+    return CheckpointNotFoundError(
+        f"no committed checkpoint: {what}", remedy=remedy, path=storage.url
+    )
+
+
+def what_is_here(storage: Storage) -> tuple[str, str]:
+    """What a place without a commit has instead, and the remedy if it holds another format."""
+    names = list(storage.names())
+    known = foreign_format(names, storage.url)
+    return known or (_ours_nearby(storage, names), "")
+
+
+def _ours_nearby(storage: Storage, names: list[str]) -> str:
+    directories = sorted(storage.list_dirs(), key=natural_order)
+    below = [d for d in directories[:_BELOW] if _holds_commit(storage.join(d))]
+    if below:
+        return f"but checkpoints are below, in {', '.join(below[:4])}"
+    above = storage
+    for _ in range(_LEVELS):
+        try:
+            above = storage.at(parent_url(above.url))
+        except UsageError:
+            break  # a whole bucket
+        if _holds_commit(above):
+            return f"but a checkpoint is above, in {above.url}"
+    if steps := [name for name in directories if _OF_OTHERS.fullmatch(name)]:
+        return f"but steps of Megatron-LM or DeepSpeed are below, in {', '.join(steps[-4:])}"
+    ours = [name for name in names if parse_name(name) is not None]
+    if ours:
+        return f"the directory holds only {len(ours)} files of unfinished saves"
+    if names or directories:
+        return f"the directory holds {len(names)} other files and {len(directories)} directories"
+    return "the directory is empty or missing"
+
+
+def _holds_commit(storage: Storage) -> bool:
+    try:
+        return _first(storage, commits_at(storage), None) is not None
+    except CheckpointError:
+        return False

@@ -1,0 +1,374 @@
+"""What a coordinator does when all parts are written: it publishes. This runs in the worker.
+
+Each function takes the access to stores and plain values, and gives a JSON-able dict. Nothing that
+exists is ever replaced: leases, manifests and records are created exclusively.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from smckpt.checkpoint.commits.choose import read_manifest
+from smckpt.checkpoint.commits.gather import READERS, gather_parts
+from smckpt.checkpoint.commits.leases import (
+    claimed,
+    later_run,
+    mark_lease,
+    probe,
+    raise_fence,
+    release,
+    take_lease,
+    taken_over,
+)
+from smckpt.checkpoint.commits.replaces import checksum_of_dcp, delete_dcp
+from smckpt.checkpoint.commits.sweep import discard_attempt, sweep
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import (
+    Manifest,
+    Record,
+    manifest_name,
+    nested,
+    parse_name,
+    record_name,
+)
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.sealed import (
+    FORMAT_VERSION,
+    MAX_JSON_BYTES,
+    PREFIX_SHARDING_VERSION,
+    open_json,
+    seal_json,
+    sound,
+)
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Access, Storage
+from smckpt.storage.urls import file_url, join_url
+
+# The worker looks up the functions that requests name in this module.
+__all__ = [
+    "probe",
+    "publish_manifest",
+    "publish_record",
+    "sweep",
+    "take_lease",
+]
+
+
+def publish_manifest(
+    access: Access,
+    directory: str,
+    attempt: str,
+    session: str,
+    number: int,
+    fencing_token: int,
+    ranks: Sequence[int],
+    parts: Mapping[str, Mapping[str, str]],
+    record: str | None,
+    prefix_sharding: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read all parts back, check that they belong together, and create the manifest.
+
+    When it returns for a group whose `record` is None, the checkpoint is committed.
+
+    Args:
+        directory: URL of the group's directory.
+        attempt, session, number: those of the save.
+        fencing_token: of the lease of `directory`, or of the record's directory.
+        ranks: the ranks of the group.
+        parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
+        record: the relative path from `directory` to the record that will commit it, or None.
+        prefix_sharding: of the ranks' files, as `PrefixSharding.to_json` gives it.
+
+    Returns:
+        "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
+        "tensors" (how many rows the merged table has).
+
+    Raises:
+        StorageError: a part is missing (the directory is not shared), a later run has a lease of
+            the directory, or another writer has the name.
+        CorruptCheckpointError: a part reads back with other bytes than were written.
+        StateError, UsageError: the parts do not belong together.
+    """
+    storage, over = access.open(directory), PrefixSharding.from_json(prefix_sharding)
+    stores = PrefixStores(storage, over)
+    try:  # also where it was taken before: the directory may have been removed meanwhile
+        mark_lease(storage, fencing_token, session, over, ranks)
+    except StorageError as error:
+        _take_back(stores, fencing_token, attempt, error)
+    # This comes before the parts are read. A run that gives up this attempt fences it before it
+    # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
+    _refuse_fenced(stores, fencing_token, attempt)
+    manifest = gathered_manifest(stores, session, number, fencing_token, ranks, parts, record, over)
+    _refuse_fenced(stores, fencing_token, attempt)
+    return create_manifest(storage, manifest)
+
+
+def commit_alone(
+    storage: Storage, attempt: str, parts: Sequence[Mapping[str, str]]
+) -> tuple[str, int]:
+    """Take a lease, and commit the parts of ranks 0, 1, …, all of which this process wrote: what
+    `PartWriter.finish` gave. Where it fails, the manifest may yet be there: a store may have
+    created it and lost its answer.
+
+    Returns:
+        The manifest's name, and the fencing token.
+
+    Raises:
+        StorageError: the store refused, or a later session has a lease of the directory.
+    """
+    session, _, number = attempt.partition("-")
+    host = socket.gethostname()
+    lease = take_lease(storage.access, storage.url, session, host)
+    token = int(lease["fencing_token"])
+    done = publish_manifest(
+        storage.access, storage.url, attempt, session, int(number), token, range(len(parts)),
+        {str(rank): {**part, "host": host} for rank, part in enumerate(parts)}, None,
+    )  # fmt: skip
+    return str(done["manifest"]), token
+
+
+def gathered_manifest(
+    stores: PrefixStores,
+    session: str,
+    number: int,
+    fencing_token: int,
+    ranks: Sequence[int],
+    parts: Mapping[str, Mapping[str, str]],
+    record: str | None,
+    over: PrefixSharding | None,
+) -> Manifest:
+    """Read all parts back, check that they belong together, and make their manifest of them; the
+    arguments are those of `publish_manifest`. Nothing is written.
+
+    Raises:
+        As `gather_parts`.
+    """
+    attempt = f"{session}-{number:08d}"
+    gathered = gather_parts(stores, attempt, ranks, parts)
+    return Manifest(
+        checkpoint_id=gathered.head["checkpoint_id"],
+        kind=gathered.head["kind"],
+        step=gathered.head["step"],
+        attempt=attempt,
+        session=session,
+        number=number,
+        fencing_token=fencing_token,
+        group_ranks=tuple(sorted(ranks)),
+        committed_at=time.time_ns(),
+        record=record,
+        parts=gathered.parts,
+        layout=gathered.layout,
+        prefix_sharding=over,
+        optimizers=gathered.optimizers,
+        topology=gathered.head["topology"],
+        metadata=gathered.head["metadata"],
+        versions=gathered.head["versions"],
+        replaces=checksum_of_dcp(stores.directory),
+        format=PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
+    )
+
+
+def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
+    """Create the manifest exclusively; what `publish_manifest` returns. Where that is the commit,
+    it deletes the checkpoint of DCP's that was here."""
+    name = manifest_name(manifest.fencing_token, manifest.number, manifest.session)
+    data = _create(storage, name, manifest.to_json())
+    if manifest.record is None:
+        delete_dcp(storage, manifest.replaces)
+    return {
+        "manifest": name,
+        "crc64": hex64(crc64(data)),
+        "bytes": sum(file.size for part in manifest.parts for file in part.files),
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "tensors": len(manifest.layout["rows"]),
+    }
+
+
+def _refuse_fenced(stores: PrefixStores, fencing_token: int, attempt: str) -> None:
+    """If a later run owns the directory, delete what we wrote, because nobody else would find
+    it."""
+    error = later_run(stores.directory, fencing_token, [stores.directory.url], attempt)
+    if error is not None:
+        _take_back(stores, fencing_token, attempt, error)
+
+
+def _take_back(
+    stores: PrefixStores, fencing_token: int, attempt: str, error: StorageError
+) -> NoReturn:
+    """Delete what we wrote, unless it is committed, or a repair has claimed it to commit it: the
+    first of the two that raises the fence decides."""
+    storage = stores.directory
+    try:
+        raised = raise_fence(storage, attempt)
+        tokens = _committed_under(storage, attempt)
+        if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
+            error = taken_over(attempt, storage.url)
+        elif not tokens:
+            discard_attempt(stores, attempt)
+        if raised:
+            release(storage, attempt)
+    except CheckpointError as other:
+        raise error from other
+    raise error
+
+
+def _committed_under(storage: Storage, attempt: str) -> set[int]:
+    """The fencing tokens of the manifests of this attempt that are here."""
+    parsed = (parse_name(info.name) for info in storage.list("manifest-"))
+    return {
+        p.fencing_token
+        for p in parsed
+        if p is not None and f"{p.session}-{p.number:08d}" == attempt
+    }
+
+
+def publish_record(
+    access: Access,
+    directory: str,
+    session: str,
+    number: int,
+    fencing_token: int,
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Create the record that commits the manifests of several groups.
+
+    Args:
+        directory: URL of the directory of the record.
+        session, number, fencing_token: of the step; they make the record's name.
+        groups: {"directory" (relative), "manifest", "crc64", "coordinator"} of each.
+
+    Returns:
+        "record" (name), "bytes" (of all data files of all groups).
+
+    Raises:
+        UsageError: two groups share a directory, or have different kinds or steps.
+        StateError: the groups' manifests belong to different saves.
+        StorageError: a manifest is not here, or a later run has a lease of the directories.
+    """
+    storage = access.open(directory)
+    urls = [join_url(storage.url, group["directory"]) for group in groups]
+    _refuse_nested(urls, storage.url)
+    name = record_name(fencing_token, number, session)
+    with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
+        manifests = list(pool.map(_read_manifest, map(storage.at, urls), groups))
+    _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
+    record = Record(
+        session=session,
+        number=number,
+        fencing_token=fencing_token,
+        kind=manifests[0].kind,
+        step=manifests[0].step,
+        committed_at=time.time_ns(),
+        nbytes=sum(f.size for m in manifests for p in m.parts for f in p.files),
+        groups=tuple(dict(group) for group in groups),
+        replaces=checksum_of_dcp(storage),
+    )
+    error = later_run(storage, fencing_token, urls)
+    if error is not None:
+        raise error
+    _create(storage, name, record.to_json())
+    for url, manifest in zip(urls, manifests, strict=True):
+        delete_dcp(storage.at(url), manifest.replaces)
+    delete_dcp(storage, record.replaces)
+    return {"record": name, "bytes": record.nbytes}
+
+
+def _refuse_nested(urls: Sequence[str], root: str) -> None:
+    if pair := nested(urls):
+        a, b = pair
+        raise UsageError(
+            f"two groups have one directory, {a}" if a == b else f"{b} is within {a}",
+            remedy="give each group a directory of its own, none inside another: put the TP, EP, "
+            "PP and shard coordinates that distinguish them into the path",
+            path=root,
+        )
+
+
+def _read_manifest(storage: Storage, group: Mapping[str, Any]) -> Manifest:
+    try:
+        return read_manifest(storage, group["manifest"], group["crc64"])
+    except CheckpointNotFoundError as error:
+        raise StorageError(
+            f"this host does not see the manifest that rank {group['coordinator']} published: the "
+            "hosts do not share the directory",
+            remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+            path=file_url(storage.url, group["manifest"]),
+        ) from error
+
+
+def _check_step(
+    manifests: Sequence[Manifest], urls: Sequence[str], record: str, fencing_token: int
+) -> None:
+    first = manifests[0]
+    owner: dict[int, str] = {}
+    for manifest, url in zip(manifests, urls, strict=True):
+        for key in ("kind", "step"):
+            ours, theirs = getattr(manifest, key), getattr(first, key)
+            if ours != theirs:
+                raise UsageError(
+                    f"{key} is {ours!r} in {url}, but {theirs!r} in {urls[0]}",
+                    remedy=f"pass the same {key} in all groups of a step",
+                    path=url,
+                )
+        if manifest.number != first.number:
+            raise StateError(
+                f"save {manifest.number} of one group would be committed with save {first.number} "
+                "of another group, and the two may be different steps",
+                remedy="restart the job; all groups must save equally often, so give a save that "
+                "only some groups make a queue= of its own",
+                path=url,
+            )
+        way = manifest.record
+        if manifest.fencing_token != fencing_token or way is None or join_url(url, way) != record:
+            raise StateError(
+                f"the manifest there does not name the record {record}",
+                remedy="this is a fault of smckpt: please report it",
+                path=url,
+            )
+        for rank in manifest.group_ranks:
+            if rank in owner:
+                raise StateError(
+                    f"rank {rank} is in two groups: it wrote to {owner[rank]} and to {url}",
+                    remedy="put each rank into only one group of a step",
+                    path=url,
+                )
+            owner[rank] = url
+
+
+def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
+    """Create the file, once. Returns the content under the name afterwards.
+
+    If the name exists with the same content, our own earlier call succeeded and its answer was
+    lost. That counts as success.
+    """
+    data = seal_json(body)
+    if storage.put_exclusive(name, data):
+        return data
+    path = file_url(storage.url, name)
+
+    def read() -> tuple[bytes, dict[str, Any]]:
+        stands = storage.read(name, most=MAX_JSON_BYTES)
+        return stands, open_json(stands, path)
+
+    stands, there = sound(storage, read)
+    there = {**there, "committed_at": body["committed_at"]}
+    for one in (there, body):
+        one.pop("replaces", None)  # our earlier call may have deleted that
+    if seal_json(there) != seal_json(body):
+        raise StorageError(
+            "another writer has created a file with this name and other content",
+            remedy="two jobs write to one directory: give each its own",
+            path=path,
+        )
+    return stands

@@ -1,0 +1,287 @@
+"""Read the parts of a group back from storage and check that they belong together."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.format import FileRecord, PartRecord
+from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.rows import RowMerger
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StateError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url
+
+__all__ = ["READERS", "Gathered", "gather_parts"]
+
+READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
+_BATCH = 256  # parts in memory at once
+# a rank may pass another value, which is refused
+_SAME = ("checkpoint_id", "kind", "step", "group_ranks")
+_OURS = ("attempt", "session", "number")  # the engine sets these
+_HEAD = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
+_NEEDED = {*_SAME, *_OURS, *_HEAD, "rank", "host", "files", "classes", "layout", "optimizers"}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The parts of a group, combined. head: kind, step, topology, metadata, versions and
+    checkpoint_id of the lowest rank. optimizers: those of all ranks, the lowest rank's first."""
+
+    head: dict[str, Any]
+    optimizers: dict[str, Any]
+    layout: dict[str, Any]
+    parts: tuple[PartRecord, ...]
+
+
+def gather_parts(
+    stores: PrefixStores, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
+) -> Gathered:
+    """Read all parts and check all files that they name.
+
+    Args:
+        ranks: the ranks of the group.
+        parts: rank (as text) → {"part": name, "crc64": hex, "host": name}, as the ranks reported.
+
+    Raises:
+        StorageError: a part or file is missing here, because the hosts do not share the directory.
+        CorruptCheckpointError: a part or file reads back with other bytes than were written.
+        StateError, UsageError: the parts do not belong together.
+    """
+    storage = stores.directory
+    if sorted(map(int, parts)) != sorted(ranks):
+        raise StateError(
+            f"ranks {sorted(map(int, parts))} wrote, but the group is {sorted(ranks)}",
+            remedy="all ranks of process_group must save",
+            path=storage.url,
+        )
+    group = _Group(storage, attempt)
+    with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
+        for batch in _batches(sorted(map(int, parts))):
+            read = pool.map(lambda rank: _read(stores.of(rank), rank, parts[str(rank)]), batch)
+            for rank, found in zip(batch, read, strict=True):
+                group.add(rank, found)
+    if group.unseen:
+        _not_shared(storage, group.unseen, parts)
+    _check_classes(storage.url, group)
+    return group.gathered(parts)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A part that was read: the JSON of each section, and its files if all of them have the
+    recorded sizes."""
+
+    sections: dict[str, bytes]
+    files: tuple[FileRecord, ...]
+
+
+class _Group:
+    """The parts that were read so far. Content that is the same for many ranks is kept and parsed
+    once."""
+
+    def __init__(self, storage: Storage, attempt: str) -> None:
+        self.storage = storage
+        self.attempt = attempt
+        self.unseen: dict[int, str] = {}  # rank → which of its files is missing here
+        self.classes: dict[int, dict[str, str]] = {}
+        self.layouts: dict[int, bytes] = {}
+        self._merger = RowMerger()
+        self._first: dict[str, bytes] = {}
+        self._hosts: dict[int, str] = {}
+        self._files: dict[int, tuple[FileRecord, ...]] = {}
+        self._optimizers: dict[bytes, None] = {}
+        self._parsed: dict[bytes, Any] = {}
+        self._alike: dict[bytes, bytes] = {}
+
+    def add(self, rank: int, found: _Read | str) -> None:
+        if isinstance(found, str):
+            self.unseen[rank] = found
+            return
+        sections = found.sections
+        self._hosts[rank] = self.value(sections["host"])
+        if not self._first:
+            self._first = sections
+        self._check_same(rank, sections)
+        self._files[rank] = found.files
+        self.classes[rank] = self.value(sections["classes"])
+        self._optimizers[sections["optimizers"]] = None
+        layout = self._alike.setdefault(sections["layout"], sections["layout"])
+        self.layouts[rank] = layout
+        if not self._merger.same(rank, layout):
+            self._merger.add(rank, json.loads(layout), layout)
+
+    def value(self, text: bytes) -> Any:
+        if text not in self._parsed:
+            self._parsed[text] = json.loads(text)
+        return self._parsed[text]
+
+    def gathered(self, parts: Mapping[str, Mapping[str, str]]) -> Gathered:
+        optimizers: dict[str, Any] = {}
+        for text in self._optimizers:
+            optimizers = {**json.loads(text), **optimizers}
+        return Gathered(
+            {key: json.loads(self._first[key]) for key in _HEAD},
+            optimizers,
+            self._merger.merged(),
+            tuple(
+                PartRecord(rank, self._hosts[rank], said["part"], said["crc64"], files)
+                for rank, files in self._files.items()
+                for said in (parts[str(rank)],)
+            ),
+        )
+
+    def _check_same(self, rank: int, sections: Mapping[str, bytes]) -> None:
+        first = json.loads(self._first["rank"])
+        where: dict[str, Any] = {"path": self.storage.url, "rank": rank, "host": self._hosts[rank]}
+        for key in (*_OURS, *_SAME):
+            if sections[key] == self._first[key]:
+                continue
+            here, there = sections[key].decode(), self._first[key].decode()
+            if key in _SAME:
+                raise UsageError(
+                    f"{key} is {here[:200]} on rank {rank}, but {there[:200]} on rank {first}",
+                    remedy=f"pass the same {key} on all ranks of process_group",
+                    **where,
+                )
+            self._refuse_attempt(f"{key} is {here} on rank {rank}, {there} on rank {first}", where)
+        if self.value(sections["rank"]) != rank or self.value(sections["attempt"]) != self.attempt:
+            said = f"rank {sections['rank'].decode()}, attempt {sections['attempt'].decode()}"
+            self._refuse_attempt(f"the part of rank {rank} says {said}, not {self.attempt}", where)
+
+    def _refuse_attempt(self, what: str, where: Mapping[str, Any]) -> NoReturn:
+        remedy = "this is a fault of smckpt: please report it"
+        raise StateError(f"the parts belong to different saves: {what}", remedy=remedy, **where)
+
+
+def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
+    """Read the part of a rank, or return the name of the file that is missing here."""
+    name = said["part"]
+    path = file_url(storage.url, name)
+    where: dict[str, Any] = {"path": path, "rank": rank, "host": said["host"]}
+
+    def read() -> bytes:
+        data = storage.read(name, most=MAX_JSON_BYTES)
+        if hex64(crc64(data)) != said["crc64"]:
+            raise CorruptCheckpointError(
+                "the part record reads back with other bytes than were written",
+                remedy="check the file system of that host; the save was not committed",
+                **where,
+            )
+        return data
+
+    try:
+        data = sound(storage, read)
+        sections = open_sections(data, path)
+        sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
+        files = tuple(map(FileRecord.from_json, json.loads(sections["files"])))
+        for file in files:
+            name = file.name
+            _check_size(storage, name, file.size, where)
+            name = file.crc_name
+            _check_size(storage, name, 8 * -(-file.size // BLOCK), where)
+    except CheckpointNotFoundError:
+        return name
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"the part record cannot be decoded: {type(error).__name__} {error}",
+            remedy="this is a fault of smckpt: please report it",
+            **where,
+        ) from error
+    return _Read(sections, files)
+
+
+def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]) -> None:
+    found = storage.size(name)
+    if found != size:
+        raise StorageError(
+            f"{name} has {found} bytes, but {size} were written",
+            remedy="check the file system; the save was not committed",
+            **{**where, "path": file_url(storage.url, name)},
+        )
+
+
+def _not_shared(
+    storage: Storage, unseen: Mapping[int, str], parts: Mapping[str, Mapping[str, str]]
+) -> NoReturn:
+    blind = sorted({parts[str(rank)]["host"] for rank in unseen})
+    seen = sorted({said["host"] for rank, said in parts.items() if int(rank) not in unseen})
+    here = socket.gethostname()
+    name = next(iter(unseen.values()))
+    if blind == [here]:
+        what = f"{name}, which rank {next(iter(unseen))} wrote on this host, is missing"
+        remedy = (
+            "find out whether another job saves to this directory, which took this save for one of "
+            "a dead job, or what else deletes files here; the save was not committed"
+        )
+    else:
+        what = (
+            "the directory is not shared by the hosts of the group: the files of "
+            f"{_few(blind)} (ranks {_few(sorted(unseen))}) are not seen on {here}"
+        )
+        what += f"; those of {_few(seen)} are" if seen else ""
+        remedy = "mount one file system on all hosts, or use an s3:// checkpoint_id"
+    raise StorageError(what, remedy=remedy, path=file_url(storage.url, name))
+
+
+# -- replicas ----------------------------------------------------------------------------------
+
+
+def _check_classes(url: str, group: _Group) -> None:
+    """Ranks that share the writing of tensors must agree on the tensors; otherwise some elements
+    would be written by nobody."""
+    digests: dict[str, dict[int, str]] = {}
+    for rank, classes in group.classes.items():
+        for writers, digest in classes.items():
+            digests.setdefault(writers, {})[rank] = digest
+    for writers, by_rank in digests.items():
+        members = [int(rank) for rank in writers.split(",")]
+        first = by_rank[min(by_rank)]
+        odd = [rank for rank in members if by_rank.get(rank) != first]
+        if not odd:
+            continue
+        like = min(by_rank)
+        differ = _differing(group.layouts.get(like), group.layouts.get(odd[0]))
+        raise StateError(
+            f"ranks {_few(members)} share the writing of their common tensors, but rank {odd[0]} "
+            f"holds other tensors than rank {like}: {differ}",
+            remedy="give all replicas the same state: initialise optimizer state on all of them "
+            "(init_optim_state), and save values that differ between ranks as plain tensors",
+            path=url,
+            rank=odd[0],
+        )
+
+
+def _differing(ours: bytes | None, theirs: bytes | None) -> str:
+    """The first keys in which two tables differ."""
+    if ours is None or theirs is None:
+        return "one of the two wrote nothing"
+    a, b = ({json.dumps(row) for row in _named(text)} for text in (ours, theirs))
+    keys = sorted({".".join(map(str, json.loads(row)[0])) for row in a ^ b})
+    return _few(keys) if keys else "the same names and shapes, placed differently"
+
+
+def _named(text: bytes) -> Iterator[list[Any]]:
+    for row in json.loads(text)["rows"]:
+        yield [row["path"], row["dtype"], row["geometry"]]
+
+
+def _few(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values[:6])) + (f" and {len(values) - 6} more" if values[6:] else "")
+
+
+def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ranks), _BATCH):
+        yield ranks[start : start + _BATCH]

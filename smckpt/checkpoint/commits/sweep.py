@@ -1,0 +1,394 @@
+"""Deletes the files that a newer commit supersedes, and those that dead attempts left.
+
+A sweep deletes only files with smckpt's names, and only those of attempts that are over: attempts
+of sessions with earlier leases, and earlier numbers of the same session. Before it deletes
+anything, it checks the commit that supersedes them. It deletes records first, then manifests, then
+the files that they name, so a half-deleted checkpoint cannot be taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.checkpoint.commits.choose import read_manifest, read_record
+from smckpt.checkpoint.commits.leases import (
+    Lease,
+    claimed,
+    later_run,
+    leases_at,
+    places_at,
+    raise_fence,
+)
+from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.format import (
+    Manifest,
+    ParsedName,
+    Record,
+    fence_name,
+    parse_name,
+    parse_temporary,
+)
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, delete_at
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import Access, FileInfo, Storage
+from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
+
+__all__ = ["discard_attempt", "sweep", "sweep_records"]
+
+# A file that names others is deleted before them. Leases, which tell old from new, come near the
+# end.
+_ORDER = ("record", "manifest", "part", "data", "crc", "probe", "lease", "fence")
+
+
+def sweep(
+    access: Access,
+    directory: str,
+    keep: Sequence[str],
+    fencing_token: int,
+    record_directory: str | None = None,
+    keep_records: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Delete the files that the manifests in `keep` supersede in a group's directory.
+
+    Args:
+        directory: URL of the group's directory.
+        keep: names of manifests to keep, with all that they name. Each must be committed, and its
+            files must be here.
+        fencing_token: of the caller. If a later run has a lease on the directory, nothing is
+            deleted.
+        record_directory, keep_records: only the lead of several groups passes them. The superseded
+            records are deleted first.
+
+    Returns:
+        {"deleted": number of files}.
+
+    Raises:
+        CorruptCheckpointError: a manifest to keep is damaged, uncommitted or lacks a file; nothing
+            was deleted.
+    """
+    if not keep:
+        raise UsageError(
+            "no manifest to keep",
+            remedy="name the newest manifest, which says what is old",
+            path=directory,
+        )
+    storage = access.open(directory)
+    if later_run(storage, fencing_token, [storage.url]) is not None:
+        return {"deleted": 0}
+    here = storage.list()
+    kept = [read_manifest(storage, name) for name in keep]
+    leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
+    others = [info.name for info in here if info.name not in keep]
+    shardings = [*(m.prefix_sharding for m in kept), *_old_shardings(storage, others, leases)]
+    files = _Files(here, places_at(storage, shardings))
+    for name, manifest in zip(keep, kept, strict=True):
+        _refuse_unwhole(storage, name, manifest, files.sizes)
+    deleted = 0
+    if record_directory is not None:
+        deleted += int(
+            sweep_records(access, record_directory, keep_records, fencing_token)["deleted"]
+        )
+    attempts = _Attempts.of(storage, kept, fencing_token, leases)
+    given_up = _give_up(storage, [*files.sizes, *files.begun], attempts)
+
+    def over(name: str) -> ParsedName | None:
+        parsed = parse_name(name) or parse_temporary(name)
+        if parsed is None or name in keep or parsed.kind in ("record", "fence"):
+            return None
+        gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
+        return parsed if gone else None
+
+    doomed = [(parsed.kind, name) for name in files.sizes if (parsed := over(name)) is not None]
+    written = {(p.session, p.number) for _, p in _written(files.sizes)}
+    for name in {*files.sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
+        fence = parse_name(name)
+        if fence is not None and fence.kind == "fence":
+            done = (fence.session, fence.number) not in written - given_up
+            doomed += [("fence", name)] if done else []
+    steps = [name for kind, name in doomed if kind == "manifest"]
+    deleted += _delete_cut_records(storage, steps, kept)
+    files.discard_unfinished([name for name in files.begun if over(name)])
+    deleted += _delete(files.delete, storage.sync, doomed)
+    if files.unseen is not None:
+        raise files.unseen
+    return {"deleted": deleted}
+
+
+def sweep_records(
+    access: Access, directory: str, keep: Sequence[str], fencing_token: int
+) -> dict[str, Any]:
+    """Delete the records that those in `keep` supersede: older records that cover one of the same
+    directories. Records of other jobs in the same parent stay.
+
+    Returns:
+        {"deleted": number of files}.
+
+    Raises:
+        CorruptCheckpointError: a record to keep is damaged; nothing was deleted.
+    """
+    storage = access.open(directory)
+    kept = [read_record(storage, name) for name in keep]
+    scope = frozenset(url for record in kept for url in _urls(storage, record))
+    if not kept or later_run(storage, fencing_token, scope) is not None:
+        return {"deleted": 0}
+    newest = max((record.fencing_token, record.number) for record in kept)
+    doomed = []
+    for info in storage.list("record-"):
+        parsed = parse_name(info.name)
+        if parsed is None or info.name in keep or (parsed.fencing_token, parsed.number) >= newest:
+            continue
+        if _urls(storage, read_record(storage, info.name)) & scope:
+            doomed.append((parsed.kind, info.name))
+    doomed += [
+        ("lease", lease.name)
+        for lease in leases_at(storage)
+        if lease.fencing_token < fencing_token and lease.scope & scope
+    ]
+    return {"deleted": _delete(storage.delete_many, storage.sync, doomed)}
+
+
+def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
+    """Delete the records of steps that lose this group's files, if no lead deletes them, because
+    the ranks were grouped differently then. A load would find such a step, and its files would be
+    missing.
+
+    Args:
+        doomed: names of manifests.
+
+    Returns:
+        How many were deleted.
+    """
+    tokens = {manifest.fencing_token for manifest in kept}
+    led = {parent_url(join_url(storage.url, m.record)) for m in kept if m.record is not None}
+    deleted = 0
+    for name in doomed:
+        parsed = parse_name(name)
+        if parsed is None or parsed.fencing_token in tokens:
+            continue  # same groups as the kept manifests
+        with contextlib.suppress(CheckpointError):  # damaged, or without its record
+            way = read_manifest(storage, name).record
+            at = storage.url if way is None else join_url(storage.url, way)
+            its = parse_name(at.rsplit("/", 1)[-1])
+            if its is None or its.kind != "record" or parent_url(at) in led:
+                continue
+            parent, record = storage.at(parent_url(at)), at.rsplit("/", 1)[-1]
+            named = {(u["directory"], u["manifest"]) for u in read_record(parent, record).groups}
+            if (relative_url(storage.url, parent.url), name) in named:
+                parent.delete(record)
+                parent.sync()
+                deleted += 1
+    return deleted
+
+
+def discard_attempt(stores: PrefixStores, attempt: str) -> int:
+    """Delete the files of an attempt that is not committed and never will be. Returns how many."""
+    deleted = 0
+    for place in stores.all():
+        names = [info.name for info in place.list()]
+        ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
+        deleted += _delete(place.delete_many, place.sync, ours)
+    return deleted
+
+
+class _Files:
+    """The files in the stores of a directory; its own store is the first. sizes: of whole files, by
+    name. begun: names of unfinished files. unseen: why the unfinished files are not known; the
+    sweep logs that, and deletes the others."""
+
+    def __init__(self, here: Sequence[FileInfo], places: Sequence[Storage]) -> None:
+        self._places = places
+        self._at: dict[str, list[Storage]] = {}
+        self.sizes: dict[str, int] = {}
+        self.begun: list[str] = []
+        self.unseen: StorageError | None = None
+        for turn, place in enumerate(places):
+            for info in place.list() if turn else here:
+                self.sizes[info.name] = info.size
+                self._at.setdefault(info.name, []).append(place)
+            try:
+                self.begun += place.list_unfinished()
+            except StorageError as error:
+                self.unseen = error
+
+    def delete(self, names: Sequence[str]) -> None:
+        places = self._places[:1]
+        delete_at((place, [name]) for name in names for place in self._at.get(name, places))
+
+    def discard_unfinished(self, names: Sequence[str]) -> None:
+        for place in self._places:
+            place.discard_unfinished(names)
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """Which attempts in a directory are over, as the session with `fencing_token` sees it.
+
+    kept: (session, number) of kept commits. newest: the highest kept number, by session. older:
+    sessions whose last lease is earlier than ours. without_lease: sessions that had files here when
+    our lease was taken, and never took one. leases: the lease files that ours supersedes.
+    """
+
+    fencing_token: int
+    kept: frozenset[tuple[str, int]]
+    newest: Mapping[str, int]
+    older: frozenset[str]
+    without_lease: frozenset[str]
+    leases: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, storage: Storage, kept: Sequence[Manifest], fencing_token: int, leases: Sequence[Lease]
+    ) -> _Attempts:
+        newest: dict[str, int] = {}
+        for manifest in kept:
+            if manifest.fencing_token == fencing_token:
+                known = newest.get(manifest.session, -1)
+                newest[manifest.session] = max(known, manifest.number)
+        last = _last_tokens(storage, leases)
+        before = frozenset(s for c in leases if c.fencing_token == fencing_token for s in c.before)
+        older = frozenset(s for s, at in last.items() if at < fencing_token) - newest.keys()
+        return cls(
+            fencing_token,
+            frozenset((manifest.session, manifest.number) for manifest in kept),
+            newest,
+            older,
+            before - last.keys() - newest.keys(),
+            frozenset(lease.name for lease in leases if lease.fencing_token < fencing_token),
+        )
+
+    def over(self, name: str, parsed: ParsedName) -> bool:
+        if parsed.kind == "lease":
+            return name in self.leases
+        if (parsed.session, parsed.number) in self.kept:
+            return False
+        if parsed.kind in ("manifest", "record") and parsed.fencing_token > self.fencing_token:
+            return False
+        if parsed.session in self.newest:
+            # A session's probe has done its work once a save of that session is committed.
+            return parsed.kind == "probe" or parsed.number < self.newest[parsed.session]
+        if parsed.kind == "probe" and parsed.session in self.without_lease:
+            return True  # it ended before it took a lease
+        return parsed.session in self.older
+
+
+def _written(names: Iterable[str]) -> list[tuple[str, ParsedName]]:
+    """The names of parts and data, parsed."""
+    parsed = ((name, parse_name(name)) for name in names)
+    return [(n, p) for n, p in parsed if p is not None and p.kind in ("part", "data", "crc")]
+
+
+def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
+    """The latest fencing token of each session here, from its leases and manifests."""
+    last: dict[str, int] = {}
+    for lease in leases:
+        last[lease.session] = max(last.get(lease.session, 0), lease.fencing_token)
+    for info in storage.list("manifest-"):
+        parsed = parse_name(info.name)
+        if parsed is not None:
+            last[parsed.session] = max(last.get(parsed.session, 0), parsed.fencing_token)
+    return last
+
+
+def _give_up(
+    storage: Storage, names: Iterable[str], attempts: _Attempts
+) -> frozenset[tuple[str, int]]:
+    """Attempts of sessions that began before ours and never took a lease. They are most likely
+    dead.
+
+    One of them may still wake up and publish. So this fences each attempt, and then reads the
+    leases again. A session takes its lease before it publishes, and looks for a fence before it
+    checks its files. So one of the two sees the other.
+    """
+    found = {
+        (p.session, p.number) for _, p in _written(names) if p.session in attempts.without_lease
+    }
+    for session, number in tuple(found):
+        attempt = f"{session}-{number:08d}"
+        if not raise_fence(storage, attempt) and claimed(storage, attempt):
+            found.remove((session, number))  # a repair is about to commit it
+    awake = set(_last_tokens(storage, leases_at(storage))) if found else set()
+    for session, number in found:
+        if session in awake:
+            storage.delete(fence_name(f"{session}-{number:08d}"))
+    return frozenset((session, number) for session, number in found if session not in awake)
+
+
+def _old_shardings(
+    storage: Storage, names: Iterable[str], leases: Iterable[Lease]
+) -> Iterator[PrefixSharding | None]:
+    """The prefix shardings of sessions before this one. Their leases record them. For a checkpoint
+    that was copied here, its manifest does."""
+    for lease in leases:
+        yield lease.prefix_sharding
+    for name in names if storage.shards_prefixes else ():
+        parsed = parse_name(name)
+        if parsed is not None and parsed.kind == "manifest":
+            with contextlib.suppress(CheckpointError):  # damaged: it is deleted nevertheless
+                yield read_manifest(storage, name).prefix_sharding
+
+
+def _refuse_unwhole(
+    storage: Storage, name: str, manifest: Manifest, sizes: Mapping[str, int]
+) -> None:
+    """Check that a manifest to keep is committed and that its files are here."""
+    path = file_url(storage.url, name)
+    for part in manifest.parts:
+        if part.name not in sizes:
+            raise _not_kept(f"{part.name} is missing", path)
+        for file in part.files:
+            if sizes.get(file.name) != file.size:
+                raise _not_kept(f"{file.name} has {sizes.get(file.name)} of {file.size}", path)
+    if manifest.record is not None:
+        at = join_url(storage.url, manifest.record)
+        parent = storage.at(parent_url(at))
+        try:
+            record = read_record(parent, at[len(parent.url) :].strip("/"))
+        except CheckpointNotFoundError as error:
+            raise _not_kept("the record that would commit it does not exist", path) from error
+        named = {(join_url(parent.url, g["directory"]), g["crc64"]) for g in record.groups}
+        stands = storage.read(name, most=MAX_JSON_BYTES)
+        if (storage.url, hex64(crc64(stands))) not in named:
+            raise _not_kept(f"the record {at} does not name it", path)
+
+
+def _not_kept(what: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"older checkpoints are not deleted, since the newest is not whole: {what}",
+        remedy="run `smckpt verify` on the directory",
+        path=path,
+    )
+
+
+def _urls(storage: Storage, record: Record) -> frozenset[str]:
+    return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
+
+
+def _delete(
+    delete: Callable[[Sequence[str]], None],
+    sync: Callable[[], None],
+    doomed: Iterable[tuple[str, str]],
+) -> int:
+    """Delete (kind, name) in order of `_ORDER`, all names of a kind together. Records and manifests
+    are durably gone before their files go. Returns how many.
+
+    Args:
+        sync: makes deletions durable.
+    """
+    by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    for kind, name in doomed:
+        by_kind[kind].append(name)
+    for kind, names in by_kind.items():
+        delete(names)
+        if names and kind in ("record", "manifest"):
+            sync()
+    return sum(map(len, by_kind.values()))

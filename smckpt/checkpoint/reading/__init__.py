@@ -1,0 +1,1 @@
+"""What a checkpoint holds, the plan to read it, and the reads: each block checked."""

@@ -1,0 +1,401 @@
+"""Data files are read in blocks of one MiB. Each block is compared with its checksum as it is read.
+
+The wanted parts of a block are read straight to where they belong, the rest into scratch. The
+checksum is taken right after the read, while the bytes are in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, unpacked_sums
+from smckpt.checkpoint.records.format import FileRecord
+from smckpt.checkpoint.records.sealed import sound
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.storage import Access, Storage
+from smckpt.storage.urls import file_url
+
+__all__ = [
+    "SCRATCH_BYTES",
+    "BlockReader",
+    "Destination",
+    "HostMemory",
+    "OtherFile",
+    "Readers",
+    "SavedFile",
+    "Scratch",
+    "Span",
+    "not_missing",
+    "requests",
+]
+
+SCRATCH_BYTES = 16 << 20  # per thread, for bytes that are read but not wanted
+DISK = "use an older checkpoint, and check the disk"
+
+
+@dataclass(frozen=True)
+class OtherFile:
+    """A file of another system, without checksums of ours."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A data file and the rank that wrote it."""
+
+    directory: str
+    record: FileRecord | OtherFile
+    rank: int
+
+    @property
+    def path(self) -> str:
+        return file_url(self.directory, self.record.name)
+
+    @property
+    def summed(self) -> FileRecord:
+        """The record of a file of ours, which names its checksums."""
+        assert isinstance(self.record, FileRecord)
+        return self.record
+
+    def __hash__(self) -> int:
+        return hash((self.directory, self.record.name))
+
+
+class Span(Protocol):
+    """Bytes that a load fills: a memoryview, or a device's memory, which `HostMemory` fills."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Span: ...
+
+
+class Destination(NamedTuple):
+    """Where the bytes from `offset` of a file belong."""
+
+    offset: int
+    buffer: Span
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.buffer)
+
+
+class HostMemory(Protocol):
+    """Host memory for the time of a read, in place of a device's (`smckpt.staging.ring`).
+
+    request_bytes: how many bytes one read should ask for.
+    """
+
+    request_bytes: int
+
+    def lent(
+        self, segments: Sequence[Destination]
+    ) -> AbstractContextManager[Sequence[Destination]]: ...
+
+    def finish(self) -> None: ...
+
+
+@contextmanager
+def not_missing(path: str) -> Iterator[None]:
+    """Turn "not found" into damage: the manifest names the file, so the checkpoint exists."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise CorruptCheckpointError(
+            "a file of the checkpoint is missing",
+            remedy="find out what deletes files there; use an older checkpoint",
+            path=path,
+        ) from error
+
+
+class Scratch(threading.local):
+    """Reusable memory of one thread, by purpose. Fresh pages would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, memoryview] = {}
+
+    def take(self, purpose: str, size: int) -> memoryview:
+        """`size` bytes with undefined content, valid until this thread's next call."""
+        have = self._memory.get(purpose)
+        if have is None or len(have) < size:
+            have = self._memory[purpose] = memoryview(bytearray(size))
+        return have[:size]
+
+
+class _WrongBytesError(CorruptCheckpointError):
+    """A block differs from what was written, or was changed on its way here."""
+
+
+class BlockReader:
+    """Reads one file and checks it block by block. Thread-safe."""
+
+    def __init__(self, storage: Storage, file: SavedFile, verify: bool, scratch: Scratch) -> None:
+        self.storage = storage
+        self.file = file
+        self.size = file.record.size
+        self.scratch = scratch
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._sums: tuple[bytes, Sequence[int]] | None = None
+
+    def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
+        """Read bytes [low, high) into disjoint, ordered segments. The range is aligned to blocks,
+        except at the file's end. Bytes between the segments go to scratch.
+
+        Raises:
+            CorruptCheckpointError: a block differs; names file and offset.
+        """
+        if not self._verify:
+            if not segments:
+                return
+            low, high = segments[0].offset, segments[-1].end
+        for tries_left in reversed(range(1 + self.storage.rereads)):
+            try:
+                self._fill_once(low, high, segments)
+                return
+            except _WrongBytesError as error:
+                if not tries_left:
+                    raise CorruptCheckpointError(
+                        error.message, remedy=error.remedy, path=error.path
+                    ) from None
+
+    def _fill_once(self, low: int, high: int, segments: Sequence[Destination]) -> None:
+        sums = _BlockSums(low, self._compare) if self._verify else None
+        pieces = self._pieces(low, high, segments)
+        with not_missing(self.file.path):
+            self.storage.read_into(self.file.record.name, low, pieces, sums.add if sums else None)
+        if sums is not None:
+            sums.end()
+
+    def sums(self, low: int, target: memoryview) -> list[tuple[int, int]]:
+        """Fill `target` with the bytes from `low`, a block's first; (number, checksum) of each of
+        the blocks as it is now. Nothing is compared."""
+        found: list[tuple[int, int]] = []
+        sums = _BlockSums(low, lambda block, value: found.append((block, value)))
+        name = self.file.record.name
+        with not_missing(self.file.path):
+            if len(target) == self.size <= self.storage.request_bytes:  # in one request
+                self.storage.fetch(name, target)
+                sums.add(target)
+            else:
+                self.storage.read_into(name, low, [target], sums.add)
+        sums.end()
+        return found
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes [start, stop). All their blocks are checked."""
+        data = bytearray(stop - start)
+        self.read_range(start, memoryview(data))
+        return data
+
+    def read_range(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset`. All their blocks are checked."""
+        for request in requests(self, [Destination(offset, target)]):
+            request()
+
+    def stored_sum(self, block: int) -> int:
+        """The checksum that was recorded for a block.
+
+        Raises:
+            CorruptCheckpointError: the file of checksums is damaged or missing.
+        """
+        return self._stored()[1][block]
+
+    def stored_sums(self) -> bytes:
+        """The file of checksums, compared with the manifest's checksum of the whole data file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged or missing.
+        """
+        return self._stored()[0]
+
+    def _stored(self) -> tuple[bytes, Sequence[int]]:
+        known = self._sums  # no lock once it is known: each block asks for it
+        if known is None:
+            with self._lock:
+                known = self._sums = self._sums or self._load_sums()
+        return known
+
+    def _pieces(self, low: int, high: int, segments: Sequence[Destination]) -> list[memoryview]:
+        wanted = sum(len(segment.buffer) for segment in segments)
+        spare = self.scratch.take("gaps", high - low - wanted)
+        pieces: list[memoryview] = []
+        at, used = low, 0
+        for segment in segments:
+            if segment.offset > at:
+                gap = segment.offset - at
+                pieces.append(spare[used : used + gap])
+                used += gap
+            assert isinstance(segment.buffer, memoryview)  # a ring has put it there
+            pieces.append(segment.buffer)
+            at = segment.end
+        if at < high:
+            pieces.append(spare[used:])
+        return pieces
+
+    def _compare(self, block: int, value: int) -> None:
+        if value == self.stored_sum(block):
+            return
+        raise self.wrong(block)
+
+    def wrong(self, block: int) -> CorruptCheckpointError:
+        """What is raised of a block that differs."""
+        return _WrongBytesError(
+            f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
+            f"{self.file.record.name} differ from what was written (checksum differs)",
+            remedy=DISK,
+            path=self.file.path,
+        )
+
+    def _load_sums(self) -> tuple[bytes, Sequence[int]]:
+        """The bytes of the checksum file, and the checksum of each block. The file is compared with
+        the data file's checksum in the manifest."""
+        name = self.file.summed.crc_name
+        path = file_url(self.file.directory, name)
+        blocks = -(-self.size // BLOCK)
+
+        def read() -> tuple[bytes, Sequence[int]]:
+            data = self.storage.read(name, most=8 * blocks)
+            sums = unpacked_sums(data)
+            right = self.file.summed.crc64
+            if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != right:
+                raise CorruptCheckpointError(
+                    f"the checksums in {name} do not belong to {self.file.record.name}",
+                    remedy=DISK,
+                    path=path,
+                )
+            return data, sums
+
+        with not_missing(path):
+            return sound(self.storage, read)
+
+
+class Readers:
+    """One reader for each file, one storage for each directory. Thread-safe."""
+
+    def __init__(self, access: Access, verify: bool = True) -> None:
+        self.access = access
+        self.verify = verify
+        self.scratch = Scratch()
+        self._lock = threading.Lock()
+        self._storages: dict[str, Storage] = {}
+        self._readers: dict[SavedFile, BlockReader] = {}
+
+    def storage(self, directory: str) -> Storage:
+        with self._lock:
+            return self._storage(directory)
+
+    def of(self, file: SavedFile) -> BlockReader:
+        with self._lock:
+            if file not in self._readers:
+                storage = self._storage(file.directory)
+                self._readers[file] = BlockReader(storage, file, self.verify, self.scratch)
+            return self._readers[file]
+
+    @property
+    def retries(self) -> int | None:
+        """How many requests were sent again; None if the stores do not count them."""
+        with self._lock:
+            counts = [storage.retries for storage in self._storages.values()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def close(self) -> None:
+        with self._lock:
+            for storage in self._storages.values():
+                storage.close()
+
+    def _storage(self, directory: str) -> Storage:
+        if directory not in self._storages:
+            self._storages[directory] = self.access.open(directory)
+        return self._storages[directory]
+
+
+def requests(
+    reader: BlockReader,
+    segments: Sequence[Destination],
+    most: int | None = None,
+    least: int = 0,
+    ring: HostMemory | None = None,
+) -> Iterable[Callable[[], None]]:
+    """Requests of whole blocks that together fill the disjoint, ordered segments. Each request has
+    at most `most` bytes, and at most what the storage takes well at once (or `least`, if that is
+    more). Segments on a device need a ring."""
+    limit = max(min(most or reader.storage.request_bytes, reader.storage.request_bytes), least)
+    pending = [s for s in segments if len(s.buffer)]
+    at = 0
+    while at < len(pending):
+        low = pending[at].offset // BLOCK * BLOCK
+        high = min(low + limit, reader.size)
+        inside: list[Destination] = []
+        unwanted = 0
+        while at < len(pending) and pending[at].offset < high:
+            segment = pending[at]
+            if inside:
+                # Blocks that nobody wants, between two distant segments, are left out.
+                if segment.offset // BLOCK > -(-inside[-1].end // BLOCK):
+                    break
+                unwanted += segment.offset - inside[-1].end
+                if unwanted > SCRATCH_BYTES:
+                    break
+            if segment.end <= high:
+                inside.append(segment)
+                at += 1
+                continue
+            cut = high - segment.offset
+            inside.append(Destination(segment.offset, segment.buffer[:cut]))
+            pending[at] = Destination(high, segment.buffer[cut:])
+            break
+        end = min(-(-inside[-1].end // BLOCK) * BLOCK, reader.size)
+        yield _request(reader, low, end, inside, ring)
+
+
+def _request(
+    reader: BlockReader, low: int, high: int, segments: list[Destination], ring: HostMemory | None
+) -> Callable[[], None]:
+    if ring is None:
+        return lambda: reader.fill(low, high, segments)
+
+    def run() -> None:
+        with ring.lent(segments) as hosts:
+            reader.fill(low, high, hosts)
+
+    return run
+
+
+class _BlockSums:
+    """Computes the checksums of blocks from consecutive stretches that begin at byte `low`. As soon
+    as a block is complete, `done` gets its number and checksum."""
+
+    def __init__(self, low: int, done: Callable[[int, int], None]) -> None:
+        self._block = low // BLOCK
+        self._done = done
+        self._have = 0
+        self._value = 0
+
+    def add(self, stretch: memoryview) -> None:
+        at, size = 0, len(stretch)
+        if self._have + size <= BLOCK:  # the usual case needs no slicing
+            self._value = crc64(stretch, self._value)
+            self._have += size
+            if self._have == BLOCK:
+                self.end()
+            return
+        while at < size:
+            take = min(BLOCK - self._have, size - at)
+            self._value = crc64(stretch[at : at + take], self._value)
+            at, self._have = at + take, self._have + take
+            if self._have == BLOCK:
+                self.end()
+
+    def end(self) -> None:
+        """Finish the last block, which is shorter than the others."""
+        if self._have:
+            self._done(self._block, self._value)
+            self._block, self._have, self._value = self._block + 1, 0, 0

@@ -1,0 +1,324 @@
+"""A committed checkpoint of ours: opened, and what it holds."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from smckpt.checkpoint.commits.choose import READERS, Commit, choose_commit, read_part
+from smckpt.checkpoint.commits.replaces import refuse_newer_dcp
+from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
+from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.sources import SavedPieces
+from smckpt.checkpoint.records.format import Manifest, PartRecord
+from smckpt.checkpoint.records.headers import Header, read_header
+from smckpt.checkpoint.records.prefixes import found_prefix_sharding
+from smckpt.checkpoint.records.rows import decode_containers, decode_rows
+from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url, join_url, parent_url
+
+__all__ = ["CommittedCatalogue", "CommittedGroup", "catalogue_of", "open_catalogue"]
+
+
+@dataclass(frozen=True)
+class CommittedGroup:
+    """One group's manifest and its directory. directories: rank r's files are in number r modulo
+    their count."""
+
+    directory: str
+    manifest: Manifest
+    rows: tuple[Entry, ...]
+    directories: tuple[str, ...]
+
+
+class Found:
+    """What a catalogue has read and found out so far."""
+
+    def __init__(self, readers: Readers) -> None:
+        self.lock = threading.Lock()
+        self.readers = readers
+        self.files: dict[int, list[SavedFile]] = {}
+        self.headers: dict[SavedFile, Header] = {}
+        self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
+
+
+@dataclass(frozen=True)
+class CommittedCatalogue(Catalogue):
+    """A committed checkpoint of ours; made by `open_catalogue`.
+
+    Headers are read when they are needed, and compared with the checksums of their blocks.
+    """
+
+    url: str
+    commit: Commit
+    members: tuple[CommittedGroup, ...]
+    _found: Found = field(compare=False, repr=False)
+
+    @property
+    def identity(self) -> str:
+        """The name of the file that commits it."""
+        return self.commit.identity
+
+    @property
+    def name(self) -> str:
+        return self.commit.name
+
+    @property
+    def above(self) -> str:
+        record = self._first.record
+        if record is None or self.commit.through_record:
+            return self.url
+        return parent_url(join_url(self.members[0].directory, record))
+
+    @property
+    def ours(self) -> bool:
+        return True
+
+    @property
+    def single_group(self) -> bool:
+        return len(self.members) == 1
+
+    @property
+    def whole(self) -> bool:
+        return self.members[0].manifest.record is None or self.commit.through_record
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        return tuple(m.manifest for m in self.members)
+
+    @property
+    def _first(self) -> Manifest:
+        return self.members[0].manifest
+
+    @property
+    def kind(self) -> str | None:
+        return self._first.kind
+
+    @property
+    def step(self) -> int | None:
+        return self._first.step
+
+    @property
+    def fencing_token(self) -> int:
+        return self._first.fencing_token
+
+    @property
+    def number(self) -> int:
+        return self._first.number
+
+    @property
+    def committed_at(self) -> int:
+        return self.commit.committed_at
+
+    @property
+    def topology(self) -> dict[str, Any] | None:
+        return self._first.topology
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._first.metadata
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        return self._first.optimizers
+
+    @cached_property
+    def containers(self) -> dict[Path, str] | None:
+        said = [decode_containers(m.layout, self.url) for m in self.manifests]
+        if None in said:
+            return None
+        return {path: kind for kinds in reversed(said) for path, kind in (kinds or {}).items()}
+
+    @cached_property
+    def rows(self) -> tuple[Entry, ...]:
+        return tuple(row for member in self.members for row in member.rows)
+
+    @cached_property
+    def pieces(self) -> SavedPieces:
+        return SavedPieces(self.rows, (manifest.group_ranks for manifest in self.manifests))
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(f.size for m in self.manifests for part in m.parts for f in part.files)
+
+    @cached_property
+    def parts(self) -> dict[int, tuple[str, PartRecord]]:
+        """Rank → the directory of its files, and its part."""
+        return {
+            part.rank: (member.directories[part.rank % len(member.directories)], part)
+            for member in self.members
+            for part in member.manifest.parts
+        }
+
+    @property
+    def object_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.parts))
+
+    @property
+    def files(self) -> list[SavedFile]:
+        return [file for rank in self.object_ranks for file in self._files_of(rank)]
+
+    @property
+    def readers(self) -> Readers:
+        return self._found.readers
+
+    def storage(self, directory: str) -> Storage:
+        return self._found.readers.storage(directory)
+
+    def reader(self, file: SavedFile) -> BlockReader:
+        """The checking reader of a data file."""
+        return self._found.readers.of(file)
+
+    def read_headers(self, ranks: Iterable[int]) -> None:
+        files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
+        files = [file for file in files if file not in self._found.headers]
+        if len(files) > 1:
+            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
+                list(pool.map(self.header, files))
+
+    def header(self, file: SavedFile) -> Header:
+        """The header of a data file.
+
+        Raises:
+            CorruptCheckpointError: the header is damaged, or the file is missing or has another
+                size.
+        """
+        header = self._found.headers.get(file)
+        if header is None:
+            reader = self.reader(file)
+            with not_missing(file.path):
+                size = reader.storage.size(file.record.name)
+            if size != reader.size:
+                raise CorruptCheckpointError(
+                    f"the file has {size} bytes, but {reader.size} were written",
+                    remedy="the file was cut or replaced after it was written: use an older "
+                    "checkpoint",
+                    path=file.path,
+                )
+            header = read_header(reader.read, size, file.path)
+            self._found.headers[file] = header
+        return header
+
+    def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
+        shape = row.geometry.local_shape(holders[0])
+        dtype = DTYPES[row.dtype]
+        numel, itemsize = math.prod(shape), dtype.itemsize
+        found = []
+        for file, stored in self._stored(tuple(holders)).get(row.key, ()):
+            count = stored.shape[0] if stored.part else numel
+            if (
+                stored.code != (dtype.code or "U8")
+                or stored.nbytes != count * itemsize
+                or stored.stop > numel * itemsize
+            ):
+                raise CorruptCheckpointError(
+                    f"the header says that {row.key!r} is {stored.code} {list(stored.shape)} from "
+                    f"byte {stored.start}, but the manifest says that it is {row.dtype} "
+                    f"{list(shape)}",
+                    remedy="use an older checkpoint",
+                    path=file.path,
+                )
+            found.append((file, stored))
+        if len(found) > 1:
+            found.sort(key=lambda stored: stored[1][:2])
+        at = 0
+        for _, slot in found:
+            if slot.start > at:
+                break
+            at = max(at, slot.stop)
+        if at < numel * itemsize or not found:
+            raise CorruptCheckpointError(
+                f"{row.key!r}: elements {at // itemsize} to {numel} of the array of ranks "
+                f"{list(holders)} are missing from their files",
+                remedy="use an older checkpoint",
+                path=self.url,
+            )
+        return found
+
+    def _files_of(self, rank: int) -> list[SavedFile]:
+        if rank not in self._found.files:
+            directory, part = self.parts[rank]
+            self._found.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
+        return self._found.files[rank]
+
+    def _stored(self, holders: tuple[int, ...]) -> dict[str, list[Stored]]:
+        """The arrays that the files of these ranks hold, by key."""
+        if holders not in self._found.slots:
+            self.read_headers(holders)
+            found: dict[str, list[Stored]] = {}
+            for rank in holders:
+                for file in self._files_of(rank):
+                    for key, slot in self.header(file).slots.items():
+                        found.setdefault(key, []).append((file, slot))
+            self._found.slots[holders] = found
+        return self._found.slots[holders]
+
+    def part_url(self, rank: int) -> str:
+        directory, part = self.parts[rank]
+        return file_url(directory, part.name)
+
+    def part(self, rank: int) -> dict[str, Any]:
+        """The part record, checked against the manifest."""
+        directory, part = self.parts[rank]
+        manifest = next(m for m in self.manifests if rank in m.group_ranks)
+        with not_missing(file_url(directory, part.name)):
+            return read_part(self.storage(directory), part, manifest)
+
+
+def open_catalogue(
+    storage: Storage, *, choose: str | None = None, name: str | None = None
+) -> CommittedCatalogue:
+    """Open the newest committed checkpoint in a directory, which is a group's or has a record.
+
+    Args:
+        choose: open this commit (`Catalogue.identity`), which another group chose.
+        name: the name by which a peer found the commit here (`Commit.name`). Then nothing is
+            listed.
+
+    Raises:
+        CheckpointNotFoundError: nothing committed is here. The message says what is here instead.
+        CorruptCheckpointError, FormatVersionError: the newest commit cannot be read.
+        UsageError: torch's own DCP has saved here since.
+    """
+    commit = choose_commit(storage, choose, name)
+    if name is None:  # else the peer has looked
+        refuse_newer_dcp(storage, commit.replaces)
+    return catalogue_of(storage, commit)
+
+
+def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
+    """The catalogue of a commit in a directory, which was read or is about to be made."""
+    storage = storage.reading_from(*_tops(commit))
+    members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
+    # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
+    # requests.
+    share = storage.access.share.times(min(len(member.directories) for member in members))
+    return CommittedCatalogue(
+        storage.url, commit, members, Found(Readers(storage.access.holding(share)))
+    )
+
+
+def _tops(commit: Commit) -> Iterator[str]:
+    """The directories below which all files of a commit are."""
+    for where, manifest in commit.manifests:
+        record, sharding = manifest.record, manifest.prefix_sharding
+        yield where if record is None else parent_url(join_url(where, record))
+        if sharding is not None:
+            yield sharding.root(where)
+
+
+def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:
+    directory = storage.url
+    rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
+    prefix_sharding = manifest.prefix_sharding
+    if prefix_sharding is not None:
+        prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
+    directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
+    return CommittedGroup(directory, manifest, rows, tuple(directories))

@@ -1,0 +1,340 @@
+"""Read plans: which bytes of which files go where in this rank's arrays. To plan, only headers are
+read.
+
+`plan_logical` plans by logical name, from any mesh that the state was saved on. `plan_local`
+(module `plan_local`) plans by key, if the shard degree is the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.coordinates import ANYWHERE, ParallelCoordinates
+from smckpt.checkpoint.reading.mismatch import (
+    ambiguous,
+    other_tensor,
+    refuse_names,
+    uncovered,
+)
+from smckpt.checkpoint.reading.plan_local import plan_local
+from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
+from smckpt.checkpoint.reading.sources import SavedPiece
+from smckpt.errors import CorruptCheckpointError, TopologyError
+from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, covered
+
+__all__ = ["Planner", "ReadPlan", "followed_rank", "plan_local", "plan_logical", "whole_tensors"]
+
+
+def plan_logical(
+    catalogue: Catalogue,
+    entries: Sequence[Entry],
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    strict: bool = True,
+    coordinates: ParallelCoordinates = ANYWHERE,
+) -> ReadPlan:
+    """Plan to fill entries by logical name, from any mesh that they were saved on.
+
+    A per-rank tensor is taken from one saved rank (`followed_rank`).
+
+    Args:
+        entries: this rank's arrays, the targets.
+        rank: this global rank.
+        group_ranks: the ranks that load together.
+        strict: refuse names that are in only one of checkpoint and target. If False, the plan
+            lists them.
+        coordinates: which saved ranks to take a tensor from, if ranks saved their own under
+            one name.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError: names, or global shapes and dtypes, differ.
+        TopologyError: several saved tensors have one name, and nothing says which one is meant.
+        CorruptCheckpointError: an element would not be written, or a header is damaged.
+    """
+    here = {e.logical_name(f) for e in entries for f in e.geometry.fqns}
+    plan = ReadPlan(
+        missing=tuple(sorted(here - catalogue.logical.keys())),
+        unexpected=tuple(sorted(catalogue.logical.keys() - here)),
+    )
+    if strict:
+        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+    planner = Planner(catalogue, rank=rank, group_ranks=group_ranks, coordinates=coordinates)
+    plan.copies = planner.copies(entries)
+    return plan
+
+
+class Planner:
+    """Plans entries by logical name, as `plan_logical` does, and remembers what it finds out. So
+    many small plans cost no more than a large one."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        rank: int,
+        group_ranks: Sequence[int],
+        coordinates: ParallelCoordinates = ANYWHERE,
+    ) -> None:
+        self._catalogue = catalogue
+        self._finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
+        self._known: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
+
+    def copies(self, entries: Sequence[Entry]) -> list[StoredCopy]:
+        """The copies that fill those entries whose names the checkpoint has.
+
+        Raises:
+            As `plan_logical`, for any other fault than a missing name.
+        """
+        found = [
+            (source, copy, number, entry.itemsize)
+            for number, entry in enumerate(entries)
+            for source, copy in self._finder.copies(entry)
+        ]
+        self._catalogue.read_headers({r for source, *_ in found for r in source.holders})
+        out = []
+        for source, copy, number, itemsize in found:
+            array = id(source.row), source.holders
+            if array not in self._known:
+                self._known[array] = self._catalogue.slots(source.row, source.holders)
+            out.append(StoredCopy(self._known[array], copy, number, itemsize))
+        return out
+
+    def form(self, name: str) -> tuple[str, Shape]:
+        """The dtype and the shape of the tensor that this rank would follow under a name.
+
+        Raises:
+            TopologyError: it is not known whose tensor that is.
+        """
+        row, fqn = self._finder.rows(name)[0]
+        return row.dtype, row.geometry.shape_of(fqn)
+
+    def check(self, entry: Entry) -> None:
+        """Plan an entry by metadata alone, without headers and values.
+
+        Raises:
+            As `copies`. Boxes without a mesh that overlap count as ambiguous.
+        """
+        self._finder.metadata_only = True
+        self._finder.copies(entry)
+
+
+def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
+    """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
+    was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank, modulo their
+    number.
+    """
+    ordered = sorted(saved)
+    return rank if rank in ordered else ordered[sorted(group_ranks).index(rank) % len(ordered)]
+
+
+def whole_tensors(
+    catalogue: Catalogue,
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    coordinates: ParallelCoordinates = ANYWHERE,
+) -> Iterator[tuple[Path, str, Shape]]:
+    """All tensors that a rank can load whole: for each the path by which `plan_logical` finds it,
+    its dtype and its shape."""
+    finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
+    for name in catalogue.logical:
+        row, fqn = finder.rows(name)[0]
+        # Where name and path agree, the row's own path is used: a fqn is text, but a key may be a
+        # number.
+        yield (
+            row.path if row.key == name else row.logical_path(fqn),
+            row.dtype,
+            row.geometry.shape_of(fqn),
+        )
+
+
+class _Finder:
+    """Finds which elements of the saved arrays go into this rank's arrays."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        rank: int,
+        group_ranks: Sequence[int],
+        coordinates: ParallelCoordinates,
+    ) -> None:
+        self.metadata_only = False
+        self._coordinates = coordinates
+        self._catalogue = catalogue
+        self._rank = rank
+        self._group_ranks = group_ranks
+        self._pieces = catalogue.pieces
+        self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
+        self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
+
+    def copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
+        """The copies that fill those tensors of the entry whose names the checkpoint has."""
+        known = self._catalogue.logical
+        pieces = entry.geometry.pieces(self._rank)
+        here = {piece.name for piece in pieces}
+        for fqn in entry.geometry.fqns:
+            if fqn not in here and entry.logical_name(fqn) in known:
+                self._candidates(entry, fqn)  # this checks shape and dtype
+        pieces = [p for p in pieces if entry.logical_name(p.name) in known]
+        if entry.geometry.per_rank:
+            pieces = pieces[:1]  # one value serves any number of names
+        out = []
+        for piece in pieces:
+            if not piece.box.numel:
+                self._candidates(entry, piece.name)
+                continue
+            for source, box in self._cover(entry, piece):
+                out.append((source, Copy(source.piece.part(box), piece.part(box))))
+        return out
+
+    def _cover(self, entry: Entry, piece: Piece) -> list[tuple[SavedPiece, Box]]:
+        name = entry.logical_name(piece.name)
+        sources = [
+            source
+            for row, fqn in self._candidates(entry, piece.name)
+            for source in self._pieces.meeting(row, fqn, piece.box)
+            if not row.geometry.per_rank or source.holders == (self._followed(name),)
+        ]
+        self._refuse_ambiguous(entry, piece, sources)
+        # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
+        # meshes take only this rank's own: two meshes may hold the experts of two ranks.
+        sources.sort(
+            key=lambda source: (
+                self._rank not in self._pieces.family(source.row),
+                self._rank not in source.holders,
+            )
+        )
+        boxes = tuple(source.piece.box for source in sources)
+        try:
+            shares = self._shared(piece.box, boxes)
+            left = [] if shares is not None else piece.box.subtract(*boxes)
+        except CorruptCheckpointError as error:  # they overlap in too many ways
+            error.path = self._catalogue.url
+            raise
+        if shares is None:
+            raise uncovered(name, piece, left, self._catalogue, self._rank)
+        return [(sources[number], part) for number, part in shares]
+
+    def _shared(self, box: Box, among: tuple[Box, ...]) -> list[tuple[int, Box]] | None:
+        """The parts of a box, each out of one of several boxes. None if they do not fill it exactly
+        once. The layers of a model are cut in the same way, so each cut is proven once.
+        """
+        key = box, among
+        if key not in self._cuts:
+            found = box.shared(among)
+            exact = covered(box, (part for _, part in found)).exact
+            self._cuts[key] = found if exact else None
+        return self._cuts[key]
+
+    def _candidates(self, entry: Entry, wanted: str) -> list[tuple[Entry, str]]:
+        """The rows that may hold a tensor. All have its shape and dtype."""
+        name, whole = entry.logical_name(wanted), entry.geometry.shape_of(wanted)
+        rows = self.rows(name)
+        fqns = {id(row): fqn for row, fqn in rows}
+        ours = self._pieces.own_family(entry.geometry, [row for row, _ in rows])
+        rows = [(row, fqns[id(row)]) for row in ours]
+        for row, fqn in rows:
+            shape = row.geometry.shape_of(fqn)
+            if row.dtype != entry.dtype or shape != whole:
+                raise other_tensor(name, (row.dtype, shape), (entry.dtype, whole),
+                                   self._catalogue.url, self._rank)  # fmt: skip
+        return rows
+
+    def rows(self, name: str) -> list[tuple[Entry, str]]:
+        """The rows of a name that this rank may follow."""
+        rows = self._pieces.by_name[name]
+        if any(row.geometry.per_rank for row, _ in rows):
+            chosen = self._followed(name)
+            rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
+        for row, _ in rows:
+            self._coordinates.refuse_guess(row, self._rank, self._catalogue.url)
+        return self._alike(rows)
+
+    def _followed(self, name: str) -> int:
+        """The saved rank whose per-rank value of this name is taken."""
+        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
+        saved = {rank for row, _ in rows for rank in row.ranks}
+        filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
+        own = self._coordinates.of_own(saved & filled or saved)
+        return followed_rank(own, self._rank, self._group_ranks)
+
+    def _alike(self, rows: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
+        """Of several rows, those of ranks with this rank's coordinates, if there are any."""
+        alike = self._coordinates.alike
+        if alike is None or len(rows) < 2:
+            return rows
+        mine = [
+            (row, fqn)
+            for row, fqn in rows
+            if (frozenset(row.ranks) if row.geometry.explicit else self._pieces.family(row))
+            <= alike
+        ]
+        return mine or rows
+
+    def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[SavedPiece]) -> None:
+        """
+        Raises:
+            TopologyError: sources overlap, and it is not known whether they are copies.
+        """
+        rows = {id(source.row): source.row for source in sources}
+        first = next(iter(rows.values()), None)
+        if first is None or all(self._one_tensor(first, row) for row in rows.values()):
+            return
+        if any(self._is_own(entry, piece, source) for source in sources):
+            return
+        if not self.metadata_only:
+            self._catalogue.read_headers({r for source in sources for r in source.holders})
+        boxes: dict[Box, SavedPiece] = {}
+        for source in sources:
+            like = boxes.setdefault(source.piece.box, source)
+            if not self._one_tensor(like.row, source.row) and not self._copies(like, source):
+                raise self._ambiguous(entry, piece, like, source)
+        common = {box: box.intersect(piece.box) for box in boxes}
+        if sum(part.numel for part in common.values() if part is not None) == piece.box.numel:
+            return  # they do not overlap, or leave a hole, which the proof finds later
+        for one, other in itertools.combinations(boxes.values(), 2):
+            part = common[one.piece.box]
+            overlap = part is not None and part.intersect(other.piece.box) is not None
+            if overlap and not self._one_tensor(one.row, other.row):
+                raise self._ambiguous(entry, piece, one, other)
+
+    def _ambiguous(
+        self, entry: Entry, piece: Piece, one: SavedPiece, other: SavedPiece
+    ) -> TopologyError:
+        name = entry.logical_name(piece.name)
+        return ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
+
+    def _one_tensor(self, one: Entry, other: Entry) -> bool:
+        """Whether two rows certainly belong to one tensor. Boxes without a mesh do not show it: a
+        group may hold replicas, or the shards of several tensor-parallel ranks. Without coordinates
+        only the values can tell."""
+        boxes = one.geometry.explicit and other.geometry.explicit
+        if boxes and self._coordinates.alike is None:
+            return one is other
+        return self._pieces.one_tensor(one, other)
+
+    def _is_own(self, entry: Entry, piece: Piece, source: SavedPiece) -> bool:
+        """Whether this rank saved this box, and the ranks that load are those that saved."""
+        return (
+            entry.geometry.explicit
+            and self._same_ranks
+            and self._rank in source.holders
+            and source.piece.box == piece.box
+        )
+
+    def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
+        """Whether equal boxes without a mesh have the same values, so that either can be used."""
+        if self.metadata_only or not (one.row.geometry.explicit and other.row.geometry.explicit):
+            return False
+        itemsize = DTYPES[one.row.dtype].itemsize
+        mine, theirs = (
+            (self._catalogue.slots(source.row, source.holders), source.piece.start * itemsize)
+            for source in (one, other)
+        )
+        nbytes = one.piece.box.numel * itemsize
+        return same_bytes(mine, theirs, nbytes, self._catalogue.readers)

@@ -1,0 +1,280 @@
+"""Plan a load by key: each rank takes the arrays of its *source rank*, which held the same shard.
+
+All saved ranks with that shard wrote parts of the array; together they are the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.coordinates import ANYWHERE, ParallelCoordinates
+from smckpt.checkpoint.reading.mismatch import (
+    ambiguous,
+    other_degree,
+    other_tensor,
+    refuse_names,
+    reshard,
+)
+from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy
+from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
+from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.geometry import Geometry
+from smckpt.layout.strided import Copy, Strided
+
+__all__ = ["plan_local"]
+
+
+def plan_local(
+    catalogue: Catalogue,
+    entries: Sequence[Entry],
+    *,
+    rank: int,
+    group_ranks: Sequence[int],
+    strict: bool = True,
+    coordinates: ParallelCoordinates = ANYWHERE,
+    asked: Callable[[Path], bool] = lambda _: True,
+) -> ReadPlan:
+    """Plan to fill entries by key, with the arrays of the saved ranks that held the same shard.
+
+    Per-rank tensors come from the rank itself, if it saved some here. Otherwise replica i takes
+    those of replica i mod n.
+
+    Args:
+        entries: this rank's arrays, the targets.
+        rank: this global rank.
+        group_ranks: the ranks that load together.
+        strict: refuse keys that are in only one of checkpoint and target. If False, the plan lists
+            them.
+        coordinates: which saved ranks to take a tensor from, if ranks saved their own under one
+            key.
+        asked: whether the target asks for the values that were saved at a path. Others are ignored.
+
+    Raises:
+        TopologyError: the sharding differs; the message names both degrees.
+        KeysMismatchError: the keys differ, or a key belongs to another parameter.
+        TensorMismatchError, CorruptCheckpointError: as for `plan_logical`.
+    """
+    sources = coordinates.of_own(_source_ranks(catalogue, entries, rank, group_ranks))
+    source = rank
+    if rank not in sources:
+        source = sources[_replica_index(entries, rank, group_ranks) % len(sources)]
+    here = {entry.key for entry in entries}
+    saved: dict[str, tuple[Entry, int]] = {}  # the row, and the rank whose array is taken
+    for key, rows in catalogue.rows_by_key.items():
+        own = next((row for row in rows if source in row.ranks), None)
+        if own is not None and (key in here or asked(own.path)):
+            saved[key] = own, source
+        elif own is None and key in here and all(row.geometry.per_rank for row in rows):
+            first = min(rows, key=lambda row: min(row.ranks))  # one rank may have saved it for all
+            saved[key] = first, min(first.ranks)
+    plan = ReadPlan(
+        missing=tuple(sorted(here - saved.keys())),
+        unexpected=tuple(sorted(saved.keys() - here)),
+    )
+    if strict:
+        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+    both = [
+        (number, entry, *saved[entry.key])
+        for number, entry in enumerate(entries)
+        if entry.key in saved
+    ]
+    for _, entry, row, whose in both:
+        coordinates.refuse_guess(row, rank, catalogue.url)
+        _refuse_other_parameter(catalogue, entries, entry, [row], rank)
+        _check_shape(catalogue, entry, row, whose, rank)
+    for number, entry, row, whose in both:
+        if entry.numel:
+            holders = catalogue.pieces.holders(row)[row.geometry.coordinate(whose)]
+            whole = Strided((entry.numel,), 0, (1,))
+            slots = catalogue.slots(row, holders)
+            plan.copies.append(StoredCopy(slots, Copy(whole, whole), number, entry.itemsize))
+    return plan
+
+
+def _source_ranks(
+    catalogue: Catalogue, entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]
+) -> list[int]:
+    """The saved ranks that held the same shards as this rank; all saved ranks if nothing is
+    sharded."""
+    candidates = set(catalogue.object_ranks)
+    ruled = False
+    taken: set[int] = set()  # ids of tuples, which the catalogue keeps alive
+    for entry in entries:
+        if entry.geometry.per_rank:
+            continue
+        rows = [r for r in catalogue.rows_by_key.get(entry.key, ()) if not r.geometry.per_rank]
+        if not rows:
+            continue
+        ruled = True
+        same = _same_shard(catalogue, entries, entry, rows, rank)
+        if len(same) == 1:
+            if id(same[0]) in taken:
+                continue
+            taken.add(id(same[0]))
+        candidates.intersection_update(itertools.chain.from_iterable(same))
+    if not candidates:
+        raise TopologyError(
+            "no saved rank held all the shards that this rank holds",
+            remedy=f"load from this rank's own group directory; or {reshard(catalogue)}",
+            path=catalogue.url,
+            rank=rank,
+        )
+    if not ruled and sorted(group_ranks) != list(catalogue.object_ranks):
+        _refuse_unruled(catalogue, entries, rank)
+    return sorted(candidates)
+
+
+def _same_shard(
+    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: list[Entry], rank: int
+) -> list[tuple[int, ...]]:
+    """The saved ranks that held exactly this rank's shard of the entry, by the array that they
+    share.
+
+    Raises:
+        TopologyError: the entry is sharded differently, or no saved rank here held this shard.
+    """
+    live = entry.geometry
+    pieces = catalogue.pieces
+    here = live.coordinate(rank)
+    found = []
+    for row in pieces.own_family(live, rows):
+        if row.geometry.kind != live.kind:
+            continue
+        by_coordinate = pieces.holders(row)
+        if here in by_coordinate and row.geometry.same_as(live):
+            found.append((row, [by_coordinate[here]]))
+            continue
+        places = _places(live, rank)
+        likely = [by_coordinate[here]] if here in by_coordinate else []
+        # The mesh's dimensions may be in another order, so compare the places of the elements.
+        for holders in (likely, by_coordinate.values()):
+            same = [h for h in holders if _places(row.geometry, h[0]) == places]
+            if same:
+                found.append((row, same))
+                break
+    if not found:
+        _refuse_other_parameter(catalogue, entries, entry, rows, rank)
+        raise _no_shard(catalogue, entry, rows, rank)
+    for row, _ in found[1:]:
+        if not pieces.one_tensor(row, found[0][0]):
+            raise ambiguous(entry.key, found[0][0], row, catalogue.url, rank)
+    return [holders for _, same in found for holders in same]
+
+
+def _refuse_other_parameter(
+    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: Sequence[Entry], rank: int
+) -> None:
+    """Refuse the optimizer state of another parameter. Optimizers number their parameters. So with
+    another order, or more parameters, a key belongs to another parameter. If neither side has the
+    other's name, the parameters were renamed, and the key decides.
+
+    Raises:
+        KeysMismatchError: the key belongs to another parameter.
+    """
+    live = entry.geometry.fqns
+    if any(not set(live).isdisjoint(row.fqns) for row in rows):
+        return
+    known = any(entry.logical_name(fqn) in catalogue.logical for fqn in live)
+    theirs = {dotted(row.logical_path(fqn)) for row in rows for fqn in row.fqns}
+    if known or any(e.logical_name(f) in theirs for e in entries for f in e.geometry.fqns):
+        raise KeysMismatchError(
+            f"{entry.key!r} is the state of {list(live)[:4]} here, but of "
+            f"{list(rows[0].fqns)[:4]} in the checkpoint: the optimizer has other parameters than "
+            "the saved one, or in another order",
+            remedy="give the optimizer the same parameters in the same order; or take the target "
+            "under sm_state_dict_type(model, SHARDED), which goes by name",
+            path=catalogue.url,
+            rank=rank,
+        )
+
+
+def _places(geometry: Geometry, rank: int) -> list[object]:
+    """Where each element of the local array belongs, for comparison."""
+    return [geometry.fqns, *((p.name, p.box, p.start, p.strides) for p in geometry.pieces(rank))]
+
+
+def _no_shard(
+    catalogue: Catalogue, entry: Entry, rows: Sequence[Entry], rank: int
+) -> TopologyError | TensorMismatchError:
+    """The error that says why no saved rank has this rank's shard of the entry."""
+    live = entry.geometry
+    for row in rows:
+        saved = row.geometry
+        if saved.kind != live.kind:
+            continue
+        if saved.shard_degree() != live.shard_degree():
+            return other_degree(catalogue, rank, saved.shard_degree(), live.shard_degree())
+        before, now = saved.whole_shape, live.whole_shape
+        if before != now:
+            return other_tensor(entry.key, (row.dtype, before), (entry.dtype, now),
+                                catalogue.url, rank)  # fmt: skip
+        if live.coordinate(rank) not in catalogue.pieces.holders(row):
+            return TopologyError(
+                f"{entry.key}: no saved rank in this directory held this rank's shard (coordinate "
+                f"{list(live.coordinate(rank))} of its mesh)",
+                remedy="load from this rank's own group directory, or from "
+                f"{catalogue.above}, where all groups are found",
+                path=catalogue.url,
+                rank=rank,
+            )
+    return TopologyError(
+        f"{entry.key} is sharded differently: it was saved as {_described(rows[0].geometry)}, the "
+        "target "
+        f"is {_described(live)}",
+        remedy=reshard(catalogue),
+        path=catalogue.url,
+        rank=rank,
+    )
+
+
+def _described(geometry: Geometry) -> str:
+    return f"{geometry.kind} of {list(geometry.fqns)[:4]}, {geometry}"
+
+
+def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -> None:
+    """Refuse arrays without a sharding rule if the ranks that load are not those that saved:
+    nothing says which rank's array is needed."""
+    for entry in entries:
+        for row in catalogue.rows_by_key.get(entry.key, ()):
+            if row.geometry.per_rank or row.geometry.shard_degree() == 1:
+                continue
+            if math.prod(row.geometry.local_shape(row.ranks[0])) != entry.numel:
+                raise other_degree(catalogue, rank, row.geometry.shard_degree(), 1)
+            raise TopologyError(
+                f"{entry.key} was saved in shards, but the target does not say which shard "
+                "it holds, and the ranks that load are not those that saved",
+                remedy="take the target's state inside sm_state_dict_type(model, LOCAL), together "
+                "with the model's",
+                path=catalogue.url,
+                rank=rank,
+            )
+
+
+def _replica_index(entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]) -> int:
+    """The position of this rank among the ranks that hold exactly the same shards."""
+    ruled = [e.geometry for e in entries if not (e.geometry.per_rank or e.geometry.explicit)]
+    if not ruled:
+        return sorted(group_ranks).index(rank)
+    # Geometries of one mesh share one tuple, so each tuple is searched once.
+    replicas = {id(found): found for g in ruled for found in (g.replicas(rank),)}
+    alike = set.intersection(*map(set, replicas.values()))
+    return sorted(alike).index(rank)
+
+
+def _check_shape(catalogue: Catalogue, entry: Entry, row: Entry, source: int, rank: int) -> None:
+    shape = row.geometry.local_shape(source)
+    if row.dtype == entry.dtype and shape == entry.shape:
+        return
+    saved, live = row.geometry, entry.geometry
+    if live.per_rank != saved.per_rank and row.dtype == entry.dtype:
+        if math.prod(shape) == entry.numel:
+            return  # the same bytes; one side sees them flat
+        there = 1 if saved.per_rank else saved.shard_degree()
+        here = 1 if live.per_rank else live.shard_degree()
+        if there != here:
+            raise other_degree(catalogue, rank, there, here)
+    raise other_tensor(entry.key, (row.dtype, shape), (entry.dtype, entry.shape),
+                       catalogue.url, rank)  # fmt: skip

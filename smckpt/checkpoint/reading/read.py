@@ -1,0 +1,408 @@
+"""Read plans, and how they are carried out: straight into the targets, with every block checked.
+
+A plan is a list of copies out of stored arrays. If a copy has long contiguous runs, each run is
+read straight to its place in the target. Otherwise a range of the stored array is read into
+scratch, and the copy takes its elements from there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from smckpt.checkpoint.reading.blocks import (
+    SCRATCH_BYTES,
+    BlockReader,
+    Destination,
+    HostMemory,
+    Readers,
+    SavedFile,
+    Span,
+    requests,
+)
+from smckpt.checkpoint.reading.catalogue import Stored
+from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.strided import Box, Copy, elements
+from smckpt.layout.strided import execute as copy_elements
+
+__all__ = [
+    "ReadPlan",
+    "ReadStats",
+    "Readers",
+    "StoredCopy",
+    "execute",
+    "same_bytes",
+    "scattered",
+    "share_of_processors",
+]
+
+Task = Callable[[], None]
+
+# Bytes of a request, if the storage takes so many. Smaller requests cost more per byte, but even a
+# small read should give each thread two requests.
+_LEAST = 16 << 20
+
+# Threads help while a read waits. If a rank has one processor and the bytes are in the page cache,
+# several threads would only take the processor from each other, in the middle of a stretch that is
+# in its caches. One thread then reads alone, and its requests may be large.
+_ALONE = 64 << 20  # bytes of a request of one thread
+_FEW_WAITS = 2  # a task with more waits than this has waited for data
+
+
+# shorter contiguous runs go through scratch: a read of its own would cost more
+RUN_BYTES = 64 << 10
+
+
+class StoredCopy(NamedTuple):
+    """A copy out of a stored array to target number `target`. Files hold the array in `slots`; an
+    element has `itemsize` bytes."""
+
+    slots: Sequence[Stored]
+    copy: Copy
+    target: int
+    itemsize: int
+
+
+@dataclass
+class ReadPlan:
+    """What one rank reads. Targets are numbered in the order of the entries.
+
+    missing: names that only the target has. unexpected: names that only the checkpoint has. Both
+        are empty in a strict plan.
+    """
+
+    copies: list[StoredCopy] = field(default_factory=list)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """Bytes wanted and seconds taken."""
+
+    nbytes: int
+    seconds: float
+
+
+def execute(
+    plan: ReadPlan,
+    buffers: Sequence[Span],
+    readers: Readers,
+    *,
+    threads: int = 4,
+    preverify: bool = False,
+    progress: Progress | None = None,
+    ring: HostMemory | None = None,
+) -> ReadStats:
+    """Carry out a read plan.
+
+    Args:
+        plan: made by `plan_local` or `plan_logical`.
+        buffers: the writable, contiguous bytes of each target's local array.
+        readers: read the plan's files, and know whether to compare blocks with their checksums.
+            They stay open.
+        threads: how many threads read and check.
+        preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
+        progress: called with (requests done, requests in all), one call at a time.
+        ring: fills the buffers that are a device's memory. No copy may scatter into those.
+
+    Raises:
+        CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
+            then undefined, unless `preverify` found the fault.
+    """
+    began = time.perf_counter()
+    reads = _Reads(plan, buffers)
+    if preverify:
+        checking = readers if readers.verify else Readers(readers.access)
+        _run(list(reads.checks(checking)), threads)
+    reads.fill(readers, threads, progress, ring)
+    return ReadStats(reads.nbytes, time.perf_counter() - began)
+
+
+class _Reads:
+    """A plan as reads: those that go straight to targets, by file, and copies whose source is first
+    read into scratch."""
+
+    def __init__(self, plan: ReadPlan, buffers: Sequence[Span]) -> None:
+        self.direct: dict[SavedFile, list[Destination]] = {}
+        self.gathers: list[StoredCopy] = []
+        self._buffers = buffers
+        for stored in plan.copies:
+            slots, copy, number, itemsize = stored
+            target = buffers[number]
+            if _scatters(stored):
+                self.gathers += _fitting(stored)
+                continue
+            for low, to, count in copy.runs():
+                begin, end = low * itemsize, (low + count) * itemsize
+                for at, file, offset, nbytes in _ranges(slots, begin, end):
+                    place = to * itemsize + at
+                    segment = Destination(offset, target[place : place + nbytes])
+                    self.direct.setdefault(file, []).append(segment)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read from files for targets and for the scratch of gathers."""
+        return sum(nbytes for _, _, nbytes in self._all())
+
+    def _all(self) -> Iterator[tuple[SavedFile, int, int]]:
+        """File, offset and length of each read."""
+        for file, segments in self.direct.items():
+            yield from ((file, s.offset, len(s.buffer)) for s in segments)
+        for stored in self.gathers:
+            yield from ((file, offset, nbytes) for _, file, offset, nbytes in _source(stored))
+
+    def fill(
+        self, readers: Readers, threads: int, progress: Progress | None, ring: HostMemory | None
+    ) -> None:
+        repeated: list[tuple[Any, Any]] = []
+        try:
+            most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
+            crowded = self._crowded(readers)
+            least = _ALONE if crowded else ring.request_bytes if ring else 0
+            tasks: Sequence[Task] = [
+                *(
+                    request
+                    for file, segments in self.direct.items()
+                    for layer in _disjoint(segments, repeated)
+                    for request in requests(readers.of(file), layer, most, least, ring)
+                ),
+                *(
+                    _gather_task(stored, self._buffers[stored.target], readers)
+                    for stored in self.gathers
+                ),
+            ]
+            if progress is not None:
+                meter = Meter(progress, len(tasks))
+                tasks = [_counted(task, meter) for task in tasks]
+            if crowded:
+                tasks = _run_until_one_waits(tasks)
+            _run(tasks, threads)
+            if ring is not None:
+                ring.finish()
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{error.message}; the tensors of the target are now undefined",
+                remedy=error.remedy,
+                path=error.path,
+            ) from error
+        for source, target in repeated:
+            target[:] = source
+
+    def checks(self, readers: Readers) -> Iterator[Task]:
+        """Tasks that compare each wanted block with its checksum and store it nowhere."""
+        needed: dict[SavedFile, set[int]] = {}
+        for file, offset, nbytes in self._all():
+            if nbytes:
+                last = (offset + nbytes - 1) // BLOCK
+                needed.setdefault(file, set()).update(range(offset // BLOCK, last + 1))
+        for file, blocks in needed.items():
+            reader = readers.of(file)
+            most = max(reader.storage.request_bytes // BLOCK, 1)
+            for first, last in _stretches(sorted(blocks), most):
+                yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
+
+    def _crowded(self, readers: Readers) -> bool:
+        """Whether this rank has fewer than two processors and reads from a file system."""
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            return False
+        places = {file.directory for file, _, _ in self._all()}
+        return share_of_processors() < 2 and all(
+            readers.storage(place).is_file_system for place in places
+        )
+
+
+def _counted(task: Task, meter: Meter) -> Task:
+    def run() -> None:
+        task()
+        meter.add(1)
+
+    return run
+
+
+def _fitting(stored: StoredCopy) -> Iterator[StoredCopy]:
+    """Cut a copy into parts whose source fits the scratch, by halving the dimension with the widest
+    reach."""
+    copy = stored.copy
+    sizes, strides = copy.sizes, copy.source.strides
+    if copy.source.extent * stored.itemsize <= SCRATCH_BYTES or max(sizes) == 1:
+        yield stored
+        return
+    dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
+    half = Box((0,) * len(sizes), (*sizes[:dim], sizes[dim] // 2, *sizes[dim + 1 :]))
+    for box in (half, *Box.whole(sizes).subtract(half)):
+        yield from _fitting(stored._replace(copy=copy.part(box)))
+
+
+def _source(stored: StoredCopy) -> Iterator[tuple[int, SavedFile, int, int]]:
+    """Where the range that the copy's source spans is in files."""
+    source, itemsize = stored.copy.source, stored.itemsize
+    return _ranges(stored.slots, source.start * itemsize, (source.start + source.extent) * itemsize)
+
+
+def _ranges(
+    slots: Sequence[Stored], low: int, high: int
+) -> Iterator[tuple[int, SavedFile, int, int]]:
+    """Where bytes [low, high) of a stored array are in files: for each range the bytes before it,
+    the file, the offset in it and the length."""
+    done = low
+    for file, slot in slots:
+        start = slot.start if slot.start > done else done
+        stop = slot.stop if slot.stop < high else high
+        if stop > start:
+            yield start - low, file, slot.offset + start - slot.start, stop - start
+            done = stop
+
+
+def same_bytes(
+    one: tuple[Sequence[Stored], int],
+    other: tuple[Sequence[Stored], int],
+    nbytes: int,
+    readers: Readers,
+) -> bool:
+    """Whether `nbytes` bytes of two stored arrays, each from its own start, are the same.
+
+    If both arrays have the same offset within their blocks, equal checksums prove a block equal.
+    Other blocks are read.
+    """
+    mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
+    for at, file, offset, length in mine:
+        for begin, matching, place, size in theirs:
+            start = max(at, begin)
+            common = min(at + length, begin + size) - start
+            if common > 0 and not _same_range(
+                readers.of(file),
+                offset + start - at,
+                readers.of(matching),
+                place + start - begin,
+                common,
+            ):
+                return False
+    return True
+
+
+def _same_range(
+    mine: BlockReader, start: int, theirs: BlockReader, other_start: int, nbytes: int
+) -> bool:
+    at, stop, shift = start, start + nbytes, other_start - start
+    while at < stop:
+        block = at // BLOCK
+        end = min((block + 1) * BLOCK, stop)
+        known = not shift and mine.stored_sum(block) == theirs.stored_sum(block)
+        if not known and mine.read(at, end) != theirs.read(at + shift, end + shift):
+            return False
+        at = end
+    return True
+
+
+def scattered(plan: ReadPlan) -> frozenset[int]:
+    """The targets that some copy fills in short runs, which go through scratch."""
+    return frozenset(stored.target for stored in plan.copies if _scatters(stored))
+
+
+def _scatters(stored: StoredCopy) -> bool:
+    outer, run = stored.copy.stretch()
+    return run * stored.itemsize < RUN_BYTES and math.prod(stored.copy.sizes[:outer]) > 1
+
+
+def share_of_processors() -> int:
+    """How many of the host's processors this rank may count on."""
+    return _processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
+    """Run tasks in this thread until one of them has waited for data. Returns the tasks that are
+    left."""
+    for done, task in enumerate(tasks, 1):
+        before = _waits()
+        task()
+        if _waits() - before > _FEW_WAITS:
+            return tasks[done:]
+    return ()
+
+
+def _waits() -> int:
+    """How often this thread gave up its processor to wait for data or a lock."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _run(tasks: Sequence[Task], threads: int) -> None:
+    """Run all tasks. The first failure cancels those that have not begun, waits for the others, and
+    is raised."""
+    if threads == 1 or not tasks:
+        for task in tasks:
+            task()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="smckpt-read") as pool:
+        futures: list[Future[None]] = [pool.submit(task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _disjoint(
+    segments: list[Destination], repeated: list[tuple[Any, Any]]
+) -> list[list[Destination]]:
+    """Layers of segments that do not overlap. Bytes that several targets need whole (such as the
+    step of a flat parameter) are read once and copied, within one kind of memory."""
+    first: dict[tuple[int, int, type], Destination] = {}
+    layers: list[list[Destination]] = [[]]
+    for segment in sorted(segments, key=lambda s: (s.offset, s.end)):
+        same = first.setdefault((segment.offset, segment.end, type(segment.buffer)), segment)
+        if same is not segment:
+            repeated.append((same.buffer, segment.buffer))
+            continue
+        for layer in layers:
+            if not layer or layer[-1].end <= segment.offset:
+                layer.append(segment)
+                break
+        else:
+            layers.append([segment])
+    return layers
+
+
+def _stretches(blocks: Sequence[int], most: int) -> Iterable[tuple[int, int]]:
+    """Runs [first, last) of consecutive numbers, at most `most` long."""
+    start = 0
+    for at in range(1, len(blocks) + 1):
+        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1 or at - start >= most:
+            yield blocks[start], blocks[at - 1] + 1
+            start = at
+
+
+def _check(reader: BlockReader, low: int, high: int) -> Task:
+    return lambda: reader.fill(low, high, [])
+
+
+def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:
+    """Read the range that the copy's source spans into scratch, and copy from there to `buffer`."""
+    reads = [(readers.of(file), at, offset, n) for at, file, offset, n in _source(stored)]
+    nbytes = stored.copy.source.extent * stored.itemsize
+    assert isinstance(buffer, memoryview)  # `scattered` has named it
+
+    def run() -> None:
+        scratch = readers.scratch.take("gather", nbytes)
+        for reader, at, offset, length in reads:
+            reader.read_range(offset, scratch[at : at + length])
+        source, target = (elements(data, stored.itemsize) for data in (scratch, buffer))
+        copy_elements(stored.copy.from_start(), source, target)
+
+    return run

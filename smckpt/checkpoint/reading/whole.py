@@ -1,0 +1,76 @@
+"""The tensors of a checkpoint read whole, a box at a time: what conversions read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.plan import Planner, whole_tensors
+from smckpt.checkpoint.reading.read import ReadPlan, execute
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box
+
+__all__ = ["WholeTensor", "WholeTensors"]
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor by its place in the state dict; `shape` is the global one."""
+
+    path: Path
+    dtype: str
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.itemsize
+
+    def chunks(self, nbytes: int) -> Iterator[Box]:
+        """All of it in boxes of at most so many bytes, in row-major order."""
+        return Box.whole(self.shape).chunks(max(1, nbytes // self.itemsize))
+
+
+class WholeTensors:
+    """Reads a checkpoint as rank `rank` of the ranks that saved it would load it without a target.
+    Every block is compared with its checksum."""
+
+    def __init__(self, catalogue: Catalogue, rank: int, threads: int) -> None:
+        """
+        Raises:
+            TopologyError: ranks saved tensors of their own, and it is not known whose is wanted.
+        """
+        ranks = catalogue.object_ranks
+        coordinates = ParallelCoordinates.of(catalogue, None, rank, len(ranks))
+        self._planner = Planner(catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates)
+        self._readers, self._threads, self._rank = catalogue.readers, threads, rank
+        self.tensors = [
+            WholeTensor(*found)
+            for found in whole_tensors(
+                catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates
+            )
+        ]
+
+    def read(self, tensor: WholeTensor, box: Box, target: memoryview) -> None:
+        """Fill `target` with the elements of a box, row-major.
+
+        Raises:
+            CorruptCheckpointError: a block differs, or elements are in no file.
+        """
+        name = str(tensor.path[-1])
+        rule = BoxGeometry(name, tensor.shape, (box,), (self._rank,))
+        entry = Entry(tensor.path, tensor.dtype, rule, tensor.path[:-1], (), (self._rank,))
+        execute(
+            ReadPlan(self._planner.copies([entry])), [target], self._readers, threads=self._threads
+        )

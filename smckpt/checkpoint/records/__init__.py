@@ -1,0 +1,1 @@
+"""The files of a checkpoint, byte for byte: names, headers, checksums, manifests, rows, values."""

@@ -1,0 +1,376 @@
+"""Entries as rows of a table. A geometry is written as a rule, once for all ranks that share it.
+
+A part has the table of one rank. A manifest has the merged tables of all its parts: equal rows are
+written once, for any number of ranks; meshes and flat units are written once and referred to by
+number. A row that only some ranks of the group have lists those ranks. Ranks are written as runs
+[first, count, stride].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
+from operator import itemgetter
+from typing import Any
+
+from smckpt.checkpoint.records.format import SENSELESS
+from smckpt.errors import CorruptCheckpointError
+from smckpt.layout.containers import FACTORIES
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
+from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape
+from smckpt.layout.strided import Box
+
+__all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merge_rows"]
+
+# These limits keep a forged table of a kilobyte from filling the memory or keeping a reader busy
+# for minutes.
+_MOST_RANKS = 1 << 20  # in all runs of meshes, holders and rows together
+_MOST_REPLICAS = 64  # plus this many for each row
+_MOST_CHUNKS = 1 << 12  # per rank, into which placements may cut one tensor
+_ALL_CHUNKS = 1 << 18  # and all tensors together,
+_CHUNKS = 256  # plus this many for each row
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+class _Table:
+    """Distinct values in order of appearance, compared by their JSON."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._index: dict[str, int] = {}
+        self._known: dict[int, tuple[object, int]] = {}  # by id(); it keeps the objects alive
+
+    def add(self, value: Any) -> int:
+        text = json.dumps(value)
+        if text not in self._index:
+            self._index[text] = len(self.values)
+            self.values.append(value)
+        return self._index[text]
+
+    def number(self, of: Mesh | FlatUnit) -> int:
+        """The number of a mesh or unit. Geometries share these objects, so each is encoded once."""
+        if id(of) not in self._known:
+            number = self.add(_mesh(of) if isinstance(of, Mesh) else _unit(of))
+            self._known[id(of)] = (of, number)
+        return self._known[id(of)][1]
+
+
+def encode_rows(
+    entries: Iterable[Entry], containers: Mapping[Path, str] | None = None
+) -> dict[str, Any]:
+    """One rank's table: {"meshes": […], "units": […], "rows": […], "containers": […]}.
+
+    Args:
+        containers: path of a container above tensors → its kind, if it is not a dict; None if kinds
+            are not known.
+    """
+    meshes, units = _Table(), _Table()
+    rows = [
+        {
+            "path": list(entry.path),
+            "dtype": entry.dtype,
+            "before": list(entry.before),
+            "after": list(entry.after),
+            "geometry": _geometry(entry.geometry, meshes, units),
+        }
+        for entry in entries
+    ]
+    table = {"meshes": meshes.values, "units": units.values, "rows": rows}
+    if containers is None:
+        return table
+    return {**table, "containers": [[list(path), kind] for path, kind in containers.items()]}
+
+
+def _geometry(geometry: Geometry, meshes: _Table, units: _Table) -> dict[str, Any]:
+    record = geometry.record()
+    for key, table in (("mesh", meshes), ("unit", units)):
+        if key in record:
+            record[key] = table.number(record[key])
+    if "holders" in record:
+        record["holders"] = _runs(record["holders"])
+    return record
+
+
+def _mesh(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "names": list(mesh.dim_names),
+        "shape": list(mesh.shape),
+        "ranks": _runs(mesh.ranks),
+    }
+
+
+def _unit(unit: FlatUnit) -> dict[str, Any]:
+    return {
+        "segments": [[s.fqn, list(s.shape), s.numel] for s in unit.segments],
+        "shard_numel": unit.shard_numel,
+    }
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """(0, 1, 2, 3, 8, 10, 12) → [[0, 4, 1], [8, 3, 2]]; order is kept."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == 1:
+            runs[-1][1:] = [2, rank - runs[-1][0]]
+        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1, 1])
+    return runs
+
+
+# -- merging -----------------------------------------------------------------------------------
+
+
+class RowMerger:
+    """Merges the tables of several ranks, which are added one by one.
+
+    Most ranks of a mesh have identical tables. A caller that has a table's bytes (or their digest)
+    asks `same` and need not parse the table again. At 16,384 ranks that saves minutes.
+    """
+
+    def __init__(self) -> None:
+        self._meshes, self._units = _Table(), _Table()
+        self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        self._containers: _Table | None = None
+        self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
+        self._count = 0
+
+    def same(self, rank: int, token: object) -> bool:
+        """Whether a table with this token was added; if so, `rank` has it too now."""
+        if token not in self._seen:
+            return False
+        self._count += 1
+        for ranks in self._seen[token]:
+            ranks.append(rank)
+        return True
+
+    def add(self, rank: int, table: Mapping[str, Any], token: object = None) -> None:
+        """Add the table of `rank`."""
+        at_mesh = [self._meshes.add(mesh) for mesh in table["meshes"]]
+        at_unit = [self._units.add(unit) for unit in table["units"]]
+        lists = []
+        for row in table["rows"]:
+            moved = {**row, "geometry": _moved(row["geometry"], at_mesh, at_unit)}
+            lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
+        if "containers" in table:
+            self._containers = self._containers or _Table()
+            for container in table["containers"]:
+                self._containers.add(container)
+        if token is not None:
+            self._seen[token] = lists
+        for ranks in lists:
+            ranks.append(rank)
+        self._count += 1
+
+    def merged(self) -> dict[str, Any]:
+        """The merged table. Rows that some ranks lack get "ranks"."""
+        rows = [
+            row if len(ranks) == self._count else {**row, "ranks": _runs(sorted(ranks))}
+            for row, ranks in self._rows.values()
+        ]
+        out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
+        return out if self._containers is None else {**out, "containers": self._containers.values}
+
+
+def merge_rows(tables: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the tables of several ranks. Rows that some ranks lack get "ranks"."""
+    merger = RowMerger()
+    for rank in sorted(tables):
+        token = json.dumps(tables[rank])
+        if not merger.same(rank, token):
+            merger.add(rank, tables[rank], token)
+    return merger.merged()
+
+
+def _moved(data: dict[str, Any], at_mesh: list[int], at_unit: list[int]) -> dict[str, Any]:
+    out = dict(data)
+    if "mesh" in out:
+        out["mesh"] = at_mesh[out["mesh"]]
+    if "unit" in out:
+        out["unit"] = at_unit[out["unit"]]
+    return out
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") -> list[Entry]:
+    """The rows of a table that belongs to `ranks`. Rows of the same ranks share one tuple.
+
+    Raises:
+        CorruptCheckpointError: the table is malformed.
+    """
+    try:
+        return _Decoder(table, tuple(ranks), path).rows()
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the table of tensors cannot be decoded: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
+
+
+def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, str] | None:
+    """Path → kind, for each container that is not a dict; None if an older writer recorded no
+    kinds.
+
+    Raises:
+        CorruptCheckpointError: the table is malformed.
+    """
+    if "containers" not in table:
+        return None
+    try:
+        return {_path(where): _kind(kind) for where, kind in table["containers"]}
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the kinds of containers cannot be decoded: {type(error).__name__} {error}",
+            remedy="use an older checkpoint",
+            path=path,
+        ) from error
+
+
+def _kind(value: Any) -> str:
+    """The kind of a container. One that is not known here is read as a dict."""
+    kind, _, what = _text(value).removeprefix("keys:").partition(":")
+    if kind == "defaultdict" and what not in FACTORIES:
+        raise ValueError(f"a defaultdict of {what!r}")
+    if kind == "deque" and what and not what.isdecimal():
+        raise ValueError(f"a deque of {what!r}")
+    return str(value)
+
+
+def _path(keys: Iterable[Any]) -> Path:
+    path = tuple(keys) if isinstance(keys, (list, tuple)) else (None,)
+    if not all(type(key) in (str, int) for key in path):
+        raise ValueError(f"{path} is not a path of names and numbers")
+    return path
+
+
+class _Decoder:
+    def __init__(self, table: Mapping[str, Any], ranks: tuple[int, ...], path: str) -> None:
+        self._path = path
+        self._table = table
+        self._ranks = ranks
+        self._members = frozenset(ranks)
+        self._subsets: dict[str, tuple[int, ...]] = {}
+        self._rules: dict[Any, MeshGeometry] = {}  # optimizer state shares its parameter's
+        self._inside: set[tuple[int, int]] = set()
+        self._left = _MOST_RANKS + _MOST_REPLICAS * len(table["rows"])
+        self._chunks = _ALL_CHUNKS + _CHUNKS * len(table["rows"])
+        self._meshes = [
+            Mesh(_texts(m["names"]), _shape(m["shape"]), self._expanded(m["ranks"]))
+            for m in table["meshes"]
+        ]
+        self._units = [
+            FlatUnit(tuple(starmap(_segment, u["segments"])), *_sizes([u["shard_numel"]]))
+            for u in table["units"]
+        ]
+
+    def rows(self) -> list[Entry]:
+        return [self._row(row) for row in self._table["rows"]]
+
+    def _row(self, row: Mapping[str, Any]) -> Entry:
+        ranks = self._subset(row["ranks"]) if "ranks" in row else self._ranks
+        rule = self._rule(row["geometry"], ranks)
+        self._refuse_outside(rule, ranks)
+        if (dtype := _text(row["dtype"])) not in DTYPES:
+            raise CorruptCheckpointError(
+                f"{dotted(row['path'])!r} has the dtype {dtype!r}, which this smckpt does not know",
+                remedy="install a newer smckpt, or use another checkpoint",
+                path=self._path,
+            )
+        return Entry(
+            _path(row["path"]),
+            dtype,
+            rule,
+            _path(row["before"]),
+            _path(row["after"]),
+            ranks,
+        )
+
+    def _refuse_outside(self, rule: Geometry, ranks: tuple[int, ...]) -> None:
+        """Refuse a row of ranks that are not in the row's rule."""
+        known = id(rule.ranks), id(ranks)  # rows share both objects, and keep them alive
+        if known not in self._inside and not rule.per_rank:
+            if not set(rule.ranks).issuperset(ranks):
+                raise ValueError(f"{rule.fqns[:1]} is held by ranks outside its mesh")
+            self._inside.add(known)
+
+    def _rule(self, data: Mapping[str, Any], ranks: tuple[int, ...]) -> Geometry:
+        if "kept" in data:
+            return PerRankGeometry(_texts(data["kept"]), _shape(data["shape"]), ranks)
+        if "placements" in data:
+            key = data["fqn"], data["mesh"], *data["shape"], *data["placements"]
+            if key not in self._rules:
+                placements = tuple(map(Placement.parse, data["placements"]))
+                chunks = math.prod(p.split for p in placements)
+                self._chunks -= chunks
+                if chunks > _MOST_CHUNKS or self._chunks < 0:
+                    raise ValueError(f"placements {data['placements']} cut into too many chunks")
+                mesh = self._meshes[data["mesh"]]
+                rule = MeshGeometry(data["fqn"], _shape(data["shape"]), mesh, placements)
+                self._rules[key] = rule
+            return self._rules[key]
+        if "unit" in data:
+            unit, member = self._units[data["unit"]], data["member"]
+            if member is not None and _sizes([member])[0] >= len(unit.segments):
+                raise ValueError(f"member {member} of {len(unit.segments)} segments")
+            return FlatGeometry(unit, self._meshes[data["mesh"]], member)
+        shape = _shape(data["shape"])
+        boxes = tuple(Box(_shape(o), _shape(s)) for o, s in data["boxes"])
+        for box in boxes:
+            ends = zip(shape, box.offsets, box.sizes, strict=True)
+            if box.numel and any(at + size > most for most, at, size in ends):
+                raise ValueError(f"{box} is not in a tensor of shape {list(shape)}")
+        return BoxGeometry(_text(data["fqn"]), shape, boxes, self._expanded(data["holders"]))
+
+    def _expanded(self, runs: list[list[int]]) -> tuple[int, ...]:
+        self._left -= sum(_sizes(map(itemgetter(1), runs)))
+        if self._left < 0:
+            raise ValueError(f"runs stand for more than {_MOST_RANKS} ranks")
+        return tuple(first + i * stride for first, count, stride in runs for i in range(count))
+
+    def _subset(self, runs: list[list[int]]) -> tuple[int, ...]:
+        key = json.dumps(runs)
+        if key not in self._subsets:
+            ranks = self._expanded(runs)
+            if not self._members.issuperset(ranks):
+                raise ValueError(f"a row has ranks {runs}, which are not in the group")
+            self._subsets[key] = ranks
+        return self._subsets[key]
+
+
+def _segment(fqn: Any, shape: Sequence[Any], numel: Any) -> Segment:
+    return Segment(None if fqn is None else _text(fqn), _shape(shape), *_sizes([numel]))
+
+
+def _shape(values: Sequence[Any]) -> Shape:
+    if len(values) > MOST_DIMS:
+        raise ValueError(f"{len(values)} dimensions")
+    return _sizes(values)
+
+
+def _sizes(values: Iterable[Any]) -> Shape:
+    """Check that the sizes are whole numbers from 0. Other values of a forged table would fail far
+    from here."""
+    sizes = tuple(values)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"the sizes are {list(sizes)}")
+    return sizes
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(_text, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a name is {value!r}, not text")
+    return value

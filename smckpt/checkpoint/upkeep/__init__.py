@@ -1,0 +1,1 @@
+"""Passes over whole checkpoints: verify, mend, copy, reshard, compare, repair."""

@@ -1,0 +1,373 @@
+"""Replace damaged files of a committed checkpoint by whole ones, out of other places that have the
+same bytes.
+
+Nothing is changed in place. A file that is to be mended is written anew beside it, from its own
+good blocks and those of donors, each compared with its checksum in the manifest's chain; it takes
+the name in one step, and is read back. A file of which one block is nowhere stays as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from smckpt.checkpoint.commits.contents import Contents, GroupContents
+from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
+from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
+from smckpt.checkpoint.records.format import FileRecord, PartRecord
+from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, sound
+from smckpt.checkpoint.upkeep.scan import PIECE, ScannedFile, Sink, scan
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url
+
+__all__ = ["Damage", "Donors", "Mended", "damages_of", "mend"]
+
+_BLOCK_FILES = 1 << 30  # bytes of a file of checksums: of a data file of 128 TiB
+
+Ranges = tuple[tuple[int, int], ...]  # [start, stop) of bytes
+
+
+_REMEDY = "repair the checkpoint from a copy: `smckpt repair STEP --from COPY`"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file of the checkpoint that differs from what was written.
+
+    Args:
+        storage: where it is, or should be.
+        rank: that wrote it.
+        what: "is missing", "has 3 of 4096 bytes", "differs".
+        ranges: of bytes that are not what was written; of a data file.
+        found: for each bad block the donor that has it; only if all were found.
+        data: its true bytes, if it is a small file that was found or computed.
+    """
+
+    storage: Storage = field(repr=False)
+    name: str
+    rank: int
+    what: str
+    ranges: Ranges = ()
+    record: FileRecord | None = None
+    sums: tuple[int, ...] = field(default=(), repr=False)
+    found: dict[int, _Place] = field(default_factory=dict, repr=False)
+    data: bytes | None = field(default=None, repr=False)
+    missing: Ranges = ()
+
+    @property
+    def path(self) -> str:
+        return file_url(self.storage.url, self.name)
+
+    @property
+    def mendable(self) -> bool:
+        return self.data is not None or (bool(self.sums) and not self.missing)
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({place.path for place in self.found.values()})
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A file that was mended, how many bytes of it, and the files that gave them."""
+
+    path: str
+    nbytes: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file that may have a block, at the same place."""
+
+    storage: Storage
+    name: str
+    crc_name: str
+    size: int
+
+    @property
+    def path(self) -> str:
+        return file_url(self.storage.url, self.name)
+
+    def block(self, number: int, length: int, value: int) -> memoryview | None:
+        """The block, if it has this checksum."""
+        data = memoryview(bytearray(length))
+        try:
+            self.storage.read_into(self.name, number * BLOCK, [data])
+        except CheckpointError:  # not there, cut short, or damaged where we read
+            return None
+        return data if crc64(data) == value else None
+
+
+class Donors:
+    """Places that may have the bytes of a checkpoint's files: copies of it, which have files of the
+    same names, and other checkpoints, whose checksums tell which of their blocks are equal.
+    Thread-safe."""
+
+    def __init__(self, copies: Sequence[Storage], others: Sequence[Contents]) -> None:
+        self._copies = copies
+        self._others = [
+            (_stores_of(contents.storage, group), part.rank, file)
+            for contents in others
+            for group in contents.groups
+            for part in group.manifest.parts
+            for file in part.files
+        ]
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def small(
+        self, group: GroupContents, rank: int, name: str, right: Callable[[bytes], bool]
+    ) -> bytes | None:
+        """The bytes of a part, or of a file of checksums, that a copy has."""
+        for storage in self._named(group, rank):
+            try:
+                data = storage.read(name, most=MAX_JSON_BYTES)
+            except CheckpointError:
+                continue
+            if right(data):
+                return data
+        return None
+
+    def of_block(
+        self, group: GroupContents, rank: int, record: FileRecord, number: int, value: int
+    ) -> _Place | None:
+        """A file that has a block of `record`, and was read to make sure."""
+        length = min(BLOCK, record.size - number * BLOCK)
+        for place in self._places(group, rank, record):
+            likely = place.name == record.name or self._sum(place, number) == value
+            if likely and place.block(number, length, value) is not None:
+                return place
+        return None
+
+    def _places(self, group: GroupContents, rank: int, record: FileRecord) -> Iterator[_Place]:
+        for storage in self._named(group, rank):
+            yield _Place(storage, record.name, record.crc_name, record.size)
+        for stores, other, file in self._others:
+            if file.name != record.name:
+                yield _Place(stores.of(other), file.name, file.crc_name, file.size)
+
+    def _named(self, group: GroupContents, rank: int) -> Iterator[Storage]:
+        """Where the copies may have the files of a rank: in the group's directory, under its
+        prefixes, or all in one place."""
+        for copy in self._copies:
+            place = copy.join(group.directory) if group.directory else copy
+            found = (place, PrefixStores(place, group.manifest.prefix_sharding).of(rank), copy)
+            yield from {one.url: one for one in found}.values()
+
+    def _sum(self, place: _Place, number: int) -> int | None:
+        """The checksum of a block according to the file of checksums beside it."""
+        key = place.storage.url, place.crc_name
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            try:
+                data = place.storage.read(place.crc_name, most=_BLOCK_FILES)
+                known = unpacked_sums(data)
+            except CheckpointError:
+                known = ()
+            with self._lock:
+                self._known[key] = known
+        return known[number] if number < len(known) else None
+
+
+# -- finding -----------------------------------------------------------------------------------
+
+
+def damages_of(
+    contents: Contents, donors: Donors, *, threads: int, progress: Progress | None
+) -> list[Damage]:
+    """Read every file that the manifests name, and compare it with its checksums; what differs, and
+    who has the true bytes."""
+    found: list[Damage] = []
+    readers: dict[BlockReader, GroupContents] = {}
+    scratch = Scratch()
+    for group in contents.groups:
+        stores = _stores_of(contents.storage, group)
+        for part in group.manifest.parts:
+            storage = stores.of(part.rank)
+            found += _of_part(storage, group, part, donors)
+            for file in part.files:
+                saved = SavedFile(storage.url, file, part.rank)
+                readers[BlockReader(storage, saved, True, scratch)] = group
+    scanned = _Scanned()
+    scan(readers, [scanned], threads=threads, progress=progress)
+    with ThreadPoolExecutor(threads, "smckpt-repair") as pool:
+        for reader, group in readers.items():
+            found += _of_file(scanned.files[reader], group, donors, pool)
+    return found
+
+
+class _Scanned(Sink):
+    """Wants every byte, and keeps what the scan found out."""
+
+    def __init__(self) -> None:
+        self.files: dict[BlockReader, ScannedFile] = {}
+
+    def end(self, file: ScannedFile) -> None:
+        self.files[file.reader] = file
+
+
+def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
+    """Where a group's files are. A copy on a file system has all files in its directory; any one of
+    them tells."""
+    place = top.join(group.directory)
+    sharding = group.manifest.prefix_sharding
+    if sharding is not None and not place.shards_prefixes:
+        names = set(place.names("part-", "data-"))
+        if any(p.name in names or p.files[0].name in names for p in group.manifest.parts):
+            sharding = None
+    return PrefixStores(place, sharding)
+
+
+def _of_part(
+    storage: Storage, group: GroupContents, part: PartRecord, donors: Donors
+) -> Iterator[Damage]:
+    def right(data: bytes) -> bool:
+        return hex64(crc64(data)) == part.crc64
+
+    def read() -> None:
+        if not right(storage.read(part.name, most=MAX_JSON_BYTES)):
+            raise CorruptCheckpointError("differs from what was written", remedy=_REMEDY)
+
+    try:
+        sound(storage, read)
+        return
+    except CheckpointError as error:
+        what = error.message
+    found = donors.small(group, part.rank, part.name, right)
+    yield Damage(storage, part.name, part.rank, what, data=found)
+
+
+def _of_file(
+    file: ScannedFile, group: GroupContents, donors: Donors, pool: ThreadPoolExecutor
+) -> Iterator[Damage]:
+    """What is wrong with a data file and with its checksums."""
+    record, saved = file.record, file.reader.file
+    whole = file.there == record.size
+    count = -(-record.size // BLOCK)
+    own = tuple(file.sums.get(number, -1) for number in range(count))
+    storage = file.reader.storage
+    damaged = partial(Damage, storage, record.name, saved.rank, record=record)
+    sums: tuple[int, ...] | None
+    if file.unproven is None:
+        sums = unpacked_sums(file.reader.stored_sums())
+    else:
+        name = record.crc_name
+        data = packed_sums(own) if whole and _belong(own, record) else None
+        if data is None:
+            data = donors.small(
+                group, saved.rank, name,
+                lambda data: len(data) == 8 * count and _belong(unpacked_sums(data), record),
+            )  # fmt: skip
+        yield Damage(storage, name, saved.rank, file.unproven.message, data=data)
+        sums = None if data is None else unpacked_sums(data)
+    if sums is None:  # no checksum tells which block is wrong
+        if not whole or not _belong(own, record):
+            what = "differs from what was written, and so does the file of its checksums"
+            span = ((0, record.size),)
+            yield damaged(what, span, missing=span)
+        return
+    bad = [number for number in range(count) if own[number] != sums[number]]
+    if not bad and whole:
+        return
+    what = "differs from what was written"
+    if file.there is None:
+        what = "is missing"
+    elif not whole:
+        what = f"has {file.there} bytes, but {record.size} were written"
+    places = pool.map(lambda n: donors.of_block(group, saved.rank, record, n, sums[n]), bad)
+    found = {n: place for n, place in zip(bad, places, strict=True) if place is not None}
+    missing = _ranges(record, [number for number in bad if number not in found])
+    yield damaged(what, _ranges(record, bad), sums=sums, found=found, missing=missing)
+
+
+def _belong(sums: tuple[int, ...], record: FileRecord) -> bool:
+    """Whether these are the checksums of the blocks of the file that the manifest names."""
+    return -1 not in sums and hex64(combined(sums, record.size)) == record.crc64
+
+
+def _ranges(record: FileRecord, blocks: Sequence[int]) -> Ranges:
+    out: list[tuple[int, int]] = []
+    for number in blocks:
+        low, high = number * BLOCK, min((number + 1) * BLOCK, record.size)
+        if out and out[-1][1] == low:
+            out[-1] = (out[-1][0], high)
+        else:
+            out.append((low, high))
+    return tuple(out)
+
+
+# -- mending -----------------------------------------------------------------------------------
+
+
+def mend(damage: Damage) -> Mended:
+    """Write the file anew and give it its name, in one step.
+
+    Raises:
+        StorageError: the store refused, or gave back other bytes; or a donor is gone. The file
+            under the name is the old one, or the whole one.
+    """
+    storage, name = damage.storage, damage.name
+    storage.refuse_links()
+    storage.discard_unfinished([name])  # of a repair that was killed
+    if damage.data is not None:
+        _write(damage, len(damage.data), iter([memoryview(damage.data)]))
+        expected, nbytes = crc64(damage.data), len(damage.data)
+    else:
+        assert damage.record is not None
+        _write(damage, damage.record.size, _blocks(damage, damage.record))
+        expected = combined(damage.sums, damage.record.size)
+        nbytes = sum(high - low for low, high in damage.ranges)
+    _read_back(storage, name, damage, expected)
+    return Mended(damage.path, nbytes, tuple(damage.sources))
+
+
+def _write(damage: Damage, size: int, pieces: Iterator[memoryview]) -> None:
+    writer = damage.storage.create_file(damage.name, size, replace=True)
+    try:
+        at = 0
+        for piece in pieces:
+            writer.write_at(at, piece)
+            at += len(piece)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _blocks(damage: Damage, record: FileRecord) -> Iterator[memoryview]:
+    own = _Place(damage.storage, record.name, record.crc_name, record.size)
+    for number, value in enumerate(damage.sums):
+        length = min(BLOCK, record.size - number * BLOCK)
+        place = damage.found.get(number, own)
+        block = place.block(number, length, value)
+        if block is None:
+            raise StorageError(
+                f"bytes {number * BLOCK} to {number * BLOCK + length} of {place.path} were right a "
+                "moment ago, and are not now; the file was not changed",
+                remedy="find out what changes files there, and repair again",
+                path=damage.path,
+            )
+        yield block
+
+
+def _read_back(storage: Storage, name: str, damage: Damage, expected: int) -> None:
+    value = storage.stored_crc64(name)
+    if value is None:
+        value, size = 0, storage.size(name)
+        for low in range(0, size, PIECE):
+            value = crc64(storage.read(name, low, min(PIECE, size - low)), value)
+    if value != expected:
+        raise StorageError(
+            "what was written reads back with other bytes: this disk, or what stands before it, "
+            "is failing",
+            remedy="copy the checkpoint to another place with `smckpt cp`, and repair it there",
+            path=damage.path,
+        )

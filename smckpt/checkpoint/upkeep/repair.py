@@ -1,0 +1,283 @@
+"""Repair a checkpoint: commit what its dead coordinator could not, and mend damaged files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.checkpoint.commits.contents import Contents, contents_of
+from smckpt.checkpoint.commits.discover import found_below
+from smckpt.checkpoint.commits.leases import claimed, release
+from smckpt.checkpoint.commits.replaced import replacement
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.records.headers import read_header
+from smckpt.checkpoint.upkeep.finish import commit_unfinished, faults_of
+from smckpt.checkpoint.upkeep.mend import Damage, Donors, Mended, damages_of, mend
+from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StateError,
+    UsageError,
+)
+from smckpt.storage import Storage, access_to
+from smckpt.storage.urls import parent_url
+
+__all__ = ["Left", "RepairReport", "repair_checkpoint"]
+
+_SIBLINGS = 16  # checkpoints beside this one in which equal blocks are looked for
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was not mended.
+
+    Args:
+        path: the file or directory.
+        what: what is wrong.
+        remedy: what to do.
+        rank: that wrote the file; None for a directory.
+        ranges: [start, stop) of bytes that no donor has.
+        tensors: the logical names of the tensors that have bytes there.
+    """
+
+    path: str
+    what: str
+    remedy: str
+    rank: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What was found and done; with `dry_run`, what would be done.
+
+    Args:
+        url: the directory.
+        dry_run: nothing was changed.
+        step: of the checkpoint; None if it recorded none, or if there is none.
+        committed: the name of the file that commits it, if this repair made it.
+        commits: whether the repair committed, or would commit, a complete set of parts.
+        mended: the files that were mended.
+        left: what was not.
+        whole: whether the checkpoint is whole now (with `dry_run`: would be).
+    """
+
+    url: str
+    dry_run: bool
+    step: int | None
+    committed: str | None
+    commits: bool
+    mended: tuple[Mended, ...]
+    left: tuple[Left, ...]
+
+    @property
+    def whole(self) -> bool:
+        return not self.left
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "whole": self.whole}
+
+
+@alone()
+def repair_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    sources: Sequence[str | os.PathLike[str]] = (),
+    groups: Sequence[str] | None = None,
+    dry_run: bool = False,
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> RepairReport:
+    """Repair the newest checkpoint in a directory. No job may be saving there.
+
+    If all ranks have written their parts and nobody has committed them, it reads every byte and
+    commits them, under a fresh lease: a session that still lives fails at its next save, by name.
+    If a checkpoint is committed, it reads every byte of that, and writes damaged files anew from
+    other places that have the same bytes: copies in `sources`, other files of the checkpoint, and
+    the checkpoints beside it. Every byte is compared with its checksum, and no file is changed in
+    place. It deletes nothing.
+
+    Args:
+        sources: places with copies of the checkpoint's files (of `copy_checkpoint`, a node's local
+            disk, S3), or other checkpoints of the run.
+        groups: the directories of the step's groups, relative to `url`, where no lease names them;
+            ["."]: `url` is a checkpoint by itself.
+        dry_run: look only.
+        threads: how many threads read.
+        progress: called with (bytes done, bytes in total), from any thread, one call at a time.
+        s3_region, s3client_config: as for `smckpt.load`; they apply to all places.
+
+    Returns:
+        A `RepairReport`, which lists what could not be mended. That is not raised.
+
+    Raises:
+        CheckpointNotFoundError: there is neither a checkpoint nor a complete set of parts.
+        CorruptCheckpointError: the commit itself cannot be read, and its parts are not whole.
+        CheckpointReplacedError: a newer save has swept the checkpoint meanwhile.
+        StorageError: a store refused, or somebody writes there. A second call goes on.
+    """
+    access = access_to(url, *sources, s3_region=s3_region, s3client_config=s3client_config)
+    top = access.open(url)
+    donors = [access.open(source) for source in sources]
+    ways = None if groups is None else list(groups)
+    step = unfinished_step(top, ways)
+    if isinstance(step, UnfinishedStep):
+        return _commit(top, step, ways, dry_run=dry_run, threads=threads, progress=progress)
+    try:
+        contents = contents_of(top)
+    except CheckpointNotFoundError:
+        if step is None:
+            raise
+        return _refused(top, step, dry_run)
+    report = _mend(contents, donors, dry_run=dry_run, threads=threads, progress=progress)
+    if not dry_run:
+        _release_claims(contents)
+    return report
+
+
+def _refused(top: Storage, why: Refusal, dry_run: bool) -> RepairReport:
+    left = Left(why.path, why.what, why.remedy)
+    return RepairReport(top.url, dry_run, None, None, False, (), (left,))
+
+
+# -- parts without a commit --------------------------------------------------------------------
+
+
+def _commit(
+    top: Storage,
+    step: UnfinishedStep,
+    groups: list[str] | None,
+    *,
+    dry_run: bool,
+    threads: int,
+    progress: Progress | None,
+) -> RepairReport:
+    left: tuple[Left, ...]
+    try:
+        faults = faults_of(top, step, told=groups is not None, threads=threads, progress=progress)
+    except (CorruptCheckpointError, StateError, UsageError) as error:
+        left = (Left(error.path or top.url, error.message, error.remedy),)
+    else:
+        remedy = "what is damaged before its commit cannot be mended: take an older step"
+        left = tuple(Left(fault.path, fault.what, remedy) for fault in faults)
+    if left or dry_run:
+        return RepairReport(top.url, dry_run, step.step, None, not left, (), left)
+    identity, _ = commit_unfinished(top, step, groups)
+    return RepairReport(top.url, False, step.step, identity, True, (), ())
+
+
+def _release_claims(contents: Contents) -> None:
+    """End the claims of a repair that was killed after its commit."""
+    for group in contents.groups:
+        place = contents.storage.join(group.directory) if group.directory else contents.storage
+        if claimed(place, group.manifest.attempt):
+            release(place, group.manifest.attempt)
+
+
+# -- damaged files -----------------------------------------------------------------------------
+
+
+def _mend(
+    contents: Contents,
+    sources: Sequence[Storage],
+    *,
+    dry_run: bool,
+    threads: int,
+    progress: Progress | None,
+) -> RepairReport:
+    others = [contents, *_readable(sources, contents), *_beside(contents)]
+    damages = damages_of(contents, Donors(sources, others), threads=threads, progress=progress)
+    if damages:
+        replaced = replacement(contents.storage, contents.identity, "repair")
+        if replaced is not None:
+            raise replaced
+    mended = [_would(one) if dry_run else mend(one) for one in damages if one.mendable]
+    catalogue = open_catalogue(contents.storage) if damages else None
+    left = [
+        _left(one, catalogue, bool(sources))
+        for one in damages
+        if not one.mendable and catalogue is not None
+    ]
+    return RepairReport(
+        contents.url, dry_run, contents.step, None, False, tuple(mended), tuple(left)
+    )
+
+
+def _readable(sources: Sequence[Storage], contents: Contents) -> list[Contents]:
+    """The sources that are checkpoints."""
+    found = []
+    for source in sources:
+        try:
+            found.append(contents_of(source))
+        except CheckpointError:  # files only, such as a node's share
+            continue
+    return [one for one in found if one.identity != contents.identity]
+
+
+def _beside(contents: Contents) -> list[Contents]:
+    """The newest checkpoints beside this one: steps of the same run, most likely."""
+    try:
+        parent = contents.storage.at(parent_url(contents.url))
+        found = [contents.storage.at(one.path) for one in found_below(parent, 1)]
+    except CheckpointError:  # a whole bucket, or no right to look
+        return []
+    near = [one for one in found if one.url not in (contents.url, parent.url)]
+    return _readable(near[-_SIBLINGS:], contents)
+
+
+def _would(damage: Damage) -> Mended:
+    nbytes = sum(high - low for low, high in damage.ranges)
+    return Mended(damage.path, nbytes or len(damage.data or b""), tuple(damage.sources))
+
+
+def _left(damage: Damage, catalogue: CommittedCatalogue, had_sources: bool) -> Left:
+    remedy = (
+        f"if a{'nother' if had_sources else ''} copy has those bytes: smckpt repair "
+        f"{catalogue.url} --from COPY ; else take another step (`smckpt doctor` names it)"
+    )
+    return Left(
+        damage.path,
+        damage.what,
+        remedy,
+        damage.rank,
+        damage.missing,
+        _tensors(catalogue, damage),
+    )
+
+
+def _tensors(catalogue: CommittedCatalogue, damage: Damage) -> tuple[str, ...]:
+    """The logical names of what a rank has stored in the missing bytes. If the header is among
+    them: of all that the rank holds."""
+    rows = {
+        key: [row for row in rows if damage.rank in row.ranks]
+        for key, rows in catalogue.rows_by_key.items()
+    }
+    keys = list(rows)
+    for file in catalogue.files:
+        if file.record.name != damage.name:
+            continue
+        try:
+            reader = catalogue.reader(file)
+            header = read_header(reader.read, file.record.size, file.path)
+        except CheckpointError:
+            break
+        keys = [
+            key
+            for key, slot in header.slots.items()
+            if any(slot.offset < high and low < slot.offset + slot.nbytes
+                   for low, high in damage.missing)
+        ]  # fmt: skip
+    else:
+        if not damage.ranges:  # a part, which holds no tensor
+            return ()
+    names = (row.logical_name(fqn) for key in keys for row in rows.get(key, ()) for fqn in row.fqns)
+    return tuple(dict.fromkeys(sorted(names)))

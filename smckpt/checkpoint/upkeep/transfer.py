@@ -1,0 +1,379 @@
+"""Copy a committed checkpoint to another place, between any two stores.
+
+Bytes are compared with the checkpoint's checksums on the way, so the copy is what was saved. Data
+is copied first, then the manifests, then the record. A copy that was killed is not a checkpoint,
+and the next copy skips the files that are already whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from smckpt.calls import alone
+from smckpt.checkpoint.commits.choose import choose_commit, commits_at
+from smckpt.checkpoint.commits.contents import Contents, GroupContents, contents_of
+from smckpt.checkpoint.commits.replaced import noticing_replacement
+from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, not_missing
+from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.format import FileRecord, PartRecord
+from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
+from smckpt.checkpoint.upkeep.scan import (
+    Pages,
+    ScannedFile,
+    ScannedPiece,
+    Sink,
+    WantedBytes,
+    Workers,
+    scan,
+)
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
+from smckpt.storage import FileWriter, Storage, access_to
+from smckpt.storage.urls import file_url
+
+__all__ = ["CopyReport", "copy_checkpoint"]
+
+_PIECE = 16 << 20  # bytes that a thread copies at once, if the target does not say
+
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What was copied, and how many files and bytes of data were already there."""
+
+    source: str
+    target: str
+    identity: str
+    files: int
+    nbytes: int
+    files_present: int
+    nbytes_present: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@alone()
+def copy_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> CopyReport:
+    """Copy the newest committed checkpoint at `source` to the directory `target`, byte for byte.
+
+    Only what its record and manifests name is copied. A file that the target already has with the
+    size and checksum of the manifest is kept; a file that differs is replaced. Memory: for each
+    thread one part of an upload (64 MiB), or 16 MiB between file systems. Every file appears whole.
+    If two copies to one place run at once, both succeed or the earlier one fails, and neither
+    damages what the other has committed.
+
+    Args:
+        threads: how many threads read, check and write.
+        progress: called with (bytes done, bytes in total), from any thread, one call at a time.
+        s3_region, s3client_config: as for `smckpt.load`; they apply to both places.
+
+    Raises:
+        UsageError: the places are the same, `source` is one group of several, or another
+            checkpoint is at `target`.
+        CorruptCheckpointError: the source is damaged; nothing was committed at the target.
+        CheckpointReplacedError: a newer save has swept the source meanwhile; nothing was committed.
+        StorageError: a store refused. The next call keeps what was already copied.
+    """
+    began = time.monotonic()
+    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    contents = contents_of(access.open(source))
+    with ExitStack() as cleanup:
+        cleanup.enter_context(noticing_replacement(contents.storage, contents.identity, "copy"))
+        copy = _Copy(contents, access.open(target))
+        copy.refuse_another()
+        cleanup.callback(copy.close)
+        workers = cleanup.enter_context(Workers(threads))
+        workers.do_all(copy.small_files())
+        scan(copy.readers, [copy], threads=threads, progress=progress)
+        workers.do_all(copy.manifests())
+        copy.record()
+    return CopyReport(
+        source=contents.url,
+        target=copy.target.url,
+        identity=contents.identity,
+        files=contents.files,
+        nbytes=contents.nbytes,
+        files_present=copy.files_present,
+        nbytes_present=copy.nbytes_present,
+        seconds=time.monotonic() - began,
+    )
+
+
+class _Copy(Sink):
+    """Puts what a scan reads into the target, and the small files around it. The steps are in the
+    order of the methods; several threads may make the calls of a step."""
+
+    def __init__(self, contents: Contents, target: Storage) -> None:
+        source = contents.storage
+        if source.url == target.url:
+            raise UsageError(
+                "source and target are the same place",
+                remedy="choose another target",
+                path=target.url,
+            )
+        self.contents, self.source, self.target = contents, source, target
+        self.files_present = self.nbytes_present = 0
+        self._lock = threading.Lock()
+        self._pages = Pages()
+        self._groups = [
+            _GroupCopy(group, source.join(group.directory), target.join(group.directory))
+            for group in contents.groups
+        ]
+        self._files = {file.reader: file for group in self._groups for file in group.files}
+
+    @property
+    def readers(self) -> Collection[BlockReader]:
+        return self._files
+
+    def refuse_another(self) -> None:
+        """Refuse a target with another commit, because one of the two would hide the other."""
+        ours = {self.contents.identity, *(g.manifest_name for g in self.contents.groups)}
+        for place in [self.target, *(group.target for group in self._groups)]:
+            if all(name in ours for _, _, name in commits_at(place)):
+                continue
+            try:
+                found = choose_commit(place).identity
+            except CheckpointNotFoundError:
+                continue  # left by an unfinished save or copy
+            except CheckpointError as error:
+                found = f"it cannot be read ({error.message})"
+            if found not in ours:
+                raise UsageError(
+                    f"the target already has another checkpoint: {found}",
+                    remedy="choose an empty directory, or remove that checkpoint with `smckpt rm`",
+                    path=place.url,
+                )
+
+    def small_files(self) -> Iterator[Callable[[], None]]:
+        """Calls that copy parts and checksums."""
+        for group in self._groups:
+            group.look()
+            for part in group.group.manifest.parts:
+                yield partial(self._part, group, part)
+            for file in group.files:
+                yield partial(self._sums, group, file)
+
+    def begin(self, file: ScannedFile) -> WantedBytes | None:
+        """Begin a file that the target lacks."""
+        copy = self._files[file.reader]
+        if copy.present(self._pages):
+            self._count(file.record.size)
+            return None
+        step = copy.begin()
+        return WantedBytes([(0, file.record.size)], step)
+
+    def take(self, piece: ScannedPiece) -> None:
+        self._files[piece.file.reader].writer.write_at(piece.low, piece.data, piece.crc64)
+
+    def end(self, file: ScannedFile) -> None:
+        """Make a file durable that was begun."""
+        self._files[file.reader].finish()
+
+    def manifests(self) -> Iterator[Callable[[], None]]:
+        return (partial(self._manifest, group) for group in self._groups)
+
+    def record(self) -> None:
+        """Copy the record, which commits several groups."""
+        name = self.contents.record
+        if name is not None:
+            data = _opened(self.source, name, None)
+            there = any(info.name == name for info in self.target.list(name))
+            self._create(self.target, name, data, there)
+
+    def close(self) -> None:
+        """Abort unfinished files."""
+        with ExitStack() as each:
+            each.callback(self.source.close)
+            each.callback(self.target.close)
+            for group in self._groups:
+                each.callback(group.from_.close)
+                each.callback(group.to.close)
+                for file in group.files:
+                    each.callback(file.abort)
+
+    # -- one file each ---------------------------------------------------------------------------
+
+    def _part(self, group: _GroupCopy, part: PartRecord) -> None:
+        data = _checked(group.from_.of(part.rank), part.name, part.crc64)
+        self._put(group, group.to.of(part.rank), part.name, data)
+
+    def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
+        self._put(group, file.target, file.record.crc_name, file.reader.stored_sums())
+
+    def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
+        if group.there.get(name) == len(data) and target.read(name) == data:
+            self._count(0)
+            return
+        if name in group.unfinished:
+            target.discard_unfinished([name])
+        target.overwrite(name, data)
+
+    def _count(self, nbytes: int) -> None:
+        """Count a file that is already there."""
+        with self._lock:
+            self.files_present += 1
+            self.nbytes_present += nbytes
+
+    def _manifest(self, group: _GroupCopy) -> None:
+        name, crc = group.group.manifest_name, group.group.manifest_crc64
+        data = _opened(group.source, name, crc)
+        self._create(group.target, name, data, name in group.there)
+
+    def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
+        if not target.put_exclusive(name, data) and _read(target, name) != data:
+            raise StorageError(
+                "a file with this name and other bytes is already there",
+                remedy="remove it, or choose an empty directory",
+                path=file_url(target.url, name),
+            )
+        if there:
+            self._count(0)
+
+
+class _GroupCopy:
+    """The stores from which and to which a group's files are copied.
+
+    there: the sizes of the target's files. unfinished: names of files that were begun there and not
+        finished.
+    """
+
+    def __init__(self, group: GroupContents, source: Storage, target: Storage) -> None:
+        self.group, self.source, self.target = group, source, target
+        self.there: dict[str, int] = {}
+        self.unfinished: frozenset[str] = frozenset()
+        prefix_sharding = group.manifest.prefix_sharding
+        self.from_ = PrefixStores(
+            source, found_prefix_sharding(source, prefix_sharding, group.manifest.parts[0].name)
+        )
+        # On a file system, files need not be spread over prefixes.
+        self.to = PrefixStores(target, prefix_sharding if target.shards_prefixes else None)
+        scratch = Scratch()
+        self.files = [
+            _FileCopy(self, self._reader(part.rank, file, scratch))
+            for part in group.manifest.parts
+            for file in part.files
+        ]
+
+    def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
+        store = self.from_.of(rank)
+        return BlockReader(store, SavedFile(store.url, file, rank), True, scratch)
+
+    def look(self) -> None:
+        """Look which files the target has, whole or begun by a copy that was killed."""
+        places = self.to.all()
+        self.there = {info.name: info.size for place in places for info in place.list()}
+        try:
+            self.unfinished = frozenset(n for place in places for n in place.list_unfinished())
+        # we may lack the right to list uploads, although we may write
+        except StorageError as error:
+            log.warning("unfinished uploads may stay and cost storage: %s", error)
+
+
+class _FileCopy:
+    """One data file at the target. writer: of a file that was begun."""
+
+    writer: FileWriter
+
+    def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
+        self.reader = reader
+        self.record: FileRecord = reader.file.summed
+        self.target = group.to.of(reader.file.rank)
+        self._group = group
+        self._unfinished = False
+
+    def present(self, pages: Pages) -> bool:
+        """Whether the target has the whole file. Anything else with its name is replaced later,
+        because another copy may still put the whole file there."""
+        name, target = self.record.name, self.target
+        if self._group.there.get(name) != self.record.size:
+            return False
+        value = target.stored_crc64(name)
+        if value is None:
+            value = _crc_of(target, name, self.record.size, pages)
+        return hex64(value) == self.record.crc64
+
+    def begin(self) -> int:
+        """Begin the file. Returns how many bytes to write at once: whole parts of an upload, so
+        that no part is gathered in memory again. A small file is one piece and one request."""
+        name, target, size = self.record.name, self.target, self.record.size
+        if name in self._group.unfinished:
+            target.discard_unfinished([name])
+        self.writer = target.create_file(name, size, replace=True)
+        self._unfinished = True
+        small = size if size <= self.reader.storage.request_bytes else 0
+        return self.writer.piece or max(_PIECE, -(-small // BLOCK) * BLOCK)
+
+    def finish(self) -> None:
+        if self._unfinished:
+            self.writer.finish()
+            self._unfinished = False
+
+    def abort(self) -> None:
+        if self._unfinished:
+            self.writer.abort()
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    with not_missing(file_url(storage.url, name)):
+        return storage.read(name, most=MAX_JSON_BYTES)
+
+
+def _checked(storage: Storage, name: str, crc: str) -> bytes:
+    def read() -> bytes:
+        data = _read(storage, name)
+        if hex64(crc64(data)) != crc:
+            raise CorruptCheckpointError(
+                "the file differs from the one that the checkpoint names (checksum differs)",
+                remedy="use an older checkpoint, and check the file system",
+                path=file_url(storage.url, name),
+            )
+        return data
+
+    return sound(storage, read)
+
+
+def _opened(storage: Storage, name: str, crc: str | None) -> bytes:
+    """The bytes of a file whose own checksum, and the given one, are right."""
+
+    def read() -> bytes:
+        data = _read(storage, name) if crc is None else _checked(storage, name, crc)
+        open_json(data, file_url(storage.url, name))
+        return data
+
+    return sound(storage, read)
+
+
+def _crc_of(storage: Storage, name: str, size: int, pages: Pages) -> int:
+    value = 0
+    for low in range(0, size, _PIECE):
+        data = pages.take(_PIECE)[: min(_PIECE, size - low)]
+        storage.read_into(name, low, [data])
+        value = crc64(data, value)
+    return value

@@ -1,0 +1,457 @@
+"""Find a step whose parts are all written, and which nobody has committed: its coordinator died
+between the parts and the manifest, or the lead between the manifests and the record.
+
+Nothing is guessed. Which directories make the step is what a lease says, or the caller. A set of
+parts is newer than what is committed if the leases say so. Where they do not tell, the step is
+refused with the reason (`Refusal`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from smckpt.checkpoint.commits.choose import Commit, choose_commit
+from smckpt.checkpoint.commits.leases import Lease, leases_at
+from smckpt.checkpoint.reading.blocks import not_missing
+from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.format import SENSELESS, Part, parse_name, part_name
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, is_prefix
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.storage import Storage
+from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
+
+__all__ = ["Refusal", "UnfinishedSave", "UnfinishedStep", "unfinished_step"]
+
+_LEVELS = 16  # of directories above, in which a lease of several groups may be
+
+
+@dataclass(frozen=True)
+class UnfinishedSave:
+    """The parts of one save in one directory.
+
+    Args:
+        way: the directory, relative to the step's.
+        storage: of the directory.
+        prefix_sharding: of the ranks' files.
+        token: the latest fencing token of its session here; 0 if the session took no lease.
+        group_ranks: the ranks that were to write.
+        absent: those of them that wrote no part.
+        damage: why its parts cannot be read; "" if they can.
+    """
+
+    way: str
+    storage: Storage = field(repr=False)
+    prefix_sharding: PrefixSharding | None
+    session: str
+    number: int
+    token: int
+    kind: str | None
+    step: int | None
+    group_ranks: tuple[int, ...]
+    absent: tuple[int, ...]
+    damage: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.session}-{self.number:08d}"
+
+    @property
+    def stores(self) -> PrefixStores:
+        return PrefixStores(self.storage, self.prefix_sharding)
+
+    def parts(self) -> dict[str, dict[str, str]]:
+        """What the ranks would have reported: rank → name, checksum and host of its part.
+
+        Raises:
+            CorruptCheckpointError: a part is damaged or says something impossible, or one of its
+                files is missing or has another size.
+        """
+        stores, told = self.stores, {}
+        sizes: dict[str, dict[str, int]] = {}
+        for rank in self.group_ranks:
+            name, store = part_name(self.name, rank), stores.of(rank)
+            with not_missing(file_url(store.url, name)):
+                part, data = read_whole_part(store, name)
+            if store.url not in sizes:
+                sizes[store.url] = {info.name: info.size for info in store.list("data-")}
+            _refuse_cut(part, store.url, sizes[store.url])
+            told[str(rank)] = {"part": name, "crc64": hex64(crc64(data)), "host": part.host}
+        return told
+
+
+@dataclass(frozen=True)
+class UnfinishedStep:
+    """All parts of a step, one attempt for each group.
+
+    Args:
+        alone: it is one directory that is a checkpoint by itself.
+        lead: the session that held the lease of the groups; "" if none did.
+    """
+
+    attempts: tuple[UnfinishedSave, ...]
+    alone: bool
+    lead: str = ""
+
+    @property
+    def step(self) -> int | None:
+        return self.attempts[0].step
+
+    @property
+    def number(self) -> int:
+        return self.attempts[0].number
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for one in self.attempts for rank in one.group_ranks))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why what lies there is not committed, and what to do."""
+
+    what: str
+    remedy: str
+    path: str
+
+
+_OLDER = "no command can make what was never written: take an older step (`smckpt doctor` names it)"
+
+
+def unfinished_step(
+    top: Storage, groups: Sequence[str] | None = None
+) -> UnfinishedStep | Refusal | None:
+    """The newest step in a directory that has all parts and no commit.
+
+    Args:
+        groups: the directories of the step's groups, relative to `top`, where no lease names them.
+            "." alone: the directory is a checkpoint by itself.
+
+    Returns:
+        None: nothing uncommitted is there. A refusal: something is, and it cannot be committed.
+
+    Raises:
+        StorageError, UsageError: the store failed, or a group's directory is a link.
+    """
+    leases = leases_at(top)
+    last = leases[-1] if leases else None
+    ways: tuple[str, ...] = ("",)
+    if groups is not None:
+        ways = tuple(sorted({"" if way == "." else way for way in groups}))
+    elif last is not None:
+        ways = tuple(sorted(relative_url(url, top.url) for url in last.scope))
+    if ways != ("",):
+        urls = {join_url(top.url, way) for way in ways}
+        return _of_groups(top, ways, [lease for lease in leases if lease.scope == urls])
+    found = attempts_at(top, "")
+    if not found:
+        return _groups_unknown(top)
+    return _of_one(top, found, leases, told=groups is not None)
+
+
+def attempts_at(storage: Storage, way: str) -> list[UnfinishedSave]:
+    """The saves that left parts in a directory, newest first as far as numbers tell."""
+    leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
+    tokens = {lease.session: lease.fencing_token for lease in leases}  # oldest first
+    ways = dict.fromkeys([None, *(lease.prefix_sharding for lease in leases)])
+    found: dict[tuple[str, int], UnfinishedSave] = {}
+    for over in ways:
+        stores = PrefixStores(storage, over)
+        wrote: dict[tuple[str, int], set[int]] = {}
+        for place in {one.url: one for one in stores.all()}.values():
+            for info in place.list("part-"):
+                parsed = parse_name(info.name)
+                if parsed is not None and stores.of(parsed.rank).url == place.url:
+                    wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
+        for (session, number), ranks in wrote.items():
+            name, its = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
+            with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile
+                try:
+                    part, _ = read_whole_part(stores.of(min(ranks)), name)
+                except CorruptCheckpointError as error:
+                    found[session, number] = UnfinishedSave(
+                        way, storage, over, session, number, its, None, None, (), (), str(error)
+                    )
+                    continue
+                absent = tuple(rank for rank in part.group_ranks if rank not in ranks)
+                found[session, number] = UnfinishedSave(
+                    way, storage, over, session, number, its,
+                    part.kind, part.step, part.group_ranks, absent,
+                )  # fmt: skip
+    return sorted(found.values(), key=lambda one: (one.token, one.number), reverse=True)
+
+
+def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
+    """A part and its bytes.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or does not say what its name says.
+    """
+    path, parsed = file_url(storage.url, name), parse_name(name)
+
+    def read() -> tuple[bytes, Any]:
+        data = storage.read(name, most=MAX_JSON_BYTES)
+        return data, open_json(data, path)
+
+    data, body = sound(storage, read)
+    try:
+        part = Part.from_json(body)
+        said = (part.session, part.number, part.rank)
+        if parsed is None or said != (parsed.session, parsed.number, parsed.rank):
+            raise ValueError(f"session, number and rank are {said}")
+        if part.rank not in part.group_ranks:
+            raise ValueError(f"rank {part.rank} is not in its group {part.group_ranks}")
+        for number, file in enumerate(part.files):
+            its = parse_name(file.name)
+            if its is None or (its.session, its.number, its.rank, its.file) != (*said, number):
+                raise ValueError(f"{file.name} is not its file {number}")
+    except SENSELESS as error:
+        raise CorruptCheckpointError(
+            f"the part does not make sense: {type(error).__name__} {error}",
+            remedy="no save of smckpt wrote it: find out who writes here. Take an older step",
+            path=path,
+        ) from error
+    return part, data
+
+
+def _refuse_cut(part: Part, directory: str, sizes: Mapping[str, int]) -> None:
+    for file in part.files:
+        for name, size in ((file.name, file.size), (file.crc_name, 8 * -(-file.size // BLOCK))):
+            if sizes.get(name) != size:
+                there = f"has {sizes[name]} bytes" if name in sizes else "is missing"
+                raise CorruptCheckpointError(
+                    f"{name} {there}; rank {part.rank} wrote {size} bytes",
+                    remedy=_OLDER,
+                    path=file_url(directory, name),
+                )
+
+
+def newest_commit(storage: Storage) -> Commit | None:
+    """The commit that counts in a directory; None without one, or if the newest is damaged: its
+    parts may still be whole."""
+    try:
+        return choose_commit(storage)
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return None
+
+
+# -- one directory ---------------------------------------------------------------------------------
+
+
+def _of_one(
+    top: Storage, found: Sequence[UnfinishedSave], leases: Sequence[Lease], *, told: bool
+) -> UnfinishedStep | Refusal | None:
+    commit = newest_commit(top)
+    left = [one for one in found if not _is_of(commit, one)]
+    last = next((lease for lease in reversed(leases) if top.url in lease.scope), None)
+    newer = [one for one in left if _follows(one, last) and _newer(one, commit)]
+    if not newer:
+        return None  # what a sweep would delete
+    best = _newest(newer)
+    if best is None:
+        return _several(newer, top)
+    if best.absent or best.damage:
+        return _incomplete([best], top)
+    if not told:
+        above = _scope_above(top)
+        if above is not None and above != "":
+            return Refusal(
+                "this is one group of a step; it is no checkpoint without the other groups",
+                f"pass the directory of the step, {above}",
+                top.url,
+            )
+        if not best.token or above is None:
+            return Refusal(
+                "all parts are there, but no lease tells whether this directory is a checkpoint by "
+                "itself, or one group of a step",
+                f"if it is a checkpoint by itself: smckpt repair {top.url} --group . (else pass "
+                "the directory of the step, and each group's with --group)",
+                top.url,
+            )
+    return UnfinishedStep((best,), alone=True)
+
+
+def _is_of(commit: Commit | None, one: UnfinishedSave) -> bool:
+    """Whether a commit has committed this very attempt."""
+    return commit is not None and any(
+        directory == one.storage.url and (m.session, m.number) == (one.session, one.number)
+        for directory, m in commit.manifests
+    )
+
+
+def _follows(one: UnfinishedSave, last: Lease | None) -> bool:
+    """Whether no later session has taken a lease of the directory since this attempt's."""
+    if last is None or last.session == one.session:
+        return True
+    return not one.token and one.session not in last.before
+
+
+def _newer(one: UnfinishedSave, commit: Commit | None) -> bool:
+    if commit is None:
+        return True
+    for directory, manifest in commit.manifests:
+        if directory == one.storage.url and manifest.session == one.session:
+            return one.number > manifest.number
+    return not one.token or one.token > commit.order[0]
+
+
+def _newest(found: Sequence[UnfinishedSave]) -> UnfinishedSave | None:
+    """The newest of several attempts; None where nothing tells."""
+    free = [one for one in found if not one.token]  # began after all leases
+    sessions = {one.session for one in free or found}
+    if len(sessions) > 1:
+        return None
+    return max(free or found, key=lambda one: one.number)
+
+
+def _several(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
+    names = ", ".join(sorted(one.name for one in found)[:4])
+    return Refusal(
+        f"several sessions left parts, and nothing tells which are newer: {names}",
+        "delete the parts of the older session by hand, or take an older step",
+        top.url,
+    )
+
+
+def _incomplete(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
+    if damaged := [one.damage for one in found if one.damage]:
+        return Refusal(damaged[0], _OLDER, top.url)
+    said = [
+        f"rank{'s' if len(one.absent) > 1 else ''} {', '.join(map(str, one.absent[:8]))}"
+        + (f" and {len(one.absent) - 8} more" if one.absent[8:] else "")
+        + (f" of {one.way}" if one.way else "")
+        for one in found
+    ]
+    return Refusal(f"the save is not complete: {'; '.join(said)} wrote no part", _OLDER, top.url)
+
+
+def _scope_above(top: Storage) -> str | None:
+    """The directory above whose lease names this one as one of several groups; "" where there is
+    none; None where that cannot be told."""
+    at = top.url
+    for _ in range(_LEVELS):
+        try:
+            up = parent_url(at)
+        except CheckpointError:  # a whole bucket
+            return ""
+        if up == at:
+            return ""
+        at = up
+        try:
+            if any(len(one.scope) > 1 and top.url in one.scope for one in leases_at(top.at(at))):
+                return at
+        except CheckpointError:  # no right to look, or somebody else's file
+            return None
+    return ""
+
+
+def _groups_unknown(top: Storage) -> Refusal | None:
+    """If directories below hold parts that may be the groups of one step, which no lease names."""
+    wrote: dict[str, UnfinishedSave] = {}
+    for name in top.list_dirs():
+        if is_prefix(name):
+            continue
+        place = top.join(name)
+        if any(parse_name(info.name) is not None for info in place.list("part-")):
+            if newest_commit(place) is not None:
+                return None  # directories of steps, or of a step that is committed
+            wrote[name] = attempts_at(place, name)[0]
+    ranks = [rank for one in wrote.values() for rank in one.group_ranks]
+    if not wrote or len(set(ranks)) != len(ranks):
+        return None
+    return Refusal(
+        f"parts are in {', '.join(wrote)}, but no lease tells which directories make the step",
+        "if these are all groups of one step: smckpt repair "
+        + " ".join([top.url, *(f"--group {name}" for name in wrote)]),
+        top.url,
+    )
+
+
+# -- several groups --------------------------------------------------------------------------------
+
+
+def _of_groups(
+    top: Storage, ways: Sequence[str], leases: Sequence[Lease]
+) -> UnfinishedStep | Refusal | None:
+    lead = leases[-1].session if leases else ""
+    ours = [lease for lease in leases if lease.session == lead]
+    commits: dict[str, Commit | None] = {}
+    by_group: list[dict[int, list[UnfinishedSave]]] = []
+    for way in ways:
+        storage = top.join(way)
+        storage.refuse_links()
+        commits[way] = newest_commit(storage)
+        by_number: dict[int, list[UnfinishedSave]] = {}
+        for one in attempts_at(storage, way):
+            if _belongs(one, ours):
+                by_number.setdefault(one.number, []).append(one)
+        by_group.append(by_number)
+    numbers = sorted({number for group in by_group for number in group}, reverse=True)
+    first: Refusal | None = None
+    for number in numbers:
+        here = [group.get(number, []) for group in by_group]
+        chosen = [one for group in here for one in group[:1]]
+        if any(_is_of(commits[one.way], one) for one in chosen) or not all(
+            _newer(one, commits[one.way]) for one in chosen
+        ):
+            break  # this number is committed, or superseded, and so are lower ones
+        refusal = _unfit(top, ways, here, ours)
+        if refusal is None:
+            return UnfinishedStep(tuple(chosen), alone=False, lead=lead)
+        first = first or refusal
+    return first
+
+
+def _belongs(one: UnfinishedSave, ours: Sequence[Lease]) -> bool:
+    """Whether an attempt may be of the session that holds the step's leases, or of one that began
+    after them."""
+    its = [other for other in leases_at(one.storage) if one.storage.url in other.scope]
+    if one.token and ours and one.token not in {lease.fencing_token for lease in ours}:
+        return False
+    return _follows(one, its[-1] if its else None)
+
+
+def _unfit(
+    top: Storage,
+    ways: Sequence[str],
+    here: Sequence[Sequence[UnfinishedSave]],
+    ours: Sequence[Lease],
+) -> Refusal | None:
+    """Why these attempts of one number do not make a step."""
+    if empty := [way for way, group in zip(ways, here, strict=True) if not group]:
+        return Refusal(
+            f"the save is not complete: nothing of it is in {', '.join(empty[:8])}", _OLDER, top.url
+        )
+    for group in here:
+        if len({one.session for one in group}) > 1:
+            return _several(group, group[0].storage)
+    chosen = [group[0] for group in here]
+    if absent := [one for one in chosen if one.absent or one.damage]:
+        return _incomplete(absent, top)
+    for key in ("kind", "step"):
+        said = {one.way: getattr(one, key) for one in chosen}
+        if len(set(said.values())) > 1:
+            return Refusal(f"the groups do not agree on the {key}: {said}", _OLDER, top.url)
+    ranks = [rank for one in chosen for rank in one.group_ranks]
+    if len(set(ranks)) != len(ranks):
+        return Refusal("a rank is in two of the groups", _OLDER, top.url)
+    last = ours[-1] if ours else None
+    if last is not None and last.ranks and set(ranks) != last.ranks:
+        away = sorted(last.ranks ^ set(ranks))[:8]
+        return Refusal(
+            f"the groups are not those of the lease {last.name}: it differs in ranks {away}",
+            _OLDER,
+            top.url,
+        )
+    tied = all(one.token in {lease.fencing_token for lease in ours} for one in chosen)
+    if chosen[0].step is None and not tied:
+        return Refusal(
+            "nothing tells whether the groups' parts are of one step: they record no step, and "
+            "not all groups hold a lease",
+            _OLDER,
+            top.url,
+        )
+    return None

@@ -75,11 +75,11 @@ def read_timeline(paths: Iterable[str], place: Callable[[str], int | None]) -> T
     for path in paths:
         ours = 0
         for line in _lines(path):
-            told = _told(line)
-            if told is None:
+            record = _record_of(line)
+            if record is None:
                 unreadable += 1
             else:
-                lines.append(told)
+                lines.append(record)
                 ours += 1
         if not ours:
             raise UsageError(
@@ -87,7 +87,7 @@ def read_timeline(paths: Iterable[str], place: Callable[[str], int | None]) -> T
                 remedy="pass a file of smckpt.integrations.telemetry.JsonLines",
                 path=path,
             )
-    lines.sort(key=lambda told: told["time"])
+    lines.sort(key=lambda record: record["time"])
     events = _joined(lines, place)
     return Timeline(
         [one.to_json() for one in events[-EVENTS:]], max(len(events) - EVENTS, 0), unreadable
@@ -106,21 +106,21 @@ def _lines(path: str) -> Iterator[str]:
         ) from error
 
 
-def _told(line: str) -> dict[str, Any] | None:
+def _record_of(line: str) -> dict[str, Any] | None:
     """A line's event, or None. Anybody may have written to the file."""
     try:
-        told = json.loads(line)
-        stages = _STAGES[told["kind"]]
-        seconds = [float(told[key]) for key in (*stages, "time")]
+        record = json.loads(line)
+        stages = _STAGES[record["kind"]]
+        seconds = [float(record[key]) for key in (*stages, "time")]
         sensible = (
             all(math.isfinite(value) and 0 <= value < 1e11 for value in seconds)
-            and all(type(told[key]) is int and 0 <= told[key] < 1 << 53 for key in _COUNTS)
-            and all(isinstance(told[key], str) for key in ("host", "directory", "outcome"))
-            and (told["step"] is None or type(told["step"]) is int)
+            and all(type(record[key]) is int and 0 <= record[key] < 1 << 53 for key in _COUNTS)
+            and all(isinstance(record[key], str) for key in ("host", "directory", "outcome"))
+            and (record["step"] is None or type(record["step"]) is int)
         )
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return told if sensible else None
+    return record if sensible else None
 
 
 _COUNTS = ("rank", "nbytes")
@@ -131,34 +131,34 @@ def _joined(lines: Iterable[dict[str, Any]], place: Callable[[str], int | None])
     the same rank is the next save, even if a restarted job numbers it alike."""
     events: list[_Event] = []
     current: dict[Any, _Event] = {}
-    for told in lines:
-        at = place(told["directory"])
-        where = told["directory"] if at is None and told["kind"] == "load" else at
-        queue = str(told.get("queue", ""))
-        key = (told["kind"], queue, told.get("number"), told["step"], where)
+    for record in lines:
+        at = place(record["directory"])
+        where = record["directory"] if at is None and record["kind"] == "load" else at
+        queue = str(record.get("queue", ""))
+        key = (record["kind"], queue, record.get("number"), record["step"], where)
         event = current.get(repr(key))
-        if event is None or told["rank"] in event.rows:
-            event = _Event(told["kind"], queue, told["step"], told["directory"], at)
+        if event is None or record["rank"] in event.rows:
+            event = _Event(record["kind"], queue, record["step"], record["directory"], at)
             current[repr(key)] = event
             events.append(event)
-        event.rows[told["rank"]] = _row(told)
-        if told["outcome"] not in ("committed", "loaded"):
-            event.error = event.error or str(told.get("error") or told["outcome"])[:2000]
-        alarms = told.get("alarms")
+        event.rows[record["rank"]] = _row(record)
+        if record["outcome"] not in ("committed", "loaded"):
+            event.error = event.error or str(record.get("error") or record["outcome"])[:2000]
+        alarms = record.get("alarms")
         for alarm in alarms if isinstance(alarms, list) else ():
             if str(alarm) not in event.alarms:
                 event.alarms.append(str(alarm)[:500])
     return events
 
 
-def _row(told: dict[str, Any]) -> list[Any]:
+def _row(record: dict[str, Any]) -> list[Any]:
     """[rank, host, begin (ms since 1970), the stages (seconds from there), bytes]. The sink writes
     the line when the save has ended, and all stages but "blocked" count from the end of the wait
     for the save before it."""
-    stages = [float(told[key]) for key in _STAGES[told["kind"]]]
-    if told["kind"] == "save":
+    stages = [float(record[key]) for key in _STAGES[record["kind"]]]
+    if record["kind"] == "save":
         waited, blocked, *rest = stages
         stages = [waited, blocked, *(waited + value if value else 0.0 for value in rest)]
-    begin = told["time"] - max(stages)
+    begin = record["time"] - max(stages)
     rounded = [round(value, 4) for value in stages]
-    return [told["rank"], told["host"], round(begin * 1000), *rounded, told["nbytes"]]
+    return [record["rank"], record["host"], round(begin * 1000), *rounded, record["nbytes"]]

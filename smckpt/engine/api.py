@@ -189,8 +189,8 @@ def save(
 
 @alone("save")
 def _finalize(ranks: tuple[int, ...], queue: str) -> None:
-    for its_queue in _RUNTIME.queues(ranks, queue):
-        its_queue.finalize(blocking=True)
+    for each in _RUNTIME.queues(ranks, queue):
+        each.finalize(blocking=True)
 
 
 @alone()
@@ -216,8 +216,8 @@ def maybe_finalize_async_calls(
             return []
         ranks = group.ranks
     done: list[int] = []
-    for its_queue in _RUNTIME.queues(ranks, queue):
-        done += its_queue.finalize(blocking, timeout)
+    for each in _RUNTIME.queues(ranks, queue):
+        done += each.finalize(blocking, timeout)
     return done
 
 

@@ -48,15 +48,15 @@ def partition_of(
     Raises:
         UsageError: the group is not among the given groups, or a rank is in two of them.
     """
-    told = _told(groups, parallel_state)
-    if told is not None:
-        return _checked(group, told)
+    named = _named(groups, parallel_state)
+    if named is not None:
+        return _checked(group, named)
     if len(group.ranks) == group.world_size:
         return Partition((group.ranks,), 0)
     return _from_geometry(group, entries)
 
 
-def _told(groups: Any, parallel_state: Any) -> list[list[int]] | None:
+def _named(groups: Any, parallel_state: Any) -> list[list[int]] | None:
     if groups is not None and parallel_state is not None:
         raise UsageError(
             "both groups= and parallel_state= were given", remedy="give one of the two"
@@ -68,13 +68,13 @@ def _told(groups: Any, parallel_state: Any) -> list[list[int]] | None:
     return None
 
 
-def _checked(group: Group, told: list[list[int]]) -> Partition:
-    flat = [rank for ranks in told for rank in ranks]
+def _checked(group: Group, named: list[list[int]]) -> Partition:
+    flat = [rank for ranks in named for rank in ranks]
     if len(set(flat)) != len(flat):
-        raise UsageError(f"a rank is in two of the groups {told}", remedy="make them disjoint")
+        raise UsageError(f"a rank is in two of the groups {named}", remedy="make them disjoint")
     if len(group.ranks) == len(flat) and set(group.ranks) == set(flat):
         return Partition((group.ranks,), 0)  # one group that contains all of them
-    ordered = tuple(sorted(tuple(ranks) for ranks in told))
+    ordered = tuple(sorted(tuple(ranks) for ranks in named))
     if group.ranks not in ordered:
         raise UsageError(
             f"the process group {group.ranks} is not among the groups {list(ordered)}",

@@ -202,7 +202,7 @@ class Loader:
         rounds.hold("read", fill, nothing)
         clock.read = clock.now()
         if planned.selection.gathered:
-            self._put_through(planned.gathered, planned.told.gathered)
+            self._put_through(planned.gathered, planned.agreed.gathered)
         log.info("loaded %s from %s", planned.catalogue.identity, request.directory)
         return planned
 
@@ -260,8 +260,8 @@ class Loader:
             newest = look()
             return {"found": None if newest is None else newest.to_json()}
 
-        told = self.told("find", found, timeout)
-        return None if told["found"] is None else FoundCheckpoint.from_json(told["found"])
+        agreed = self.agreed("find", found, timeout)
+        return None if agreed["found"] is None else FoundCheckpoint.from_json(agreed["found"])
 
     def open(self, storage: Storage, timeout: float) -> CommittedCatalogue:
         """Open the newest commit in a directory. One rank finds it and sends its name to the
@@ -277,10 +277,10 @@ class Loader:
             opened.append(open_catalogue(storage))
             return {"choose": opened[0].identity, "name": opened[0].name}
 
-        told = self.told("open", commit, timeout)
-        return opened[0] if opened else open_catalogue(storage, **told)
+        agreed = self.agreed("open", commit, timeout)
+        return opened[0] if opened else open_catalogue(storage, **agreed)
 
-    def told(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
+    def agreed(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
         """One rank looks and sends what it found, which is JSON, to all. All raise its error."""
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
@@ -353,11 +353,11 @@ class Loader:
                     request.storage, choose=chosen.commit.choose, name=chosen.commit.name
                 )
                 made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
-            return made[0].told
+            return made[0].agreed
 
-        told = rounds.hold("plan", bring, in_common, gives=Common)
-        refuse_spare(made[0], told, request, self.group)
-        return replace(made[0], told=told)
+        agreed = rounds.hold("plan", bring, in_common, gives=Common)
+        refuse_spare(made[0], agreed, request, self.group)
+        return replace(made[0], agreed=agreed)
 
     def _put_through(self, gathered: list[tuple[str, Any]], common: tuple[str, ...]) -> None:
         """Copy gathered state (FULL, which one rank holds; torch's own) into the live objects. All

@@ -145,7 +145,7 @@ class LoadPlan:
     plan: ReadPlan
     memory: Memory
     gathered: list[tuple[str, Any]]
-    told: Common
+    agreed: Common
 
 
 def plan_of(
@@ -202,8 +202,10 @@ def plan_of(
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
     spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
-    told = Common(spare, tops, tuple(name for name, _ in gathered))
-    return LoadPlan(commit, catalogue, state_dict, selection, objects, plan, memory, gathered, told)
+    agreed = Common(spare, tops, tuple(name for name, _ in gathered))
+    return LoadPlan(
+        commit, catalogue, state_dict, selection, objects, plan, memory, gathered, agreed
+    )
 
 
 def _read_plan(
@@ -278,7 +280,7 @@ def _as_saved(entry: Entry, renamed: Mapping[str, str]) -> Entry:
     return replace(entry, geometry=entry.geometry.named(name))
 
 
-def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: Group) -> None:
+def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group: Group) -> None:
     """Refuse saved names that no rank of the load asks for. One rank need not have all names:
     pipeline stages hold different layers, and ranks may have tensors of their own. Names under a
     top key that no rank has were not asked for.
@@ -288,9 +290,9 @@ def refuse_spare(planned: LoadPlan, told: Common, request: LoadRequest, group: G
     """
     catalogue = planned.catalogue
     logical = catalogue.logical
-    spare = _unmarked(told.spare, catalogue)
+    spare = _unmarked(agreed.spare, catalogue)
     if request.strict:
-        spare = tuple(name for name in spare if request.asked(logical[name].path, told.tops))
+        spare = tuple(name for name in spare if request.asked(logical[name].path, agreed.tops))
         _refuse_numbered(planned.state_dict, spare, catalogue.url, group.rank)
         refuse_names((), spare, catalogue.url, group.rank)
     _say_left((), spare, request, group)
@@ -420,8 +422,8 @@ def _say_left(
     if (missing or unexpected) and not request.keys:
         level = logging.WARNING if group.index == 0 else logging.INFO
         left = differing_names(missing, unexpected)
-        told = "not loaded from %s, as check_keys_matched=False allows: %s"
-        log.log(level, told, request.directory, left)
+        agreed = "not loaded from %s, as check_keys_matched=False allows: %s"
+        log.log(level, agreed, request.directory, left)
 
 
 # -- names that this rank has no use for: one bit for each name of the checkpoint --------------

@@ -172,15 +172,15 @@ class Saver:
                 remedy="call smckpt.state_dict.register_value_class on it, on both sides",
                 rank=self.group.rank,
             )
-        told = _told(request)
-        if self._partition is None or _changed(self._partition_from, (entries, told)):
+        named = _named(request)
+        if self._partition is None or _changed(self._partition_from, (entries, named)):
             self._partition = partition_of(
                 self.group,
                 entries,
                 groups=request.groups,
                 parallel_state=request.parallel_state,
             )
-            self._partition_from = entries, told
+            self._partition_from = entries, named
         job.partition = self._partition
         if not request.directory:
             raise UsageError(
@@ -309,11 +309,11 @@ class Saver:
         request = job.request
         if refusal is not None and self._coordinator is not None:
             job.request = replace(request, coordinator=self._coordinator)
-        told = request.groups is not None or request.parallel_state is not None
+        named = request.groups is not None or request.parallel_state is not None
         known = self._partition_from[1] if self._partition_from is not None else None
-        if self._partition is not None and (not told or _told(request) == known):
+        if self._partition is not None and (not named or _named(request) == known):
             return self._partition
-        if not told:
+        if not named:
             return Partition((self.group.ranks,), 0)
         return partition_of(
             self.group, (), groups=request.groups, parallel_state=request.parallel_state
@@ -408,7 +408,7 @@ class Saver:
             arena.close()
 
 
-def _told(request: SaveRequest) -> object:
+def _named(request: SaveRequest) -> object:
     """What the caller passed about groups."""
     return request.parallel_state, repr(request.groups)  # the object: an id may be reused
 

@@ -256,17 +256,17 @@ class Worker:
         try:
             yield
         except PeerGone as gone:
-            code, said = self._discard(_EXIT_GRACE)
+            code, output = self._discard(_EXIT_GRACE)
             raise WorkerError(
-                f"the worker {_ending(code)} during {command}{said}",
+                f"the worker {_ending(code)} during {command}{output}",
                 remedy="if it was killed, check whether the host or its cgroup ran out of memory "
                 "(dmesg); the next save starts another worker",
             ) from gone
         except TimeoutError as late:
-            _, said = self._discard()
+            _, output = self._discard()
             raise WorkerError(
                 f"the worker did not answer {command} within {time.monotonic() - began:.1f} s, "
-                f"and was killed{said}",
+                f"and was killed{output}",
                 remedy="check whether the storage hangs, or allow more time; the next save starts "
                 "another worker",
             ) from late
@@ -286,9 +286,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             process.popen.kill()
             code = _reaped(process.popen)
-        said = _tail(process.stderr)
+        output = _tail(process.stderr)
         process.close()
-        return code, said
+        return code, output
 
 
 def _spawn(niceness: int, threads: int) -> _Process:
@@ -380,11 +380,11 @@ def _tail(stderr: int) -> str:
     size = os.fstat(stderr).st_size
     data = os.pread(stderr, _STDERR_READ, max(size - _STDERR_READ, 0))
     text = data.decode(errors="replace").strip()
-    said = text[-_STDERR_TAIL:]
+    output = text[-_STDERR_TAIL:]
     crash = text.rfind("Fatal Python error")  # faulthandler: the reason, then all stacks
     if crash >= 0 and len(text) - crash > _STDERR_TAIL:
-        said = text[crash:].partition("\n")[0][:_STDERR_TAIL] + "\n…" + said
-    return f"; its last output: {said}" if said else ""
+        output = text[crash:].partition("\n")[0][:_STDERR_TAIL] + "\n…" + output
+    return f"; its last output: {output}" if output else ""
 
 
 def _reaped(popen: subprocess.Popen[bytes]) -> int | None:

@@ -64,7 +64,7 @@ class FullWishes:
     padded_vocab_size: int | None = None
 
     @property
-    def said(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments that must be equal on all ranks; the config is rank 0's."""
         state = None if self.parallel_state is None else self.parallel_state.to_json()
         return {
@@ -99,7 +99,7 @@ def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
     def take() -> tuple[dict[str, Any], dict[str, ArrayMetadata]]:
         arrays.update(arrays_of(view))
         wires.append(Wire())
-        return wishes.said, {name: array.metadata for name, array in arrays.items()}
+        return wishes.arguments, {name: array.metadata for name, array in arrays.items()}
 
     job: list[MoveJob] = []
 
@@ -127,13 +127,14 @@ def _by_rank(messages: Mapping[int, T]) -> list[T]:
     return [messages[rank] for rank in sorted(messages)]
 
 
-def _refuse_others(said: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_others(arguments: Sequence[Mapping[str, Any]]) -> None:
     """Refuse arguments that differ between ranks."""
-    for rank, own in enumerate(said):
+    for rank, own in enumerate(arguments):
         for name, value in own.items():
-            if value != said[0][name]:
+            if value != arguments[0][name]:
                 raise UsageError(
-                    f"{name}={_shown(value)} on rank {rank}, and {_shown(said[0][name])} on rank 0",
+                    f"{name}={_shown(value)} on rank {rank}, and {_shown(arguments[0][name])} on "
+                    "rank 0",
                     remedy="pass the same on all ranks",
                     rank=rank,
                 )
@@ -172,7 +173,7 @@ def check_full_load(view: ModelView, given: Mapping[str, Any], wishes: FullWishe
                     remedy="tensor-parallel ranks that hold plain tensors load LOCAL checkpoints",
                 )
 
-    over_group().round("full load", lambda: wishes.said, decide)
+    over_group().round("full load", lambda: wishes.arguments, decide)
 
 
 def check_full_optimizer(view: ModelView, state: ParallelState | None) -> None:

@@ -28,16 +28,16 @@ class Damaged:
 
     Args:
         step: None: of a directory above steps.
-        way: the path from the root.
+        subpath: the path from the root.
     """
 
     step: int | None
-    way: str
+    subpath: str
     error: CheckpointError
 
     @property
     def name(self) -> str:
-        return f"what is below {self.way}" if self.step is None else f"step {self.step}"
+        return f"what is below {self.subpath}" if self.step is None else f"step {self.step}"
 
 
 class Book:
@@ -63,28 +63,34 @@ class Book:
     def _walk(self) -> tuple[list[tuple[int, str]], list[Damaged]]:
         """The directories that fit the template, newest first; and what stands in their way: a
         directory that cannot be listed, a file or a link with a step's name."""
-        ways, damaged = [""], list[Damaged]()
+        subpaths, damaged = [""], list[Damaged]()
         for level in range(self.template.depth):
-            above, ways = ways, []
-            for way in above:
+            above, subpaths = subpaths, []
+            for subpath in above:
                 try:
-                    here = self.root.join(way) if way else self.root
+                    here = self.root.join(subpath) if subpath else self.root
                     names = here.list_dirs()
-                    ways += [f"{way}/{n}" if way else n for n in names if not is_prefix(n)]
+                    subpaths += [
+                        f"{subpath}/{n}" if subpath else n for n in names if not is_prefix(n)
+                    ]
                     if level == self.template.depth - 1 and here.is_file_system:
-                        damaged += self._no_directories(here, way, names)
+                        damaged += self._no_directories(here, subpath, names)
                 except StorageError as error:
-                    if not way or error.of_store:
+                    if not subpath or error.of_store:
                         raise
-                    damaged.append(Damaged(None, way, error))
-        steps = ((self.template.step_of(way), way) for way in ways)
-        found = sorted(((step, way) for step, way in steps if step is not None), reverse=True)
+                    damaged.append(Damaged(None, subpath, error))
+        steps = ((self.template.step_of(subpath), subpath) for subpath in subpaths)
+        found = sorted(
+            ((step, subpath) for step, subpath in steps if step is not None), reverse=True
+        )
         damaged.sort(key=lambda one: math.inf if one.step is None else one.step, reverse=True)
         return found, damaged
 
-    def _no_directories(self, here: Storage, way: str, names: Sequence[str]) -> Iterator[Damaged]:
+    def _no_directories(
+        self, here: Storage, subpath: str, names: Sequence[str]
+    ) -> Iterator[Damaged]:
         for name in sorted({*here.names(all_kinds=True)} - {*names}):
-            path = f"{way}/{name}" if way else name
+            path = f"{subpath}/{name}" if subpath else name
             if (step := self.template.step_of(path)) is not None:
                 error = CorruptCheckpointError(
                     "a file, or a link that leads to no directory, has the name of a step's "
@@ -106,30 +112,30 @@ class Book:
             StorageError: the store as a whole failed, so that it may hold a newer step.
         """
         places, damaged = self._walk()
-        present = {way for _, way in places}
-        self._known = {way: one for way, one in self._known.items() if way in present}
-        for step, way in places:
+        present = {subpath for _, subpath in places}
+        self._known = {subpath: one for subpath, one in self._known.items() if subpath in present}
+        for step, subpath in places:
             while damaged and (damaged[0].step is None or damaged[0].step > step):
                 yield damaged.pop(0)
-            known = self._known.get(way)
+            known = self._known.get(subpath)
             if known is None:
                 try:
-                    known = twice(partial(found_at, self.root.join(way)))
+                    known = twice(partial(found_at, self.root.join(subpath)))
                 except StorageError as error:
                     if error.of_store:
                         raise
                     self.root.list_dirs()  # raises if no step can be read
-                    yield Damaged(step, way, error)
+                    yield Damaged(step, subpath, error)
                     continue
                 except CheckpointError as error:
-                    yield Damaged(step, way, error)
+                    yield Damaged(step, subpath, error)
                     continue
             if known is None:
                 continue  # an unfinished save
             if known.step != step:
                 log.warning("%s is skipped: it holds step %s", known, known.step)
                 continue
-            self._known[way] = known
+            self._known[subpath] = known
             yield known
         yield from damaged
 
@@ -147,7 +153,7 @@ class Book:
             if isinstance(one, FoundCheckpoint):
                 found.append(one)
                 continue
-            if (key := (one.way, one.error.message)) not in self._logged:
+            if (key := (one.subpath, one.error.message)) not in self._logged:
                 self._logged.add(key)
                 log.warning("%s is passed over: %s", one.name, one.error)
             if isinstance(one.error, StorageError):
@@ -156,7 +162,7 @@ class Book:
             raise unread[0]
         return found[::-1]
 
-    def way_of(self, found: FoundCheckpoint) -> str:
+    def subpath_of(self, found: FoundCheckpoint) -> str:
         """The path from the root to a checkpoint below it."""
         return relative_url(found.path, self.root.url)
 
@@ -165,6 +171,6 @@ class Book:
         or deleted."""
         self._known = {}
 
-    def changed(self, way: str) -> None:
+    def changed(self, subpath: str) -> None:
         """Read this directory again: this run saved there or deleted from it."""
-        self._known.pop(way, None)
+        self._known.pop(subpath, None)

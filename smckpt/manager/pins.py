@@ -125,18 +125,18 @@ def _going(storage: Storage) -> CheckpointNotFoundError:
     )
 
 
-def remove_unless_pinned(root: Storage, way: str, found: FoundCheckpoint) -> bool:
+def remove_unless_pinned(root: Storage, subpath: str, found: FoundCheckpoint) -> bool:
     """Delete a checkpoint below `root`. False if a reader has pinned it, or if a newer commit has
     taken its place.
 
     Args:
-        way: the path from the root.
+        subpath: the path from the root.
 
     Raises:
         CheckpointError: the store refused, or a link leads to the files. `finish_removals` deletes
             the rest.
     """
-    top = root.join(way)
+    top = root.join(subpath)
     contents = contents_of(top, found.identity)
     if contents.identity != found.identity:
         return False
@@ -162,13 +162,13 @@ def _replaced(top: Storage, names: Iterable[str], identity: str) -> bool:
     return [name for *_, name in newest] != [identity] and contents_of(top).identity != identity
 
 
-def finish_removals(root: Storage, way: str) -> bool:
+def finish_removals(root: Storage, subpath: str) -> bool:
     """Finish a deletion that was cut short in this directory; returns whether there was one.
 
     Raises:
         CheckpointError: the store refused, or another program wrote the mark.
     """
-    top = root.join(way)
+    top = root.join(subpath)
     marks = _marks(top)
     names = top.names() if marks else ()
     for mark in marks:

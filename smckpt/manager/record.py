@@ -61,10 +61,13 @@ def run_in(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     failures, seconds = manager.get("failures"), manager.get("seconds")
     if type(failures) is not int or not isinstance(seconds, (int, float)):
         return None
-    told = manager.get("interval")
+    recorded_value = manager.get("interval")
     chosen = None
-    if isinstance(told, dict) and isinstance(told.get("seconds"), (int, float)):
-        chosen = {"seconds": float(told["seconds"]), "why": str(told.get("why", ""))}
+    if isinstance(recorded_value, dict) and isinstance(recorded_value.get("seconds"), (int, float)):
+        chosen = {
+            "seconds": float(recorded_value["seconds"]),
+            "why": str(recorded_value.get("why", "")),
+        }
     return {"failures": failures, "seconds": float(seconds), "interval": chosen}
 
 
@@ -116,7 +119,7 @@ def save_seconds_of(found: FoundCheckpoint, ranks: int) -> float | None:
     manager = found.metadata.get("manager")
     if not isinstance(manager, dict) or manager.get("ranks") != ranks:
         return None
-    told = manager.get("save_seconds")
-    if not isinstance(told, (int, float)) or not 0 < told < math.inf:
+    recorded_value = manager.get("save_seconds")
+    if not isinstance(recorded_value, (int, float)) or not 0 < recorded_value < math.inf:
         return None
-    return float(told)
+    return float(recorded_value)

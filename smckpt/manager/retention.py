@@ -131,13 +131,13 @@ class Keeper:
         self._finished = False  # the deletions that were cut short
         self._ending = False  # nobody waits any more, and the process may end
 
-    def committed(self, way: str) -> None:
+    def committed(self, subpath: str) -> None:
         """This run has committed a checkpoint there. Returns at once."""
         if self._thread is None:
             self._ending = False
             self._thread = threading.Thread(target=self._serve, name="smckpt-keeper", daemon=True)
             self._thread.start()
-        self._inbox.put(way)
+        self._inbox.put(subpath)
 
     def close(self, timeout: float) -> None:
         """Wait for the deletions, for at most `timeout` seconds. The next run does the rest."""
@@ -157,13 +157,13 @@ class Keeper:
             while not self._inbox.empty():
                 waiting.append(self._inbox.get())
             ended = None in waiting
-            ways = [way for way in waiting if way is not None]
+            subpaths = [subpath for subpath in waiting if subpath is not None]
             try:
-                for way in ways:
-                    self._book.changed(way)
-                looks = [self._rivals is None or self._rivals.look(way) for way in ways]
+                for subpath in subpaths:
+                    self._book.changed(subpath)
+                looks = [self._rivals is None or self._rivals.look(subpath) for subpath in subpaths]
                 if looks and all(looks):  # an earlier one may be deleted already
-                    self.tidy(ways[-1])
+                    self.tidy(subpaths[-1])
             except CheckpointError as error:
                 log.warning("old checkpoints stay for now: %s", error)
             except Exception:  # if the thread died, the disk would fill silently
@@ -192,8 +192,8 @@ class Keeper:
         if self._keep.last is None:
             return []
         found = [one for one in self._book.all() if self.run in (None, mark_of(one))]
-        ways = {self._book.way_of(one): one for one in found}
-        one = ways.get(newest) if newest is not None else (found[-1] if found else None)
+        subpaths = {self._book.subpath_of(one): one for one in found}
+        one = subpaths.get(newest) if newest is not None else (found[-1] if found else None)
         if one is None:
             log.warning("old checkpoints stay: the newest one is not found")
             return []
@@ -214,7 +214,9 @@ class Keeper:
     def _whole(self, one: FoundCheckpoint) -> bool:
         """Whether every file that the checkpoint names is there, in its full size."""
         try:
-            missing = what_is_missing(self._book.root.join(self._book.way_of(one)), one.identity)
+            missing = what_is_missing(
+                self._book.root.join(self._book.subpath_of(one)), one.identity
+            )
         except CheckpointError as error:
             missing = str(error)
         if missing:
@@ -223,15 +225,15 @@ class Keeper:
 
     def remove(self, one: FoundCheckpoint) -> bool:
         """Delete it unless a reader has pinned it; returns whether it was deleted."""
-        way = self._book.way_of(one)
+        subpath = self._book.subpath_of(one)
         try:
-            removed = remove_unless_pinned(self._book.root, way, one)
+            removed = remove_unless_pinned(self._book.root, subpath, one)
         except CheckpointError as error:
             log.warning("%s stays for now: %s", one, error)
             self._finished = False
             return False
         finally:
-            self._book.changed(way)
+            self._book.changed(subpath)
         if removed:
             log.info("deleted the checkpoint of step %s, %s", one.step, one)
         else:
@@ -241,9 +243,9 @@ class Keeper:
     def finish(self) -> None:
         """Finish deletions that were cut short, by an earlier run or by an error."""
         self._finished = True
-        for _, way in self._book.places():
+        for _, subpath in self._book.places():
             try:
-                finish_removals(self._book.root, way)
+                finish_removals(self._book.root, subpath)
             except CheckpointError as error:
                 self._finished = False
                 log.warning("a deletion that was cut short is not finished: %s", error)

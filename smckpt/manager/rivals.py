@@ -49,7 +49,7 @@ class Rivals:
         """For the manifests."""
         return None if self._claim is None else asdict(self._claim)
 
-    def refuse(self, way: str, run: str) -> None:
+    def refuse(self, subpath: str, run: str) -> None:
         """Refuse a save to this directory, if another job has the root, or another run the step.
 
         Raises:
@@ -60,63 +60,67 @@ class Rivals:
             self._begin()
         if self._over is not None:
             raise self._over
-        owner = self._others.get(way)
-        if way in self._before and way not in self._ours:
-            found = self._found(way)
+        owner = self._others.get(subpath)
+        if subpath in self._before and subpath not in self._ours:
+            found = self._found(subpath)
             owner = None if found is None else mark_of(found)
         if owner not in (None, run):
             raise UsageError(
                 f"a step of another run ({owner}) is there, which this save would replace",
                 remedy="restore it first, then this run goes on from it; or give this run a root "
                 "of its own",
-                path=self._book.root.join(way).url,
+                path=self._book.root.join(subpath).url,
             )
 
-    def look(self, way: str) -> bool:
+    def look(self, subpath: str) -> bool:
         """After a commit of ours: whether this job may go on saving and deleting here.
 
         Raises:
             StorageError: the store fails to list the root.
         """
         again = [] if self._last is None else [self._last]  # who saves to the same is found there
-        present = [its for _, its in self._book.places()]
-        self._last = way
-        self._ours = self._ours.intersection(present) | {way}
-        self._others = {its: run for its, run in self._others.items() if its in {*present, way}}
-        fresh = [its for its in present if its not in self._before]
+        present = [other for _, other in self._book.places()]
+        self._last = subpath
+        self._ours = self._ours.intersection(present) | {subpath}
+        self._others = {
+            other: run for other, run in self._others.items() if other in {*present, subpath}
+        }
+        fresh = [other for other in present if other not in self._before]
         known = {*self._ours, *self._others}
-        for its in [*again, way, *(its for its in fresh if its not in known)]:
-            found = self._found(its)
+        for other in [*again, subpath, *(other for other in fresh if other not in known)]:
+            found = self._found(other)
             if found is not None:
-                self._meet(its, found)
+                self._meet(other, found)
         return self._over is None
 
     def _begin(self) -> None:
-        ways = [way for _, way in self._book.places()]
-        self._before = frozenset(ways)
-        claims = [claim_of(found) for way in ways[:_LOOKS_BACK] if (found := self._found(way))]
+        subpaths = [subpath for _, subpath in self._book.places()]
+        self._before = frozenset(subpaths)
+        claims = [
+            claim_of(found) for subpath in subpaths[:_LOOKS_BACK] if (found := self._found(subpath))
+        ]
         latest = max((generation for generation, _ in claims), default=0)
         self._claim = Claim(latest + 1, secrets.token_hex(6))
 
-    def _found(self, way: str) -> FoundCheckpoint | None:
+    def _found(self, subpath: str) -> FoundCheckpoint | None:
         try:
-            return found_at(self._book.root.join(way))
+            return found_at(self._book.root.join(subpath))
         except CheckpointError:  # damaged, or deleted meanwhile: it tells nothing
             return None
 
-    def _meet(self, way: str, found: FoundCheckpoint) -> None:
+    def _meet(self, subpath: str, found: FoundCheckpoint) -> None:
         claim = Claim(*claim_of(found))
         assert self._claim is not None
         if not claim.name or claim == self._claim:
             return
-        if way not in self._others:
+        if subpath not in self._others:
             log.warning(
                 "another job saves below %s too: step %s is not of this one. Give each a root of "
                 "its own",
                 self._book.root.url,
                 found.step,
             )
-        self._others[way] = mark_of(found) or ""
+        self._others[subpath] = mark_of(found) or ""
         if claim > self._claim:
             self._over = StorageError(
                 f"a later job has saved step {found.step} below this root: this one saves no more "

@@ -179,7 +179,7 @@ class Schedule:
             return
         self._history = History() if found is None else history_of(found)
         if self._decides:
-            step = book.root if found is None else book.root.join(book.way_of(found))
+            step = book.root if found is None else book.root.join(book.subpath_of(found))
             failed = self._attempt.began(book.root, step, "" if found is None else found.identity)
             self._history = replace(self._history, failures=self._history.failures + failed)
 
@@ -280,22 +280,24 @@ class Schedule:
                 self._news.notify_all()
 
     def _tell(self, keys: Keys) -> None:
-        told: Plan | None = None
+        adopted: Plan | None = None
         while not self._ended:
             plan = self._plan
-            if plan != told and plan.settled >= 0:
+            if plan != adopted and plan.settled >= 0:
                 keys.set(f"schedule/{plan.generation}", asdict(plan))
-                told = plan
+                adopted = plan
             with self._news:
                 if self._plan == plan and not self._ended:
                     self._news.wait()
 
     def _listen(self, keys: Keys) -> None:
         while not self._ended:
-            told = keys.peek(f"schedule/{self._plan.generation}")
+            adopted = keys.peek(f"schedule/{self._plan.generation}")
             with self._news:
-                if told is not None and told["generation"] == self._plan.generation:
-                    self._plan = Plan(told["generation"], told["settled"], tuple(told["saves"]))
+                if adopted is not None and adopted["generation"] == self._plan.generation:
+                    self._plan = Plan(
+                        adopted["generation"], adopted["settled"], tuple(adopted["saves"])
+                    )
                     self._news.notify_all()
                 if not self._waits:
                     self._news.wait(self._pause)

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from smckpt.errors import CheckpointError, as_checkpoint_error
 from smckpt.meeting.pulse import Pulse
 
-__all__ = ["Alone", "Meeting", "OverGroup", "Round", "Said", "Transport", "alone", "over_group"]
+__all__ = ["Alone", "Meeting", "Message", "OverGroup", "Round", "Transport", "alone", "over_group"]
 
 B = TypeVar("B")
 D = TypeVar("D")
 
 
 @dataclass(frozen=True)
-class Said:
+class Message:
     """A member's message, or the answer for all: a value or an error, with the member's rank. left:
     whether the error says that the member is gone; then any other may have written it."""
 
@@ -50,16 +50,16 @@ class Round:
 class Transport:
     """How messages travel in a round. Only the store has `refuse` and `first`."""
 
-    def collect(self, held: Round, said: Said) -> Iterator[Said]:
-        """Bring `said`. On the leader, yield the messages of all members as they arrive; a member
-        that stays away ends this with a PeerError."""
+    def collect(self, held: Round, message: Message) -> Iterator[Message]:
+        """Bring a message. On the leader, yield the messages of all members as they arrive; a
+        member that stays away ends this with a PeerError."""
         raise NotImplementedError
 
-    def share(self, held: Round, answer: Said | None) -> Said:
+    def share(self, held: Round, answer: Message | None) -> Message:
         """Give every member the leader's answer, which the leader passes in."""
         raise NotImplementedError
 
-    def refuse(self, held: Round, said: Said) -> None:
+    def refuse(self, held: Round, message: Message) -> None:
         """Bring an error to a round in which this member will not take part; does not wait."""
         raise NotImplementedError
 
@@ -121,15 +121,15 @@ class Meeting:
         held = Round(point, leader, timeout, brings, gives, spent)
         own: Exception | None = None
         try:
-            said = Said(self.member, bring())
+            message = Message(self.member, bring())
         except Exception as error:
-            own, said = error, Said(self.member, error=as_checkpoint_error(error, self.rank))
+            own, message = error, Message(self.member, error=as_checkpoint_error(error, self.rank))
         except BaseException as error:  # KeyboardInterrupt and the like: do not wait
             with contextlib.suppress(CheckpointError, NotImplementedError):
                 self.refuse(point, as_checkpoint_error(error, self.rank), leader=leader)
             raise
-        arriving = self.transport.collect(held, said)
-        answer: Said | None = None
+        arriving = self.transport.collect(held, message)
+        answer: Message | None = None
         if self.member == leader:
             answer, cause = self._decided(arriving, decide)
             own = cause or own
@@ -148,7 +148,7 @@ class Meeting:
 
     def refuse(self, point: str, error: CheckpointError, *, leader: int = 0) -> None:
         """Fail a round for all members without taking part in it; does not wait for them."""
-        self.transport.refuse(Round(point, leader), Said(self.member, error=error))
+        self.transport.refuse(Round(point, leader), Message(self.member, error=error))
 
     def first(self, key: str, value: Any) -> Any:
         """A write-once value between rounds: the one that the first caller brought."""
@@ -160,41 +160,41 @@ class Meeting:
 
     def _decided(
         self,
-        arriving: Iterator[Said],
+        arriving: Iterator[Message],
         decide: Callable[[Callable[[], dict[int, B]]], D],
-    ) -> tuple[Said, Exception | None]:
+    ) -> tuple[Message, Exception | None]:
         """The leader's answer, and its own exception if it failed itself."""
-        failed: Said | None = None
+        failed: Message | None = None
 
         def brought() -> dict[int, B]:
             nonlocal failed
             messages: dict[int, B] = {}
-            for said in arriving:
-                if said.error is not None:  # do not wait for the others
-                    failed = said
-                    raise said.error
-                messages[said.member] = said.value
+            for message in arriving:
+                if message.error is not None:  # do not wait for the others
+                    failed = message
+                    raise message.error
+                messages[message.member] = message.value
             return messages
 
         try:
-            return Said(self.member, decide(brought)), None
+            return Message(self.member, decide(brought)), None
         except Exception as error:  # any exception: the members wait for an answer
             if failed is not None and error is failed.error:
                 return failed, None
-            return Said(self.member, error=as_checkpoint_error(error, self.rank)), error
+            return Message(self.member, error=as_checkpoint_error(error, self.rank)), error
 
 
 class Alone(Transport):
     """A meeting of one member."""
 
-    def collect(self, held: Round, said: Said) -> Iterator[Said]:
-        yield said
+    def collect(self, held: Round, message: Message) -> Iterator[Message]:
+        yield message
 
-    def share(self, held: Round, answer: Said | None) -> Said:
+    def share(self, held: Round, answer: Message | None) -> Message:
         assert answer is not None
         return answer
 
-    def refuse(self, held: Round, said: Said) -> None:
+    def refuse(self, held: Round, message: Message) -> None:
         """Nobody hears it."""
 
     def first(self, key: str, value: Any) -> Any:
@@ -208,21 +208,21 @@ class OverGroup(Transport):
     def __init__(self, process_group: Any) -> None:
         self._group = process_group
 
-    def collect(self, held: Round, said: Said) -> Iterator[Said]:
+    def collect(self, held: Round, message: Message) -> Iterator[Message]:
         import torch.distributed as dist
 
         leads = dist.get_rank(self._group) == held.leader
         everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if leads else None
-        dist.gather_object(said, everyone, group=self._group, group_dst=held.leader)
+        dist.gather_object(message, everyone, group=self._group, group_dst=held.leader)
         return iter(everyone or ())
 
-    def share(self, held: Round, answer: Said | None) -> Said:
+    def share(self, held: Round, answer: Message | None) -> Message:
         import torch.distributed as dist
 
-        told: list[Any] = [answer]
-        dist.broadcast_object_list(told, group=self._group, group_src=held.leader)
-        said: Said = told[0]
-        return said
+        answers: list[Any] = [answer]
+        dist.broadcast_object_list(answers, group=self._group, group_src=held.leader)
+        message: Message = answers[0]
+        return message
 
 
 def alone() -> Meeting:

@@ -24,7 +24,7 @@ from smckpt.meeting.keys import Keys, Store
 from smckpt.meeting.messages import from_json
 from smckpt.meeting.presence import Presence, own_process
 from smckpt.meeting.pulse import PAUSES, Pulse
-from smckpt.meeting.round import Meeting, Round, Said, Transport
+from smckpt.meeting.round import Meeting, Message, Round, Transport
 
 __all__ = ["OverStore", "agree"]
 
@@ -64,15 +64,15 @@ class OverStore(Transport):
         keys, presence = self.keys.over(store), self.presence
         return OverStore(keys, self._member, self._count, self._name, self._pulse, presence)
 
-    def collect(self, held: Round, said: Said) -> Iterator[Said]:
-        if said.error is not None and self._pulse is not None:
-            self._pulse.fail(said.error)
-        self._messages[held.point] = self._arrive(held.point, said)
+    def collect(self, held: Round, message: Message) -> Iterator[Message]:
+        if message.error is not None and self._pulse is not None:
+            self._pulse.fail(message.error)
+        self._messages[held.point] = self._arrive(held.point, message)
         return self._arrivals(held) if self._member == held.leader else iter(())
 
-    def share(self, held: Round, answer: Said | None) -> Said:
+    def share(self, held: Round, answer: Message | None) -> Message:
         key = f"{held.point}/decision"
-        message = self._messages.pop(held.point)
+        own_key = self._messages.pop(held.point)
         if answer is not None:
             self.keys.set(key, _packed(answer))
         else:
@@ -87,16 +87,16 @@ class OverStore(Transport):
             answer = self._unpacked(data, held.gives)
             if answer.left and answer.error is not None:
                 self.presence.note(answer.member, answer.error)
-        self._part(held, message)
+        self._part(held, own_key)
         return answer
 
-    def refuse(self, held: Round, said: Said) -> None:
-        if said.error is not None and self._pulse is not None:
-            self._pulse.fail(said.error)
+    def refuse(self, held: Round, message: Message) -> None:
+        if message.error is not None and self._pulse is not None:
+            self._pulse.fail(message.error)
         if self._member == held.leader:
-            self.keys.set(f"{held.point}/decision", _packed(said))
+            self.keys.set(f"{held.point}/decision", _packed(message))
         else:
-            self._arrive(held.point, said)
+            self._arrive(held.point, message)
 
     def first(self, key: str, value: Any) -> Any:
         return self.keys.first(key, value)
@@ -112,7 +112,7 @@ class OverStore(Transport):
     def leave(self, timeout: float) -> None:
         if self._member:
             self.presence.close()
-            self._arrive("bye", Said(self._member))
+            self._arrive("bye", Message(self._member))
             return
         until, turn, away = time.monotonic() + timeout, 1, set(range(1, self._count))
         pause = PAUSES[0]
@@ -126,13 +126,13 @@ class OverStore(Transport):
             turn += 1
         self.presence.close()
 
-    def _arrive(self, point: str, said: Said) -> str:
+    def _arrive(self, point: str, message: Message) -> str:
         """Post a message; the leader reads messages in the order of arrival. Returns its key."""
-        message = f"{point}/{self.keys.count(f'{point}/turn')}"
-        self.keys.set(message, _packed(said))
-        return message
+        own_key = f"{point}/{self.keys.count(f'{point}/turn')}"
+        self.keys.set(own_key, _packed(message))
+        return own_key
 
-    def _arrivals(self, held: Round) -> Iterator[Said]:
+    def _arrivals(self, held: Round) -> Iterator[Message]:
         away = set(range(self._count))
         until = time.monotonic() + (held.timeout or 0)
         turn = 1
@@ -140,16 +140,16 @@ class OverStore(Transport):
             data = self._awaited(held, f"{held.point}/{turn}", sorted(away), until)
             if data is None:
                 raise _absent(sorted(away), self._name, held.point)
-            said = self._unpacked(data, held.brings)
+            message = self._unpacked(data, held.brings)
             turn += 1
-            if said.left and said.error is not None:
-                self.presence.note(said.member, said.error)
-            if said.member in away:
-                away.discard(said.member)
-                yield said
-            elif not said.left or turn > self._count**2:  # each may post that any other has left
+            if message.left and message.error is not None:
+                self.presence.note(message.member, message.error)
+            if message.member in away:
+                away.discard(message.member)
+                yield message
+            elif not message.left or turn > self._count**2:  # each may post that any other has left
                 raise PeerError(
-                    f"{self._name(said.member)} brought two messages to one round, {held.point}",
+                    f"{self._name(message.member)} brought two messages to one round, {held.point}",
                     remedy="all ranks must run one version of smckpt, and no other program write "
                     "to the job's store",
                 )
@@ -163,22 +163,22 @@ class OverStore(Transport):
         gone = self.presence.gone(whose)
         if gone is not None:  # unless the value is there, or another is
             member, error = gone
-            return self.keys.first(key, _packed(Said(member, error=error, left=True)))
+            return self.keys.first(key, _packed(Message(member, error=error, left=True)))
         with self.presence.waiting(held.point, key, whose, held.leader == self._member):
             return self.keys.wait(key, until - time.monotonic())
 
     def _answer_for(self, key: str, member: int, error: PeerError) -> None:
         """Set a value in the name of a member that is gone."""
-        self.keys.first(key, _packed(Said(member, error=error, left=True)))
+        self.keys.first(key, _packed(Message(member, error=error, left=True)))
 
     def _tell_for(self, point: str, member: int, error: PeerError) -> None:
-        self._arrive(point, Said(member, error=error, left=True))
+        self._arrive(point, Message(member, error=error, left=True))
 
-    def _part(self, held: Round, message: str) -> None:
+    def _part(self, held: Round, own_key: str) -> None:
         """Delete this member's message; the last member also deletes the keys that all read.
         Otherwise the store, in the memory of one process, would collect tens of thousands of keys
         with each save of a large job."""
-        self.keys.drop([message])
+        self.keys.drop([own_key])
         left = f"{held.point}/left"
         try:
             last = self.keys.count(left) == self._count
@@ -188,7 +188,7 @@ class OverStore(Transport):
             point = held.point
             self.keys.drop([f"{point}/decision", *held.spent, f"{point}/turn", left])
 
-    def _unpacked(self, data: Any, kind: Any) -> Said:
+    def _unpacked(self, data: Any, kind: Any) -> Message:
         who = "a member"
         try:
             member = data["member"]
@@ -197,8 +197,10 @@ class OverStore(Transport):
             who = self._name(member)
             if "error" in data:
                 left = data.get("left") is True
-                return Said(member, error=error_from_json(data["error"]), left=left)
-            return Said(member, data["value"] if kind is None else from_json(kind, data["value"]))
+                return Message(member, error=error_from_json(data["error"]), left=left)
+            return Message(
+                member, data["value"] if kind is None else from_json(kind, data["value"])
+            )
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise PeerError(
                 f"the message of {who} cannot be read: {error}",
@@ -206,11 +208,11 @@ class OverStore(Transport):
             ) from error
 
 
-def _packed(said: Said) -> dict[str, Any]:
-    if said.error is not None:
-        data = {"member": said.member, "error": said.error.to_json()}
-        return {**data, "left": True} if said.left else data
-    return {"member": said.member, "value": said.value}
+def _packed(message: Message) -> dict[str, Any]:
+    if message.error is not None:
+        data = {"member": message.member, "error": message.error.to_json()}
+        return {**data, "left": True} if message.left else data
+    return {"member": message.member, "value": message.value}
 
 
 def _absent(members: Sequence[int], name: Name, what: str) -> PeerError:

@@ -42,5 +42,5 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     provided.attribute(kind, "load_state", load, "loads committed checkpoints")
     provided.attribute(kind, "end_training", end, "waits for the last commit")
     for owner in (accelerate.utils, fsdp_utils, merge):
-        told = "merges committed checkpoints"
-        provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, told)
+        effect = "merges committed checkpoints"
+        provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, effect)

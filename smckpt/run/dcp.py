@@ -28,11 +28,11 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
 
     for owner in (checkpoint, state_dict_saver):
         provided.attribute(owner, "save", calls.save, "saves in smckpt's format")
-        told = "saves in the background, by a process of its own"
-        provided.attribute(owner, "async_save", calls.async_save, told)
+        effect = "saves in the background, by a process of its own"
+        provided.attribute(owner, "async_save", calls.async_save, effect)
     for owner in (checkpoint, state_dict_loader):
-        told = "loads smckpt's checkpoints and DCP's"
-        provided.attribute(owner, "load", calls.load, told)
+        effect = "loads smckpt's checkpoints and DCP's"
+        provided.attribute(owner, "load", calls.load, effect)
     put_storage(provided)
 
 
@@ -50,7 +50,7 @@ def put_storage(provided: Provided) -> None:
     with suppress(ImportError):  # where DCP's own functions find a reader for a path
         owners.append(importlib.import_module(f"{checkpoint.__name__}._storage_utils"))
     for owner in owners:
-        told = "writes smckpt's format"
-        provided.attribute(owner, "FileSystemWriter", calls.FileSystemWriter, told)
-        told = "reads smckpt's checkpoints and DCP's"
-        provided.attribute(owner, "FileSystemReader", calls.FileSystemReader, told)
+        effect = "writes smckpt's format"
+        provided.attribute(owner, "FileSystemWriter", calls.FileSystemWriter, effect)
+        effect = "reads smckpt's checkpoints and DCP's"
+        provided.attribute(owner, "FileSystemReader", calls.FileSystemReader, effect)

@@ -32,21 +32,21 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     refuse_version("lightning", lightning.__version__, TESTED, force)
     from smckpt.integrations import lightning as ours
 
-    told = "saves in the background, on disk and in S3"
-    provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, told)
+    effect = "saves in the background, on disk and in S3"
+    provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect)
     provided.attribute(saving, "pl_load", ours.load_any(saving.pl_load), "loads what was committed")
-    told = "resumes from what was committed, random numbers included"
-    provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, told)
+    effect = "resumes from what was committed, random numbers included"
+    provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, effect)
     _put_strategies(provided, ours)
     _put_other_name(provided)
 
 
 def _put_strategies(provided: Provided, ours: Any) -> None:
     top = importlib.import_module("lightning.pytorch.strategies")
-    told = "saves each rank's shards in the background"
+    effect = "saves each rank's shards in the background"
     for module, name in _STRATEGIES.items():
         for owner in (top, importlib.import_module(f"{top.__name__}.{module}")):
-            provided.attribute(owner, name, getattr(ours, f"Smckpt{name}"), told)
+            provided.attribute(owner, name, getattr(ours, f"Smckpt{name}"), effect)
     registry = top.StrategyRegistry
     for name in ("fsdp", "fsdp_cpu_offload"):
         entry = registry[name]
@@ -55,7 +55,7 @@ def _put_strategies(provided: Provided, ours: Any) -> None:
         def undo(entry: Any = entry, stock: Any = stock) -> None:
             entry["strategy"] = stock
 
-        provided.by(undo, f"replaced the strategy {name!r}: {told}")
+        provided.by(undo, f"replaced the strategy {name!r}: {effect}")
 
 
 _NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}

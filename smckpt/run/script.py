@@ -69,11 +69,11 @@ def run_script(
             raise UsageError("there is no such script", remedy="pass a Python file", path=path)
         sys.path[0] = os.path.dirname(path)
     _say(provide(doors, force=force, shadow=shadow))
-    told = {
+    passed = {
         "script": script if module else path, "doors": doors, "force": force, "shadow": shadow,
         "module": module,
     }  # fmt: skip
-    os.environ[_VARIABLE] = json.dumps(told)
+    os.environ[_VARIABLE] = json.dumps(passed)
     sys.addaudithook(_name_launcher)
     sys.argv = [path if module else script, *arguments]
     main = ModuleType("__main__")
@@ -93,10 +93,10 @@ def run_script(
 
 def main_of_child() -> dict[str, Any]:
     """The global names of the script, for a child that the script spawned."""
-    told = json.loads(os.environ[_VARIABLE])
-    provide(told["doors"], force=told["force"], shadow=told["shadow"])
-    run = runpy.run_module if told.get("module") else runpy.run_path
-    return run(told["script"], run_name="__mp_main__")
+    passed = json.loads(os.environ[_VARIABLE])
+    provide(passed["doors"], force=passed["force"], shadow=passed["shadow"])
+    run = runpy.run_module if passed.get("module") else runpy.run_path
+    return run(passed["script"], run_name="__mp_main__")
 
 
 class _Spec(ModuleSpec):

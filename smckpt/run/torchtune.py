@@ -22,6 +22,6 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     from smckpt.integrations.torchtune import take_over
 
     client = f"{CheckpointClient.__module__}.{CheckpointClient.__qualname__}"
-    told = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
+    effect = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
     names = ("_get_dcp_checkpointer", "_save_checkpoint_sync", "load_distributed_checkpoint")
-    provided.by(take_over(always=True), *(f"replaced {client}.{name}: {told}" for name in names))
+    provided.by(take_over(always=True), *(f"replaced {client}.{name}: {effect}" for name in names))

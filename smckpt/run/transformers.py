@@ -30,10 +30,10 @@ def put(provided: Provided, *, force: bool, shadow: bool) -> None:
     transformers = sys.modules["transformers"]
 
     seq2seq = type("SmckptSeq2SeqTrainer", (SmckptTrainerMixin, trainer_seq2seq.Seq2SeqTrainer), {})
-    told = "saves in the background, resumes from committed checkpoints"
+    effect = "saves in the background, resumes from committed checkpoints"
     for owner in (transformers, trainer):
-        provided.attribute(owner, "Trainer", SmckptTrainer, told)
+        provided.attribute(owner, "Trainer", SmckptTrainer, effect)
     for owner in (transformers, trainer_seq2seq):
-        provided.attribute(owner, "Seq2SeqTrainer", seq2seq, told)
-    told = "finds checkpoints below a URL too"
-    provided.attribute(trainer_utils, "get_last_checkpoint", get_last_checkpoint, told)
+        provided.attribute(owner, "Seq2SeqTrainer", seq2seq, effect)
+    effect = "finds checkpoints below a URL too"
+    provided.attribute(trainer_utils, "get_last_checkpoint", get_last_checkpoint, effect)

@@ -40,10 +40,10 @@ class LustreTarget:
 
 def targets(path: str) -> tuple[LustreTarget, ...]:
     """The OSTs of the Lustre that a path is on; none if it is on another file system."""
-    said = _lfs("df", "-l", path)  # -l: ask no server that this host has no connection to
+    output = _lfs("df", "-l", path)  # -l: ask no server that this host has no connection to
     return tuple(
         LustreTarget(match[1], int(match[3]), int(match[2]) * _KIB)
-        for line in said.splitlines()
+        for line in output.splitlines()
         if (match := _OST.match(line.strip()))
     )
 
@@ -66,10 +66,10 @@ def quotas_left(path: str) -> Iterator[tuple[str, int]]:
             yield name, left
 
 
-def _left(said: str, path: str) -> int | None:
+def _left(output: str, path: str) -> int | None:
     """The rest of a quota in bytes; None without a limit. A long path has a line of its own."""
-    at = said.find(path)
-    match = _QUOTA.match(said, at + len(path)) if at >= 0 else None
+    at = output.find(path)
+    match = _QUOTA.match(output, at + len(path)) if at >= 0 else None
     if match is None:
         return None
     used, soft, hard = (int(number) for number in match.groups())
@@ -93,8 +93,8 @@ def _lfs(*arguments: str) -> str:
     except OSError:
         return ""
     try:
-        said, _ = process.communicate(timeout=_SECONDS)
+        output, _ = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # and no wait: what waits for a server in the kernel does not end at once
         return ""
-    return said.decode(errors="replace")  # df fails if one target of many does not answer
+    return output.decode(errors="replace")  # df fails if one target of many does not answer

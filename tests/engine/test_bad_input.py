@@ -18,7 +18,7 @@ from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
 from tests.support.workers import kill_in_mid_request
 
-Said = dict[str, tuple[str, str, str, float]]
+Message = dict[str, tuple[str, str, str, float]]
 
 
 def state(value: float = 0.0, numel: int = 8) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def worker_of_this_rank() -> Worker:
     return queue._worker
 
 
-def bad_saves(folder: str) -> Said:
+def bad_saves(folder: str) -> Message:
     """Each case, broken on rank 1 alone; then what stands in `c`, and one good save after it."""
     rank, said = dist.get_rank(), {}
     good = f"{folder}/c"
@@ -106,7 +106,7 @@ def test_a_bad_save_is_told_on_every_rank_and_loses_nothing(tmp_path: Path) -> N
             assert (step, value) == ("1", 1.0), name
 
 
-def bad_loads(folder: str) -> Said:
+def bad_loads(folder: str) -> Message:
     """Each case with a target that is wrong on rank 1 alone, or a checkpoint that is."""
     rank, said = dist.get_rank(), {}
     for name in ("good", "newer", "half", "damaged"):

@@ -32,7 +32,7 @@ from smckpt.errors import CheckpointError, error_from_json
 from smckpt.manager.pins import finish_removals
 from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
-from smckpt.meeting.round import Round, Said
+from smckpt.meeting.round import Message, Round
 from smckpt.meeting.store import OverStore
 from smckpt.translate.archives.pickled import read_pickle
 from smckpt.translate.archives.source_files import SourceFiles
@@ -178,7 +178,7 @@ def _message(data: bytes) -> None:
 
 
 def _heard(over: OverStore, held: Round) -> None:
-    arrived = list(over.collect(held, Said(1)))
+    arrived = list(over.collect(held, Message(1)))
     if held.leader == 0:
         over.share(held, None)
     assert all(0 <= said.member < 2 for said in arrived)

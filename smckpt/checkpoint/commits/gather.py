@@ -137,9 +137,9 @@ class _Group:
             optimizers,
             self._merger.merged(),
             tuple(
-                PartRecord(rank, self._hosts[rank], said["part"], said["crc64"], files)
+                PartRecord(rank, self._hosts[rank], listed["part"], listed["crc64"], files)
                 for rank, files in self._files.items()
-                for said in (parts[str(rank)],)
+                for listed in (parts[str(rank)],)
             ),
         )
 
@@ -158,23 +158,25 @@ class _Group:
                 )
             self._refuse_attempt(f"{key} is {here} on rank {rank}, {there} on rank {first}", where)
         if self.value(sections["rank"]) != rank or self.value(sections["attempt"]) != self.attempt:
-            said = f"rank {sections['rank'].decode()}, attempt {sections['attempt'].decode()}"
-            self._refuse_attempt(f"the part of rank {rank} says {said}, not {self.attempt}", where)
+            listed = f"rank {sections['rank'].decode()}, attempt {sections['attempt'].decode()}"
+            self._refuse_attempt(
+                f"the part of rank {rank} says {listed}, not {self.attempt}", where
+            )
 
     def _refuse_attempt(self, what: str, where: Mapping[str, Any]) -> NoReturn:
         remedy = "this is a fault of smckpt: please report it"
         raise StateError(f"the parts belong to different saves: {what}", remedy=remedy, **where)
 
 
-def _read(storage: Storage, rank: int, said: Mapping[str, str]) -> _Read | str:
+def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str:
     """Read the part of a rank, or return the name of the file that is missing here."""
-    name = said["part"]
+    name = listed["part"]
     path = file_url(storage.url, name)
-    where: dict[str, Any] = {"path": path, "rank": rank, "host": said["host"]}
+    where: dict[str, Any] = {"path": path, "rank": rank, "host": listed["host"]}
 
     def read() -> bytes:
         data = storage.read(name, most=MAX_JSON_BYTES)
-        if hex64(crc64(data)) != said["crc64"]:
+        if hex64(crc64(data)) != listed["crc64"]:
             raise CorruptCheckpointError(
                 "the part record reads back with other bytes than were written",
                 remedy="check the file system of that host; the save was not committed",
@@ -217,7 +219,7 @@ def _not_shared(
     storage: Storage, unseen: Mapping[int, str], parts: Mapping[str, Mapping[str, str]]
 ) -> NoReturn:
     blind = sorted({parts[str(rank)]["host"] for rank in unseen})
-    seen = sorted({said["host"] for rank, said in parts.items() if int(rank) not in unseen})
+    seen = sorted({listed["host"] for rank, listed in parts.items() if int(rank) not in unseen})
     here = socket.gethostname()
     name = next(iter(unseen.values()))
     if blind == [here]:

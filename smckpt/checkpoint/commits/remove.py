@@ -163,11 +163,11 @@ def remove_probes(root: Storage, steps: Iterable[str]) -> None:
     Args:
         steps: directories below `root`, where nobody saves any more.
     """
-    for way in steps:
+    for subpath in steps:
         try:
-            _remove_probes(root.join(way))
+            _remove_probes(root.join(subpath))
         except CheckpointError as error:
-            log.warning("what a killed save has left in %s stays: %s", way, error)
+            log.warning("what a killed save has left in %s stays: %s", subpath, error)
 
 
 def _remove_probes(step: Storage) -> None:
@@ -283,7 +283,7 @@ def _tidy(
         for place in stores.all()[1:]:
             place.remove_directory()
     for group in doomed.groups:
-        way = group.directory.split("/") if group.directory else []
-        for depth in range(len(way), 0, -1):
-            top.join("/".join(way[:depth])).remove_directory()
+        subpath = group.directory.split("/") if group.directory else []
+        for depth in range(len(subpath), 0, -1):
+            top.join("/".join(subpath[:depth])).remove_directory()
     top.remove_directory()

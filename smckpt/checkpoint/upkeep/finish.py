@@ -41,18 +41,18 @@ __all__ = ["commit_unfinished", "faults_of"]
 
 
 def faults_of(
-    top: Storage, step: UnfinishedStep, *, told: bool, threads: int, progress: Progress | None
+    top: Storage, step: UnfinishedStep, *, named: bool, threads: int, progress: Progress | None
 ) -> tuple[Problem, ...]:
     """Read every byte of the step, and check all that `verify` checks; what is wrong.
 
     Args:
-        told: the caller, and no lease, says which groups make the step.
+        named: the caller, and no lease, says which groups make the step.
 
     Raises:
         CheckpointError: the parts do not belong together, or one of them is damaged.
     """
     catalogue = _as_if_committed(top, step)
-    if told:
+    if named:
         _refuse_others(catalogue, step, top.url)
     try:
         return verify_catalogue(catalogue, top.url, threads, progress).problems
@@ -132,14 +132,14 @@ def commit_unfinished(
             (one,) = step.attempts
             return _publish(top, one, token, None, refuse)["manifest"], token
         record = record_name(token, step.number, session)
-        told = []
+        named = []
         for one in step.attempts:
             done = _publish(top, one, token, join_url(top.url, record), refuse)
-            told.append(
-                {"directory": one.way, "manifest": done["manifest"], "crc64": done["crc64"],
+            named.append(
+                {"directory": one.subpath, "manifest": done["manifest"], "crc64": done["crc64"],
                  "coordinator": min(one.group_ranks)}
             )  # fmt: skip
-        publish_record(top.access, top.url, session, step.number, token, told)
+        publish_record(top.access, top.url, session, step.number, token, named)
         return record, token
 
 
@@ -165,12 +165,12 @@ def _claimed(step: UnfinishedStep) -> Iterator[None]:
 
 def _refuse_changed(top: Storage, step: UnfinishedStep, groups: list[str] | None) -> None:
     """Look again, now that nobody else can commit: has a session committed or written meanwhile?"""
-    names = {one.way: (one.name, one.group_ranks) for one in step.attempts}
+    names = {one.subpath: (one.name, one.group_ranks) for one in step.attempts}
     now = unfinished_step(top, groups if groups is not None else sorted(w or "." for w in names))
     if (
         now is None
         or isinstance(now, Refusal)
-        or names != {one.way: (one.name, one.group_ranks) for one in now.attempts}
+        or names != {one.subpath: (one.name, one.group_ranks) for one in now.attempts}
     ):
         why = now.what if isinstance(now, Refusal) else "another save is here now"
         raise StorageError(

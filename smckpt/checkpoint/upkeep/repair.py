@@ -163,7 +163,7 @@ def _commit(
 ) -> RepairReport:
     left: tuple[Left, ...]
     try:
-        faults = faults_of(top, step, told=groups is not None, threads=threads, progress=progress)
+        faults = faults_of(top, step, named=groups is not None, threads=threads, progress=progress)
     except (CorruptCheckpointError, StateError, UsageError) as error:
         left = (Left(error.path or top.url, error.message, error.remedy),)
     else:

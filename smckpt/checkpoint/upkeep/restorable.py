@@ -91,28 +91,28 @@ def parse_geometry(text: str) -> ParallelState:
         TopologyError: the degrees do not fit the world.
     """
     remedy = 'pass degrees such as "tp=2,shard=64"; the keys are ' + ", ".join(_KEYS)
-    said: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"([a-z]+)=([0-9]{1,7})", part)
-        if match is None or match.group(1) not in _KEYS or match.group(1) in said:
+        if match is None or match.group(1) not in _KEYS or match.group(1) in sizes:
             raise UsageError(f"the geometry {text!r} has {part!r}", remedy=remedy)
-        said[match.group(1)] = int(match.group(2))
-    if not all(said.values()):
+        sizes[match.group(1)] = int(match.group(2))
+    if not all(sizes.values()):
         raise UsageError(f"the geometry {text!r} has a degree of 0", remedy=remedy)
     product = 1
     for key in _FACTORS:
-        product *= said.get(key, 1)
-    world = said.get("world", product)
-    if world % product or ("replicas" in said and "shard" in said and world != product):
+        product *= sizes.get(key, 1)
+    world = sizes.get("world", product)
+    if world % product or ("replicas" in sizes and "shard" in sizes and world != product):
         raise UsageError(
             f"the degrees in {text!r} give {product} ranks, which do not fit world={world}",
             remedy=remedy,
         )
-    if "shard" not in said and "replicas" in said:
-        said["shard"] = world // product
-    elif "shard" not in said and "world" not in said:
-        said["shard"] = 1
-    degrees = {_KEYS[key]: n for key, n in said.items() if _KEYS[key]}
+    if "shard" not in sizes and "replicas" in sizes:
+        sizes["shard"] = world // product
+    elif "shard" not in sizes and "world" not in sizes:
+        sizes["shard"] = 1
+    degrees = {_KEYS[key]: n for key, n in sizes.items() if _KEYS[key]}
     return ParallelState.from_json({**degrees, "world_size": world}, rank=0)
 
 

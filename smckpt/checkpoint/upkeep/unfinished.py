@@ -34,7 +34,7 @@ class UnfinishedSave:
     """The parts of one save in one directory.
 
     Args:
-        way: the directory, relative to the step's.
+        subpath: the directory, relative to the step's.
         storage: of the directory.
         prefix_sharding: of the ranks' files.
         token: the latest fencing token of its session here; 0 if the session took no lease.
@@ -43,7 +43,7 @@ class UnfinishedSave:
         damage: why its parts cannot be read; "" if they can.
     """
 
-    way: str
+    subpath: str
     storage: Storage = field(repr=False)
     prefix_sharding: PrefixSharding | None
     session: str
@@ -70,7 +70,7 @@ class UnfinishedSave:
             CorruptCheckpointError: a part is damaged or says something impossible, or one of its
                 files is missing or has another size.
         """
-        stores, told = self.stores, {}
+        stores, named = self.stores, {}
         sizes: dict[str, dict[str, int]] = {}
         for rank in self.group_ranks:
             name, store = part_name(self.name, rank), stores.of(rank)
@@ -79,8 +79,8 @@ class UnfinishedSave:
             if store.url not in sizes:
                 sizes[store.url] = {info.name: info.size for info in store.list("data-")}
             _refuse_cut(part, store.url, sizes[store.url])
-            told[str(rank)] = {"part": name, "crc64": hex64(crc64(data)), "host": part.host}
-        return told
+            named[str(rank)] = {"part": name, "crc64": hex64(crc64(data)), "host": part.host}
+        return named
 
 
 @dataclass(frozen=True)
@@ -138,27 +138,27 @@ def unfinished_step(
     """
     leases = leases_at(top)
     last = leases[-1] if leases else None
-    ways: tuple[str, ...] = ("",)
+    subpaths: tuple[str, ...] = ("",)
     if groups is not None:
-        ways = tuple(sorted({"" if way == "." else way for way in groups}))
+        subpaths = tuple(sorted({"" if subpath == "." else subpath for subpath in groups}))
     elif last is not None:
-        ways = tuple(sorted(relative_url(url, top.url) for url in last.scope))
-    if ways != ("",):
-        urls = {join_url(top.url, way) for way in ways}
-        return _of_groups(top, ways, [lease for lease in leases if lease.scope == urls])
+        subpaths = tuple(sorted(relative_url(url, top.url) for url in last.scope))
+    if subpaths != ("",):
+        urls = {join_url(top.url, subpath) for subpath in subpaths}
+        return _of_groups(top, subpaths, [lease for lease in leases if lease.scope == urls])
     found = attempts_at(top, "")
     if not found:
         return _groups_unknown(top)
-    return _of_one(top, found, leases, told=groups is not None)
+    return _of_one(top, found, leases, named=groups is not None)
 
 
-def attempts_at(storage: Storage, way: str) -> list[UnfinishedSave]:
+def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
     """The saves that left parts in a directory, newest first as far as numbers tell."""
     leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
     tokens = {lease.session: lease.fencing_token for lease in leases}  # oldest first
-    ways = dict.fromkeys([None, *(lease.prefix_sharding for lease in leases)])
+    shardings = dict.fromkeys([None, *(lease.prefix_sharding for lease in leases)])
     found: dict[tuple[str, int], UnfinishedSave] = {}
-    for over in ways:
+    for over in shardings:
         stores = PrefixStores(storage, over)
         wrote: dict[tuple[str, int], set[int]] = {}
         for place in {one.url: one for one in stores.all()}.values():
@@ -173,12 +173,12 @@ def attempts_at(storage: Storage, way: str) -> list[UnfinishedSave]:
                     part, _ = read_whole_part(stores.of(min(ranks)), name)
                 except CorruptCheckpointError as error:
                     found[session, number] = UnfinishedSave(
-                        way, storage, over, session, number, its, None, None, (), (), str(error)
+                        subpath, storage, over, session, number, its, None, None, (), (), str(error)
                     )
                     continue
                 absent = tuple(rank for rank in part.group_ranks if rank not in ranks)
                 found[session, number] = UnfinishedSave(
-                    way, storage, over, session, number, its,
+                    subpath, storage, over, session, number, its,
                     part.kind, part.step, part.group_ranks, absent,
                 )  # fmt: skip
     return sorted(found.values(), key=lambda one: (one.token, one.number), reverse=True)
@@ -199,14 +199,14 @@ def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
     data, body = sound(storage, read)
     try:
         part = Part.from_json(body)
-        said = (part.session, part.number, part.rank)
-        if parsed is None or said != (parsed.session, parsed.number, parsed.rank):
-            raise ValueError(f"session, number and rank are {said}")
+        values = (part.session, part.number, part.rank)
+        if parsed is None or values != (parsed.session, parsed.number, parsed.rank):
+            raise ValueError(f"session, number and rank are {values}")
         if part.rank not in part.group_ranks:
             raise ValueError(f"rank {part.rank} is not in its group {part.group_ranks}")
         for number, file in enumerate(part.files):
             its = parse_name(file.name)
-            if its is None or (its.session, its.number, its.rank, its.file) != (*said, number):
+            if its is None or (its.session, its.number, its.rank, its.file) != (*values, number):
                 raise ValueError(f"{file.name} is not its file {number}")
     except SENSELESS as error:
         raise CorruptCheckpointError(
@@ -242,7 +242,7 @@ def newest_commit(storage: Storage) -> Commit | None:
 
 
 def _of_one(
-    top: Storage, found: Sequence[UnfinishedSave], leases: Sequence[Lease], *, told: bool
+    top: Storage, found: Sequence[UnfinishedSave], leases: Sequence[Lease], *, named: bool
 ) -> UnfinishedStep | Refusal | None:
     commit = newest_commit(top)
     left = [one for one in found if not _is_of(commit, one)]
@@ -255,7 +255,7 @@ def _of_one(
         return _several(newer, top)
     if best.absent or best.damage:
         return _incomplete([best], top)
-    if not told:
+    if not named:
         above = _scope_above(top)
         if above is not None and above != "":
             return Refusal(
@@ -319,13 +319,13 @@ def _several(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
 def _incomplete(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
     if damaged := [one.damage for one in found if one.damage]:
         return Refusal(damaged[0], _OLDER, top.url)
-    said = [
+    values = [
         f"rank{'s' if len(one.absent) > 1 else ''} {', '.join(map(str, one.absent[:8]))}"
         + (f" and {len(one.absent) - 8} more" if one.absent[8:] else "")
-        + (f" of {one.way}" if one.way else "")
+        + (f" of {one.subpath}" if one.subpath else "")
         for one in found
     ]
-    return Refusal(f"the save is not complete: {'; '.join(said)} wrote no part", _OLDER, top.url)
+    return Refusal(f"the save is not complete: {'; '.join(values)} wrote no part", _OLDER, top.url)
 
 
 def _scope_above(top: Storage) -> str | None:
@@ -374,18 +374,18 @@ def _groups_unknown(top: Storage) -> Refusal | None:
 
 
 def _of_groups(
-    top: Storage, ways: Sequence[str], leases: Sequence[Lease]
+    top: Storage, subpaths: Sequence[str], leases: Sequence[Lease]
 ) -> UnfinishedStep | Refusal | None:
     lead = leases[-1].session if leases else ""
     ours = [lease for lease in leases if lease.session == lead]
     commits: dict[str, Commit | None] = {}
     by_group: list[dict[int, list[UnfinishedSave]]] = []
-    for way in ways:
-        storage = top.join(way)
+    for subpath in subpaths:
+        storage = top.join(subpath)
         storage.refuse_links()
-        commits[way] = newest_commit(storage)
+        commits[subpath] = newest_commit(storage)
         by_number: dict[int, list[UnfinishedSave]] = {}
-        for one in attempts_at(storage, way):
+        for one in attempts_at(storage, subpath):
             if _belongs(one, ours):
                 by_number.setdefault(one.number, []).append(one)
         by_group.append(by_number)
@@ -394,11 +394,11 @@ def _of_groups(
     for number in numbers:
         here = [group.get(number, []) for group in by_group]
         chosen = [one for group in here for one in group[:1]]
-        if any(_is_of(commits[one.way], one) for one in chosen) or not all(
-            _newer(one, commits[one.way]) for one in chosen
+        if any(_is_of(commits[one.subpath], one) for one in chosen) or not all(
+            _newer(one, commits[one.subpath]) for one in chosen
         ):
             break  # this number is committed, or superseded, and so are lower ones
-        refusal = _unfit(top, ways, here, ours)
+        refusal = _unfit(top, subpaths, here, ours)
         if refusal is None:
             return UnfinishedStep(tuple(chosen), alone=False, lead=lead)
         first = first or refusal
@@ -416,12 +416,12 @@ def _belongs(one: UnfinishedSave, ours: Sequence[Lease]) -> bool:
 
 def _unfit(
     top: Storage,
-    ways: Sequence[str],
+    subpaths: Sequence[str],
     here: Sequence[Sequence[UnfinishedSave]],
     ours: Sequence[Lease],
 ) -> Refusal | None:
     """Why these attempts of one number do not make a step."""
-    if empty := [way for way, group in zip(ways, here, strict=True) if not group]:
+    if empty := [subpath for subpath, group in zip(subpaths, here, strict=True) if not group]:
         return Refusal(
             f"the save is not complete: nothing of it is in {', '.join(empty[:8])}", _OLDER, top.url
         )
@@ -432,9 +432,9 @@ def _unfit(
     if absent := [one for one in chosen if one.absent or one.damage]:
         return _incomplete(absent, top)
     for key in ("kind", "step"):
-        said = {one.way: getattr(one, key) for one in chosen}
-        if len(set(said.values())) > 1:
-            return Refusal(f"the groups do not agree on the {key}: {said}", _OLDER, top.url)
+        values = {one.subpath: getattr(one, key) for one in chosen}
+        if len(set(values.values())) > 1:
+            return Refusal(f"the groups do not agree on the {key}: {values}", _OLDER, top.url)
     ranks = [rank for one in chosen for rank in one.group_ranks]
     if len(set(ranks)) != len(ranks):
         return Refusal("a rank is in two of the groups", _OLDER, top.url)

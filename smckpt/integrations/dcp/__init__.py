@@ -51,9 +51,9 @@ def foreign_save(
     """
     del process_group  # the queue makes a group of its own with the same ranks (see `foreign`)
     writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
-    its_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
-    assert isinstance(its_queue, ForeignQueue)
-    return its_queue.submit(
+    foreign_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
+    assert isinstance(foreign_queue, ForeignQueue)
+    return foreign_queue.submit(
         state_dict,
         checkpoint_id=checkpoint_id,
         writer=writer,
@@ -90,8 +90,8 @@ def foreign_load(
     if reader is None and checkpoint_id:
         place = checkpoint_id
         look = DistributedFileSystemReader.leaves_to_dcp
-        told = runtime.loader(group).told("dcp", lambda: {"dcp": look(place)}, _PATIENCE)
-        ours = _reader_of_dcp if told["dcp"] else ours
+        agreed = runtime.loader(group).agreed("dcp", lambda: {"dcp": look(place)}, _PATIENCE)
+        ours = _reader_of_dcp if agreed["dcp"] else ours
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     made = None
     if isinstance(process_group, Group):  # ranks alone, and DCP runs collectives
@@ -113,7 +113,7 @@ def foreign_load(
 
 def _agreed_name(runtime: Runtime, group: Group) -> str:
     """A name that the ranks of the group agree on, and nobody has used."""
-    name: str = runtime.loader(group).told("dcp", lambda: {"dcp": uuid4().hex}, _PATIENCE)["dcp"]
+    name: str = runtime.loader(group).agreed("dcp", lambda: {"dcp": uuid4().hex}, _PATIENCE)["dcp"]
     return name
 
 

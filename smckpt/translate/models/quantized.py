@@ -180,7 +180,7 @@ class Dequantized:
 
 def names_quantization(settings: ModelConfig | None) -> bool:
     """Whether the config says that the weights are quantized in a way that is read here."""
-    return settings is not None and _said(settings).get("quant_method") in _METHODS
+    return settings is not None and _quantization(settings).get("quant_method") in _METHODS
 
 
 def dequantized(
@@ -228,7 +228,7 @@ def dequantized(
         _lack(f"{bare[:8]} have no {_SCALE[1:]}, or no {_BLOCKS[1:]}, beside them", where)
     if not found:
         return reader
-    method = _said(settings).get("quant_method", _METHODS[0])
+    method = _quantization(settings).get("quant_method", _METHODS[0])
     if method not in _METHODS:
         raise UsageError(
             f"the config says quant_method={method!r}, which smckpt does not read",
@@ -239,7 +239,7 @@ def dequantized(
     return Dequantized(reader, found, frozenset(parts), dtype or _dtype(settings))
 
 
-def _said(settings: ModelConfig | None) -> dict[str, Any]:
+def _quantization(settings: ModelConfig | None) -> dict[str, Any]:
     said = settings.values.get("quantization_config") if settings is not None else None
     return said if isinstance(said, dict) else {}
 
@@ -251,7 +251,7 @@ def _dtype(settings: ModelConfig | None) -> str:
 
 
 def _block(settings: ModelConfig | None, where: str) -> tuple[int, int]:
-    said = _said(settings).get("weight_block_size") or _SQUARE
+    said = _quantization(settings).get("weight_block_size") or _SQUARE
     if not isinstance(said, (list, tuple)) or len(said) != 2 or not all(
         type(size) is int and size > 0 for size in said
     ):  # fmt: skip

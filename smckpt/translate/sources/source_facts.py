@@ -283,10 +283,14 @@ def refuse_other_ranks(
     first = known[0]
     for file, facts in known:
         for name, have in ((TP, degrees.tp), (PP, pp), (EP, degrees.ep), (ETP, degrees.etp)):
-            told = facts.degree(name)
-            if told is not None and told != have and (name != ETP or degrees.ep > 1 or have > 1):
+            stated = facts.degree(name)
+            if (
+                stated is not None
+                and stated != have
+                and (name != ETP or degrees.ep > 1 or have > 1)
+            ):
                 raise TopologyError(
-                    f"{facts.of} say {name}={told}, but it is read with {have}",
+                    f"{facts.of} say {name}={stated}, but it is read with {have}",
                     remedy="pass the files of all ranks of the run, and tp=, pp=, ep= and etp= as "
                     "it was trained, or leave them out",
                     path=file,
@@ -320,10 +324,10 @@ def _refuse_swapped(
             wanted |= {"expert": (column, expert)} if _degree(facts, "context") == 1 else {}
         if (stage_of := _stage(facts, rank, degrees.tp, pp)) is not None:
             wanted["pipeline"] = (stage, stage_of)
-        for kind, (have, told) in wanted.items():
-            if have != told:
+        for kind, (have, stated) in wanted.items():
+            if have != stated:
                 raise TopologyError(
-                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank {told}, "
+                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank {stated}, "
                     f"but it is read as that of {have}",
                     remedy="give each rank's file its own name, or pass the files in the order of "
                     "ranks",

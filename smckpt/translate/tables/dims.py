@@ -77,22 +77,22 @@ def _dims(
             f"the config has no section {family.section}, which describes {family.name}",
             remedy="pass the model's own, complete config",
         )
-    said: Mapping[str, Any] = family.config(config)
+    settings: Mapping[str, Any] = family.config(config)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-        _size(said, key)
+        _size(settings, key)
     if family.derive is not None:
-        said = {**said, **family.derive(said)}
-    hidden, layers = _size(said, "hidden_size"), _number(said, "num_hidden_layers")
-    heads = _heads(said, family, hidden)
-    true = frozenset(key for key, value in said.items() if value) | {family.name}
+        settings = {**settings, **family.derive(settings)}
+    hidden, layers = _size(settings, "hidden_size"), _number(settings, "num_hidden_layers")
+    heads = _heads(settings, family, hidden)
+    true = frozenset(key for key, value in settings.items() if value) | {family.name}
     true |= {word for word in ("latent", "gated") if getattr(family, word)}
     once = _roles(family, true, None)
-    tied = bool(said.get("tie_word_embeddings"))
-    kinds = _kinds(said, family, layers, predicting)
+    tied = bool(settings.get("tie_word_embeddings"))
+    kinds = _kinds(settings, family, layers, predicting)
     # layers that predict further tokens share the embedding and the head with the model
     roles_of = {kind: _roles(family, true, kind) - once for kind in set(kinds)}
     return Dims(
-        family, layers, _sizes(said, family, hidden, heads), heads, tied, true,
+        family, layers, _sizes(settings, family, hidden, heads), heads, tied, true,
         once - {"head"} if tied else once, kinds, roles_of,
         {name: _dims(own, config, tower=True) for name, own in family.towers.items()},
     )  # fmt: skip

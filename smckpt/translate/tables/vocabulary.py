@@ -45,7 +45,7 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
         )
     if len(set(stored.values())) > 1:
         raise TensorMismatchError(
-            f"tensors of one vocabulary have different total numbers of rows: {_told(stored)}",
+            f"tensors of one vocabulary have different total numbers of rows: {_counts(stored)}",
             remedy="pass the files, or the checkpoint, of one model",
             path=where,
         )
@@ -53,7 +53,7 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
     if given not in (None, found):
         raise TensorMismatchError(
             f"padded_vocab_size={given}, but there are {found} rows in total"
-            + (f": {_told(stored)}" if stored else ", of a layout without padding"),
+            + (f": {_counts(stored)}" if stored else ", of a layout without padding"),
             remedy=f"pass padded_vocab_size={found} if that is the vocabulary with its padding, "
             "and the files of all ranks",
             path=where,
@@ -61,7 +61,7 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
     most = most_padding(found, tp)
     if given is None and found - size > most:
         raise TensorMismatchError(
-            f"{_told(stored)} rows in total, {found - size} more than vocab_size={size} of the "
+            f"{_counts(stored)} rows in total, {found - size} more than vocab_size={size} of the "
             f"config; rounding up to a multiple, as trainers do, adds at most {most}",
             remedy="pass the model's own config; if these rows are padding, pass "
             f"padded_vocab_size={found}",
@@ -70,7 +70,7 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
     return found
 
 
-def _told(stored: Mapping[str, int]) -> str:
+def _counts(stored: Mapping[str, int]) -> str:
     return ", ".join(f"{name} has {rows}" for name, rows in stored.items())
 
 
@@ -136,24 +136,24 @@ def _ids(tokenizer: Any) -> Iterator[int]:
         yield from tokenizer.get_vocab().values()
 
 
-def _of_tokenizers(said: Any) -> Iterator[int]:
+def _of_tokenizers(file: Any) -> Iterator[int]:
     """The ids in a file of the tokenizers library: by token, or (Unigram) in the order of a
     list."""
-    vocabulary = said["model"]["vocab"]
+    vocabulary = file["model"]["vocab"]
     if isinstance(vocabulary, list):
         yield from range(len(vocabulary))
     else:
         yield from map(int, vocabulary.values())
-    for token in said.get("added_tokens") or ():
+    for token in file.get("added_tokens") or ():
         yield int(token["id"])
 
 
-def _by_token(said: Any) -> Iterator[int]:
-    yield from map(int, said.values())
+def _by_token(file: Any) -> Iterator[int]:
+    yield from map(int, file.values())
 
 
-def _of_config(said: Any) -> Iterator[int]:
-    yield from map(int, said.get("added_tokens_decoder") or ())
+def _of_config(file: Any) -> Iterator[int]:
+    yield from map(int, file.get("added_tokens_decoder") or ())
 
 
 # of language models

@@ -200,8 +200,8 @@ DISKS = [
     ),
     of(
         "disk: one rank's error is all ranks'", "meeting/round.py",
-        "                if said.error is not None:  # do not wait for the others\n                    failed = said\n                    raise said.error\n",
-        "                if said.error is not None:\n                    continue\n",
+        "                if message.error is not None:  # do not wait for the others\n                    failed = message\n                    raise message.error\n",
+        "                if message.error is not None:\n                    continue\n",
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(
@@ -261,7 +261,7 @@ TWO_JOBS = [
     ),
     of(
         "jobs: those that save to the same directories are seen", "manager/rivals.py",
-        "for its in [*again, way, *(", "for its in [*(",
+        "for other in [*again, subpath, *(", "for other in [*(",
         JOBS + "test_a_later_job_that_saves_to_the_same_directories_only_is_seen",
     ),
     of(
@@ -301,8 +301,8 @@ WRONG_CLOCKS = [
     ),
     of(
         "clock: steps are ordered by their numbers", "manager/book.py",
-        "found = sorted(((step, way) for step, way in steps if step is not None), reverse=True)",
-        "found = sorted(((s, w) for s, w in steps if s is not None), key=lambda one: -found_at(self.root.join(one[1])).committed_at)",
+        "if step is not None), reverse=True",
+        "if step is not None), key=lambda one: -found_at(self.root.join(one[1])).committed_at",
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),
     of(

@@ -89,12 +89,12 @@ REPAIR = [
     ),
     of(
         "repair: groups agree on step and kind", "checkpoint/upkeep/unfinished.py",
-        "        if len(set(said.values())) > 1:\n", "        if False:\n",
+        "        if len(set(values.values())) > 1:\n", "        if False:\n",
         FINISH + "test_groups_that_do_not_agree_are_not_joined",
     ),
     of(
         "repair: a group without this number", "checkpoint/upkeep/unfinished.py",
-        "    if empty := [way for way, group in zip(ways, here, strict=True) if not group]:\n",
+        "    if empty := [subpath for subpath, group in zip(subpaths, here, strict=True) if not group]:\n",
         "    if empty := []:\n",
         FINISH + "test_groups_of_two_numbers_are_not_joined",
     ),
@@ -136,12 +136,12 @@ REPAIR = [
     ),
     of(
         "repair: one group of a step, by its meshes", "checkpoint/upkeep/finish.py",
-        "    if told:\n        _refuse_others(catalogue, step, top.url)\n", "",
+        "    if named:\n        _refuse_others(catalogue, step, top.url)\n", "",
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
     of(
         "repair: what a part's name says", "checkpoint/upkeep/unfinished.py",
-        "        if parsed is None or said != (parsed.session, parsed.number, parsed.rank):\n", "        if parsed is None:\n",
+        "        if parsed is None or values != (parsed.session, parsed.number, parsed.rank):\n", "        if parsed is None:\n",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),
     of(
@@ -151,7 +151,7 @@ REPAIR = [
     ),
     of(
         "repair: a part's files are its own", "checkpoint/upkeep/unfinished.py",
-        "            if its is None or (its.session, its.number, its.rank, its.file) != (*said, number):\n",
+        "            if its is None or (its.session, its.number, its.rank, its.file) != (*values, number):\n",
         "            if False:\n",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),

@@ -82,31 +82,31 @@ def serve(
     arenas: dict[int, mmap.mmap] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer closed its end
         messages.send(Ready())
-        while (told := messages.recv()) is not None:
-            for number in told.gone:
+        while (call := messages.recv()) is not None:
+            for number in call.gone:
                 del arenas[number]
-            if told.size is not None:
+            if call.size is not None:
                 fd = recv_handle(messages)
-                arenas[told.arena] = mmap.mmap(fd, told.size)
+                arenas[call.arena] = mmap.mmap(fd, call.size)
                 os.close(fd)
-            answer = _answer(told, arenas[told.arena])
+            answer = _answer(call, arenas[call.arena])
             gc.collect()  # the next save may use the arena: nothing refers to it
             try:
                 messages.send(answer)
             except (TypeError, AttributeError, ValueError) as error:  # what it put has no pickle
-                messages.send(CallFailed(told.number, f"its results cannot be sent: {error}", ""))
+                messages.send(CallFailed(call.number, f"its results cannot be sent: {error}", ""))
 
 
-def _answer(told: Run, memory: mmap.mmap) -> CallEnded | CallFailed:
+def _answer(call: Run, memory: mmap.mmap) -> CallEnded | CallFailed:
     try:
-        request, outboxes = restored(memory, told.place)
+        request, outboxes = restored(memory, call.place)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()  # NVRx's contract: the second argument
         request.async_fn(*arguments, **(request.async_fn_kwargs or {}))
-        return CallEnded(told.number, [list(box) for box in outboxes])
+        return CallEnded(call.number, [list(box) for box in outboxes])
     except Exception as error:
-        return CallFailed(told.number, f"{type(error).__name__}: {error}", traceback.format_exc())
+        return CallFailed(call.number, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 def _end_if_asked(stop: Connection) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from smckpt import maybe_finalize_async_calls
-from smckpt.engine.queue import SaveQueue
+from smckpt.engine.saving.queue import SaveQueue
 
 Save = Callable[[int], object]
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
     from smckpt.checkpoint.commits.remove import RemoveReport
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
-    from smckpt.engine.alarms import Alarms
     from smckpt.engine.api import (
         LoadEvent,
         SaveEvent,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         save,
     )
     from smckpt.engine.replicas import ReplicationGroup, replication_group
+    from smckpt.engine.saving.alarms import Alarms
     from smckpt.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     )
     from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+    from smckpt.manager.keeping.pins import pinned
     from smckpt.manager.manager import CheckpointManager
-    from smckpt.manager.pins import pinned
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
     from smckpt.storage import register_store
     from smckpt.storage.s3.config import S3Config
@@ -143,7 +143,7 @@ _HOMES = {
     "smckpt.checkpoint.commits.discover": ("FoundCheckpoint", "find_checkpoints"),
     "smckpt.checkpoint.commits.remove": ("RemoveReport",),
     "smckpt.checkpoint.upkeep.verify": ("verify_checkpoint",),
-    "smckpt.engine.alarms": ("Alarms",),
+    "smckpt.engine.saving.alarms": ("Alarms",),
     "smckpt.engine.api": (
         "LoadEvent",
         "SaveEvent",
@@ -164,7 +164,7 @@ _HOMES = {
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),
-    "smckpt.manager.pins": ("pinned",),
+    "smckpt.manager.keeping.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
     "smckpt.storage": ("register_store",),
     "smckpt.storage.s3.config": ("S3Config",),

@@ -115,6 +115,6 @@ def test_the_page_names_the_versions_that_smckpt_run_takes() -> None:
     begin = page.index("`smckpt run` refuses versions")
     paragraph = page[begin : page.index("`--shadow`", begin)]
     for door in DOORS:
-        where = importlib.import_module(f"smckpt.run.{door}")
+        where = importlib.import_module(f"smckpt.run.doors.{door}")
         for version in getattr(where, "TESTED", ()):
             assert f" {version}" in paragraph, (door, version)

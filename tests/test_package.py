@@ -51,7 +51,9 @@ def test_asking_for_a_topology_imports_no_torch():
     assert heavy_after("from smckpt import ParallelState; ParallelState(8).ranker") == "[]"
 
 
-@pytest.mark.parametrize("room", ["layout.image", "storage", "checkpoint", "engine.worker", "cli"])
+@pytest.mark.parametrize(
+    "room", ["layout.image", "storage", "checkpoint", "engine.background.worker", "cli"]
+)
 def test_rooms_below_the_engine_import_no_torch(room):
     assert "torch" not in heavy_after(f"import smckpt.{room}")
 

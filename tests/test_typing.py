@@ -23,8 +23,8 @@ reveal_type(smckpt.save({}, checkpoint_id="run"))
 SEEN = [
     "str",
     "int | None",
-    "smckpt.engine.job.SaveHandle | None",
-    "smckpt.engine.job.SaveHandle | None",
+    "smckpt.engine.saving.job.SaveHandle | None",
+    "smckpt.engine.saving.job.SaveHandle | None",
 ]
 
 

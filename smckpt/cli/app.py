@@ -18,11 +18,14 @@ import click
 
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
-from smckpt.cli.chaos import chaos
 from smckpt.cli.compare import diff
-from smckpt.cli.convert import convert
-from smckpt.cli.following import follow_run
-from smckpt.cli.imports import import_, mtp, threads
+from smckpt.cli.models.convert import convert
+from smckpt.cli.models.following import follow_run
+from smckpt.cli.models.imports import import_, mtp, threads
+from smckpt.cli.models.publish import apply, publish
+from smckpt.cli.models.reload import reload
+from smckpt.cli.models.reshard import reshard
+from smckpt.cli.models.verify import verify
 from smckpt.cli.output import (
     VisibleFormatter,
     bytes_text,
@@ -32,13 +35,10 @@ from smckpt.cli.output import (
     print_line,
     progress_bar,
 )
-from smckpt.cli.prove import prove
-from smckpt.cli.publish import apply, publish
-from smckpt.cli.reload import reload
+from smckpt.cli.proving.chaos import chaos
+from smckpt.cli.proving.prove import prove
 from smckpt.cli.repair import repair
-from smckpt.cli.reshard import reshard
 from smckpt.cli.runs import doctor, ls, prune, status
-from smckpt.cli.verify import verify
 from smckpt.errors import CheckpointError
 from smckpt.run.command import run
 

@@ -96,7 +96,7 @@ def _pin(top: Storage, checkpoint: str, held: ExitStack) -> None:
     """Keep a manager from deleting what is being mended."""
     from smckpt.checkpoint.commits.contents import contents_of
     from smckpt.errors import CheckpointError
-    from smckpt.manager.pins import pinned
+    from smckpt.manager.keeping.pins import pinned
 
     try:
         contents_of(top)

@@ -30,7 +30,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 
 
 def best_of(_: Any, __: Any, text: str | None) -> Any:
-    from smckpt.manager.retention import Best
+    from smckpt.manager.keeping.retention import Best
 
     if text is None:
         return None
@@ -280,7 +280,7 @@ def prune(
     finishes deletions that were cut short.
     """
     from smckpt.manager.book import Book
-    from smckpt.manager.retention import Keep, Keeper
+    from smckpt.manager.keeping.retention import Keep, Keeper
     from smckpt.manager.template import Template
     from smckpt.storage import open_storage
 

@@ -14,9 +14,9 @@ from smckpt.checkpoint.commits.remove import RemoveReport, remove_checkpoint
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
-from smckpt.engine.job import SaveHandle, SaveOptions, SaveRequest, Timings
-from smckpt.engine.load_plan import LoadRequest
+from smckpt.engine.loading.load_plan import LoadRequest
 from smckpt.engine.runtime import Runtime
+from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.errors import UsageError
 from smckpt.meeting.group import get_global_ranks, group_of
 from smckpt.state_dict.modes import concrete

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from smckpt.calls import alone
 from smckpt.engine.events import Sinks
-from smckpt.engine.job import SaveHandle
-from smckpt.engine.load import Loader
-from smckpt.engine.queue import LEAVE_SECONDS, SaveQueue
+from smckpt.engine.loading.load import Loader
+from smckpt.engine.saving.job import SaveHandle
+from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, inherited_store
 from smckpt.meeting.membership import Membership

@@ -24,8 +24,8 @@ from smckpt.full.live import (
 from smckpt.full.wire import Attempt, anywhere
 from smckpt.layout.containers import items_of
 from smckpt.layout.strided import Box
-from smckpt.state_dict.bindings import bind, has_no_elements, walked
 from smckpt.state_dict.fsdp1 import Fsdp1View
+from smckpt.state_dict.of_optimizers.bindings import bind, has_no_elements, walked
 from smckpt.state_dict.tags import (
     FullStateDict,
     OptimizerStateDict,

@@ -18,12 +18,12 @@ from smckpt.full.wire import Attempt, Wire
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Piece, execute, meet
-from smckpt.state_dict.bindings import Binding, bind, walked
-from smckpt.state_dict.groups import fill_groups
-from smckpt.state_dict.optimizers import in_common, of_no_parameter, put
-from smckpt.state_dict.own_methods import hand_over
+from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
+from smckpt.state_dict.of_optimizers.groups import fill_groups
+from smckpt.state_dict.of_optimizers.optimizers import in_common, of_no_parameter, put
+from smckpt.state_dict.of_optimizers.own_methods import hand_over
+from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
 from smckpt.state_dict.select import geometry_of
-from smckpt.state_dict.slots import SavedSlot, room
 from smckpt.state_dict.tensors import is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
 

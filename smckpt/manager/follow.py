@@ -24,7 +24,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.pins import pinned
+from smckpt.manager.keeping.pins import pinned
 from smckpt.storage import Access, Storage, access_to
 from smckpt.storage.urls import Below, file_url, is_local, join_url, normal_url, relative_url
 

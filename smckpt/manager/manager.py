@@ -23,17 +23,17 @@ from smckpt.engine.api import (
     maybe_finalize_async_calls,
     prepare_queue,
 )
-from smckpt.engine.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.engine.replicas import ReplicationGroup
+from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
+from smckpt.manager.keeping.retention import Best, Keep, Keeper
+from smckpt.manager.keeping.rivals import Rivals
+from smckpt.manager.keeping.room import Outlook, bytes_of, check_room, degrees_text
 from smckpt.manager.notice import Watch, called
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
-from smckpt.manager.retention import Best, Keep, Keeper
-from smckpt.manager.rivals import Rivals
-from smckpt.manager.room import Outlook, bytes_of, check_room, degrees_text
 from smckpt.manager.schedule import Interval, Schedule
 from smckpt.manager.state import (
     Failed,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.engine.job import Timings
+from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError, UsageError
 from smckpt.manager.attempts import RunAttempt
 from smckpt.manager.book import Book

@@ -27,7 +27,7 @@ _NAMES = (
     "nvrx",
     "dcp",
 )
-DOORS = {name: f"smckpt.run.{name}:put" for name in _NAMES}
+DOORS = {name: f"smckpt.run.doors.{name}:put" for name in _NAMES}
 # torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
 # used only on request.
 _BY_DEFAULT = ("sagemaker",)

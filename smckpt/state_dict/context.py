@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.bindings import bind, bound
-from smckpt.state_dict.optimizers import copy_exactly, fill_optimizer
+from smckpt.state_dict.of_optimizers.bindings import bind, bound
+from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
 from smckpt.state_dict.views import ModelView
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from smckpt.layout.containers import items_of, named_class, renewed
-from smckpt.state_dict.bindings import (
+from smckpt.state_dict.materialised import Materialised
+from smckpt.state_dict.model_views import modules_in, names_in_state
+from smckpt.state_dict.modes import mode_of
+from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     is_optimizer_dict,
     optimizer_dicts,
@@ -17,11 +20,8 @@ from smckpt.state_dict.bindings import (
     stock,
     stock_record,
 )
-from smckpt.state_dict.groups import names_of
-from smckpt.state_dict.materialised import Materialised
-from smckpt.state_dict.model_views import modules_in, names_in_state
-from smckpt.state_dict.modes import mode_of
-from smckpt.state_dict.own_methods import (
+from smckpt.state_dict.of_optimizers.groups import names_of
+from smckpt.state_dict.of_optimizers.own_methods import (
     copied,
     exactly,
     has_own_methods,

@@ -21,7 +21,7 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError, T
 from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import ObjectLeaf, Path, dotted
 from smckpt.registry import Registry
-from smckpt.state_dict.bindings import Binding, optimizer_dicts
+from smckpt.state_dict.of_optimizers.bindings import Binding, optimizer_dicts
 from smckpt.state_dict.tags import Tag, clear_tag, set_tag, tag_of
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, unwrapped
 

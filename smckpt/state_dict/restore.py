@@ -12,15 +12,15 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.containers import items_of, renewed
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.bindings import (
+from smckpt.state_dict.computed import is_extra_state
+from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
 )
-from smckpt.state_dict.computed import is_extra_state
-from smckpt.state_dict.groups import fill_groups, with_own_numbers
-from smckpt.state_dict.own_methods import hand_over, hand_to_wrapper, wrappers_in
+from smckpt.state_dict.of_optimizers.groups import fill_groups, with_own_numbers
+from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_wrapper, wrappers_in
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import (
     ModelStateDict,

@@ -24,15 +24,15 @@ from smckpt.layout.containers import (
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
-from smckpt.state_dict.bindings import (
+from smckpt.state_dict.model_views import names_in_state
+from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.of_optimizers.bindings import (
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
 )
-from smckpt.state_dict.groups import names_of, names_record
-from smckpt.state_dict.model_views import names_in_state
-from smckpt.state_dict.modes import neutral
-from smckpt.state_dict.own_methods import is_optimizer
+from smckpt.state_dict.of_optimizers.groups import names_of, names_record
+from smckpt.state_dict.of_optimizers.own_methods import is_optimizer
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,

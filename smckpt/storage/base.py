@@ -444,8 +444,8 @@ _STORES: Registry[Any] = Registry(
     object,
     "smckpt.stores",
     {
-        "": "smckpt.storage.posix:PosixStorage",
-        "file": "smckpt.storage.posix:PosixStorage",
+        "": "smckpt.storage.disk.posix:PosixStorage",
+        "file": "smckpt.storage.disk.posix:PosixStorage",
         "s3": "smckpt.storage.s3.storage:open_s3",
         "msc": "smckpt.storage.fsspec_store:open_msc",
     },

@@ -20,8 +20,8 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage.base import Access, FileInfo, Storage
+from smckpt.storage.disk.posix import PosixStorage
 from smckpt.storage.faults import storage_error, too_short
-from smckpt.storage.posix import PosixStorage
 from smckpt.storage.preflight import try_out
 from smckpt.storage.spool import SpooledWriter
 from smckpt.storage.urls import file_url, scheme_of

@@ -533,7 +533,7 @@ def test_a_group_s_directory_carries_the_lease_of_its_parent(tmp_path):
 
 def test_the_functions_that_the_worker_names_are_here():
     from smckpt.checkpoint.commits import commit
-    from smckpt.engine.commands import commands
+    from smckpt.engine.background.commands import commands
 
     own = {"attach", "detach", "write_part"}
     assert set(commit.__all__) == commands().keys() - own

@@ -23,7 +23,8 @@ from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.manager.doctor import examine
-from smckpt.storage import Access, directory
+from smckpt.storage import Access
+from smckpt.storage.disk import directory
 from tests.support.copies import contents
 from tests.support.limits import seconds, within
 from tests.support.saves import Group, hybrid, state_of

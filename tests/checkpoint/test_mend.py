@@ -20,7 +20,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import open_storage
-from smckpt.storage.posix import PosixWriter
+from smckpt.storage.disk.posix import PosixWriter
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.saves import State, hybrid

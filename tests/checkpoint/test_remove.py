@@ -18,7 +18,7 @@ from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
-from smckpt.storage.directory import Directory
+from smckpt.storage.disk.directory import Directory
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.saves import Group, hybrid, state_of

@@ -14,7 +14,7 @@ from smckpt.checkpoint.reading.blocks import (
 )
 from smckpt.checkpoint.reading.blocks import requests as requests_of
 from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name
-from smckpt.storage.posix import PosixStorage
+from smckpt.storage.disk.posix import PosixStorage
 
 MIB = 1 << 20
 ATTEMPT = "000000000000-00000001"

@@ -16,7 +16,7 @@ from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name
 from smckpt.checkpoint.upkeep.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import open_storage
-from smckpt.storage.posix import PosixStorage
+from smckpt.storage.disk.posix import PosixStorage
 from tests.support.synthetic import flip
 
 ATTEMPT = "0123456789ab-00000000"

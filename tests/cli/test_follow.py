@@ -20,7 +20,7 @@ from smckpt import errors, export_hf
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager.follow import RECORD, follow
-from smckpt.manager.pins import remove_unless_pinned
+from smckpt.manager.keeping.pins import remove_unless_pinned
 from smckpt.storage import open_storage
 from tests.support import shards
 from tests.support.limits import seconds

@@ -14,7 +14,7 @@ import pytest
 from smckpt import find_checkpoints
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.commit import take_lease
-from smckpt.manager.pins import pinned, remove_unless_pinned
+from smckpt.manager.keeping.pins import pinned, remove_unless_pinned
 from smckpt.storage import open_storage
 from tests.support.copies import killed_at
 from tests.support.limits import seconds

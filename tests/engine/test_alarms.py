@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smckpt
 from smckpt import Alarms, SaveOptions
-from smckpt.engine.alarms import Looked, Shared, judge
+from smckpt.engine.saving.alarms import Looked, Shared, judge
 from smckpt.errors import SaveFailedError, StateError, UsageError
 from smckpt.staging.copies import copy_all
 from tests.support.launch import run_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import smckpt
 from smckpt import errors
 from smckpt.checkpoint.records.sealed import open_json, seal_json
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.worker_client import Worker
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
 from tests.support.workers import kill_in_mid_request

@@ -21,9 +21,9 @@ SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist, smckpt
 from pathlib import Path
 from smckpt.engine import api
-from smckpt.engine.commit import Committer
-from smckpt.engine.save import Saver
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.saving.commit import Committer
+from smckpt.engine.saving.save import Saver
+from smckpt.engine.background.worker_client import Worker
 
 moment, ending, victim, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 dist.init_process_group("gloo")

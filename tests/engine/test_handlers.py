@@ -21,14 +21,15 @@ import torch
 import smckpt
 from smckpt.calls import alone
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
-from smckpt.engine.job import SaveHandle, Timings
+from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, UsageError
 from tests.support.limits import seconds
 
 # Between any two instructions of these files a handler may run; `threading` has locks of its own.
 _FILES = ("/smckpt/calls.py", "/smckpt/engine/api.py", "/smckpt/engine/runtime.py",
-          "/smckpt/engine/queue.py", "/smckpt/engine/job.py", "/smckpt/checkpoint/verify.py",
-          "/smckpt/checkpoint/transfer.py", "/smckpt/checkpoint/discover.py",
+          "/smckpt/engine/saving/queue.py", "/smckpt/engine/saving/job.py",
+          "/smckpt/checkpoint/upkeep/verify.py", "/smckpt/checkpoint/upkeep/transfer.py",
+          "/smckpt/checkpoint/commits/discover.py",
           "/concurrent/futures/thread.py", "/threading.py")  # fmt: skip
 
 

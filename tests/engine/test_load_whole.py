@@ -105,7 +105,7 @@ def test_what_an_older_writer_left_open_is_a_list_where_the_keys_count_from_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of formats 1.0 and 2.0, which did not tell a list from a dict with such keys."""
-    from smckpt.engine import save
+    from smckpt.engine.saving import save
 
     encode = save.encode_rows
     monkeypatch.setattr(save, "encode_rows", lambda entries, _: encode(entries))

@@ -13,7 +13,7 @@ from torch import nn
 
 import smckpt
 from smckpt import errors
-from smckpt.engine.moment import moment_of
+from smckpt.engine.saving.moment import moment_of
 from smckpt.state_dict.select import Selector
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds

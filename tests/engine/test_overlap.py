@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizers
 
 import smckpt
 from smckpt.engine import api
-from smckpt.engine.alarms import Looker
+from smckpt.engine.saving.alarms import Looker
 from tests.support.late_stream import LateStream
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smckpt
 from smckpt import errors
-from smckpt.storage.posix import PosixStorage
+from smckpt.storage.disk.posix import PosixStorage
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.worker_client import Worker
 from smckpt.errors import WorkerError
 from tests.engine.test_worker import request
 from tests.support import child
@@ -101,7 +101,7 @@ MEMORY = (
     save(place, 1)
     assert load(place) == 1
     from smckpt.engine import api
-    from smckpt.engine import worker_client
+    from smckpt.engine.background import worker_client
     plain, committed, said, fine = worker_client._PROGRAM, 1, set(), 0
     for step, most in enumerate(range(24 << 20, 220 << 20, 7 << 20), 2):
         limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({most}, {most})); "

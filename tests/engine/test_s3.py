@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import smckpt
-from smckpt.engine.commands import Probe
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.commands import Probe
+from smckpt.engine.background.worker_client import Worker
 from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import S3Config

@@ -35,7 +35,8 @@ JOB = """
 
     def upgrade():
         (installed / "smckpt" / "_version.py").write_text('__version__ = "99.0"\\n')
-        files = ("checkpoint/commits/commit.py", "engine/worker_write.py", "engine/commands.py")
+        above = "engine/background"
+        files = ("checkpoint/commits/commit.py", f"{above}/worker_write.py", f"{above}/commands.py")
         for name in files:
             path = installed / "smckpt" / name
             path.write_text(path.read_text() + "\\nraise SystemExit('another version')\\n")
@@ -69,7 +70,7 @@ def test_a_worker_that_has_not_written_yet_goes_on_too(tmp_path: Path) -> None:
     child.run(
         JOB
         + """
-    from smckpt.engine.worker_client import Worker
+    from smckpt.engine.background.worker_client import Worker
     from smckpt.errors import CheckpointError, WorkerError
     from tests.engine.test_worker import question, request
     one = Worker()

@@ -23,8 +23,8 @@ import pytest
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.sealed import open_json
-from smckpt.engine.commands import ArenaFile, Command, PublishRecord, WritePart
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.commands import ArenaFile, Command, PublishRecord, WritePart
+from smckpt.engine.background.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError
 from smckpt.staging.arena import Arena
 from tests.support import child, refuse
@@ -158,7 +158,7 @@ def test_a_write_that_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
         """
         import os, resource, signal, sys
         from pathlib import Path
-        from smckpt.engine.worker_client import Worker
+        from smckpt.engine.background.worker_client import Worker
         from smckpt.errors import StorageError
         from tests.engine.test_worker import BLOCK, filled, request, seconds
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -233,7 +233,8 @@ def test_the_worker_has_no_torch_and_little_memory(tmp_path: Path) -> None:
     out = child.run(
         """
         import json, sys
-        import smckpt.engine.worker, smckpt.engine.worker_write, smckpt.storage
+        import smckpt.engine.background.worker, smckpt.engine.background.worker_write
+        import smckpt.storage
         import smckpt.checkpoint.commits.commit
         heavy = {"torch", "numpy", "boto3", "transformers"} & set(sys.modules)
         assert not heavy, heavy
@@ -285,9 +286,10 @@ def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path
 
 
 def test_the_worker_is_a_program_of_its_own_too() -> None:
-    """`python -m smckpt.engine.worker` is what it is; without its arguments it ends at once."""
+    """It is run by `python -m`; without its arguments it ends at once."""
     done = subprocess.run(
-        [sys.executable, "-m", "smckpt.engine.worker"], cwd=child.ROOT, capture_output=True,
+        [sys.executable, "-m", "smckpt.engine.background.worker"],
+        cwd=child.ROOT, capture_output=True,
         timeout=seconds(60),
     )  # fmt: skip
     assert done.returncode == 1
@@ -500,7 +502,7 @@ def test_a_trainer_that_exits_without_closing_leaves_no_worker() -> None:
     pid = int(
         child.run(
             """
-            from smckpt.engine.worker_client import Worker
+            from smckpt.engine.background.worker_client import Worker
             worker = Worker()
             worker.start()
             print(worker.pid)

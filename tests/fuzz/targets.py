@@ -25,11 +25,11 @@ from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.records.sealed import open_json, open_sections
-from smckpt.engine.commit import Committed, GroupManifest, Sight, Ticket, Written
-from smckpt.engine.commit_groups import Apart
-from smckpt.engine.load_rounds import Choice, Common
+from smckpt.engine.loading.load_rounds import Choice, Common
+from smckpt.engine.saving.commit import Committed, GroupManifest, Sight, Ticket, Written
+from smckpt.engine.saving.commit_groups import Apart
 from smckpt.errors import CheckpointError, error_from_json
-from smckpt.manager.pins import finish_removals
+from smckpt.manager.keeping.pins import finish_removals
 from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Message, Round

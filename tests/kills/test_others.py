@@ -16,7 +16,7 @@ from smckpt import export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
 from smckpt.manager.book import Book
-from smckpt.manager.retention import Keep, Keeper
+from smckpt.manager.keeping.retention import Keep, Keeper
 from smckpt.manager.template import Template
 from smckpt.storage import open_storage
 from tests.support import synthetic

@@ -145,7 +145,7 @@ def reads_while_it_is_deleted(root: str, off: float) -> tuple[str, str]:
 def _save_alone(root: str, step: int, keep: int | None) -> None:
     """By rank 0 alone, with the manager's own rules for what is deleted."""
     from smckpt.manager.book import Book
-    from smckpt.manager.retention import Keep, Keeper
+    from smckpt.manager.keeping.retention import Keep, Keeper
     from smckpt.manager.template import Template
     from smckpt.storage import open_storage
 

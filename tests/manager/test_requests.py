@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from smckpt.manager.book import Book
-from smckpt.manager.retention import Keep, Keeper
+from smckpt.manager.keeping.retention import Keep, Keeper
 from smckpt.manager.template import Template
 from smckpt.storage import open_storage
 from tests.support.copies import contents

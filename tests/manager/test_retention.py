@@ -25,12 +25,12 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.manager.book import Book
-from smckpt.manager.pins import finish_removals, pinned, remove_unless_pinned
-from smckpt.manager.retention import Best, Keep, Keeper
-from smckpt.manager.rivals import Rivals
+from smckpt.manager.keeping.pins import finish_removals, pinned, remove_unless_pinned
+from smckpt.manager.keeping.retention import Best, Keep, Keeper
+from smckpt.manager.keeping.rivals import Rivals
 from smckpt.manager.template import Template
 from smckpt.storage import open_storage
-from smckpt.storage.posix import PosixStorage
+from smckpt.storage.disk.posix import PosixStorage
 from tests.support import synthetic
 from tests.support.copies import contents, killed_at
 from tests.support.limits import seconds
@@ -384,7 +384,7 @@ def test_who_pins_beside_another_reader_waits_for_the_mark_to_go(
 
     with pinned(tmp_path / "10"), monkeypatch.context() as patch:
         patch.setattr(PosixStorage, "delete", held_back)
-        patch.setattr("smckpt.manager.pins.time.sleep", looked)
+        patch.setattr("smckpt.manager.keeping.pins.time.sleep", looked)
         tidying = threading.Thread(target=keeper(tmp_path).tidy, args=("20",), daemon=True)
         tidying.start()
         assert marked.wait(seconds(60))
@@ -485,7 +485,7 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
 ENDS = """
 import atexit, logging, sys, threading
 import torch, smckpt
-from smckpt.manager.retention import Keeper
+from smckpt.manager.keeping.retention import Keeper
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 began, remove = threading.Event(), Keeper.remove
 def late(self, one):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from smckpt import CheckpointManager, find_checkpoints
-from smckpt.engine.job import Timings
+from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError
 from smckpt.manager import schedule
 from smckpt.manager.record import History

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from smckpt.errors import UsageError
 from smckpt.run import provide, run_script
-from smckpt.run import sagemaker as sagemaker_places
+from smckpt.run.doors import sagemaker as sagemaker_places
 from smckpt.run.places import DOORS
 from tests.support import door_names
 from tests.support.interpreters import run, torchtitan, torchtune

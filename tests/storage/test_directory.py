@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
-from smckpt.storage import Access, Storage, access_to, directory, open_storage
-from smckpt.storage.directory import Directory
+from smckpt.storage import Access, Storage, access_to, open_storage
+from smckpt.storage.disk import directory
+from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import Below
 from tests.support.swaps import below, swap, swapped_at, swapping
 

@@ -18,9 +18,10 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import FileInfo, open_storage, posix_write
-from smckpt.storage.linux import fallocate
-from smckpt.storage.posix import PosixStorage
+from smckpt.storage import FileInfo, open_storage
+from smckpt.storage.disk import posix_write
+from smckpt.storage.disk.linux import fallocate
+from smckpt.storage.disk.posix import PosixStorage
 from tests.support import child, refuse
 
 

@@ -23,7 +23,7 @@ import torch
 
 import smckpt
 from smckpt import CheckpointManager
-from smckpt.engine import worker_client
+from smckpt.engine.background import worker_client
 
 STEPS = 3
 IN_WORKER = """

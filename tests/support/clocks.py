@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from smckpt.engine import worker_client
+from smckpt.engine.background import worker_client
 
 __all__ = ["shift"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.posix import PosixStorage, PosixWriter
+from smckpt.storage.disk.posix import PosixStorage, PosixWriter
 
 __all__ = ["contents", "files_below", "killed_at"]
 

@@ -55,7 +55,7 @@ mode, out, groups = sys.argv[1:]
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
 if "KILL_HOOK" in os.environ and rank == 0:
-    from smckpt.engine import worker_client
+    from smckpt.engine.background import worker_client
     worker_client._PROGRAM = os.environ["KILL_HOOK"] + worker_client._PROGRAM
 torch.manual_seed(1 if mode == "die" else 2)
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))

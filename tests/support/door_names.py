@@ -52,7 +52,9 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 def check(door: str) -> None:
     provide([door]).undo()  # what the door needs is imported from here on
     before = names()
-    where: Any = importlib.import_module(f"smckpt.run.{'lightning' if door == 'nemo' else door}")
+    where: Any = importlib.import_module(
+        f"smckpt.run.doors.{'lightning' if door == 'nemo' else door}"
+    )
     tested, where.TESTED = where.TESTED, ("0.0",)
     try:
         provide([door])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.worker_client import Worker
 from smckpt.storage.budget import Share
 
 __all__ = ["heard_shares"]

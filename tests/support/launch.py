@@ -40,8 +40,8 @@ PRELOADED_ON_CPU = [
     "torch._dynamo",  # every optimizer imports it
     "pytest",  # most modules of tests do
     # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
-    "smckpt.engine.save",
-    "smckpt.engine.load",
+    "smckpt.engine.saving.save",
+    "smckpt.engine.loading.load",
     "smckpt.full",
     "smckpt.state_dict",
 ]

@@ -12,8 +12,8 @@ from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
-from smckpt.engine.commands import ArenaFile, PartWritten
-from smckpt.engine.worker_write import write_part
+from smckpt.engine.background.commands import ArenaFile, PartWritten
+from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout

@@ -19,8 +19,8 @@ from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
-from smckpt.engine.commands import ArenaFile
-from smckpt.engine.worker_write import write_part
+from smckpt.engine.background.commands import ArenaFile
+from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import Geometry, MeshGeometry, PerRankGeometry

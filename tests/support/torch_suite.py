@@ -111,7 +111,7 @@ def prepare() -> None:
     from torch.testing._internal.distributed._tensor import common_dtensor
 
     from smckpt.run import provide
-    from smckpt.run.dcp import put_storage
+    from smckpt.run.doors.dcp import put_storage
     from smckpt.run.places import Provided
 
     def forked(self) -> None:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import termios
 import threading
 import time
 
-from smckpt.engine.worker_client import Worker
+from smckpt.engine.background.worker_client import Worker
 from tests.support.limits import seconds
 
 __all__ = ["kill_in_mid_request"]

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from smckpt import apply_published, errors, publish
 from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.storage import open_storage
-from smckpt.storage.directory import Directory
+from smckpt.storage.disk.directory import Directory
 from smckpt.translate.publishing.published import MANIFEST, RECORD
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT

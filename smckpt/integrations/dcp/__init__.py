@@ -13,8 +13,8 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from smckpt.engine.job import SaveHandle
 from smckpt.engine.runtime import Runtime
+from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import UsageError
 from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from smckpt.engine import api
-from smckpt.engine.job import SaveHandle, Timings
+from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.integrations.dcp.foreign import CopyStager, set_whole_values
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from smckpt.engine.job import SaveHandle, Timings
+from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.layout.entries import dotted
 from smckpt.meeting.group import Group, gloo_group
-from smckpt.state_dict.bindings import optimizer_dicts
+from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.state_dict.tensors import is_sharded_tensor
 
 __all__ = ["CopyStager", "ForeignQueue", "load_with_dcp", "set_whole_values"]

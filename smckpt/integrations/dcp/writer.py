@@ -35,8 +35,8 @@ from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import PrefixSharding, prefix_sharding_for
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.engine.commands import ArenaFile
-from smckpt.engine.worker_write import write_part
+from smckpt.engine.background.commands import ArenaFile
+from smckpt.engine.background.worker_write import write_part
 from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.integrations.dcp.reader import WHOLE_VALUES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted

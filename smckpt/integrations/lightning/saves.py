@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 import smckpt
 from smckpt.checkpoint.records.format import parse_name
-from smckpt.engine.job import SaveHandle
+from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from smckpt.meeting.group import group_at
 from smckpt.storage import Storage, open_storage

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO
 
 from smckpt.errors import UsageError
-from smckpt.storage.directory import Directory
-from smckpt.storage.exclusive import publish
+from smckpt.storage.disk.directory import Directory
+from smckpt.storage.disk.exclusive import publish
 from smckpt.storage.faults import storage_error
 
 __all__ = ["NewTarget"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from smckpt.errors import UsageError
-from smckpt.storage.directory import Directory
+from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local, local_path
 
 __all__ = ["CONVERTER", "GgufConverter"]

@@ -26,9 +26,9 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage, access_to
-from smckpt.storage.directory import Directory
+from smckpt.storage.disk.directory import Directory
+from smckpt.storage.disk.posix_read import open_file
 from smckpt.storage.faults import storage_error
-from smckpt.storage.posix_read import open_file
 from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.publishing.published import (
     RECORD,

@@ -92,64 +92,64 @@ SILENT = [
         STAGING + "test_memory_that_is_not_pinned_is_copied_before_the_return_and_that_is_told_once",
     ),
     of(
-        "overlap: after a tear saves block", "engine/save.py",
+        "overlap: after a tear saves block", "engine/saving/save.py",
         "        why = self._overlap.refusal\n", "        why = None\n",
         OVERLAP + "test_a_change_that_no_hook_sees_fails_the_save_by_name_and_later_ones_block",
     ),
     of(
-        "overlap: an optimizer with two modes blocks", "engine/save.py",
+        "overlap: an optimizer with two modes blocks", "engine/saving/save.py",
         "        if selection.swapped_by:\n", "        if False:\n",
         OVERLAP + "test_an_optimizer_that_swaps_parameters_outside_its_step_blocks",
     ),
     of(
-        "overlap: the next save waits for copies into the arena", "engine/save.py",
+        "overlap: the next save waits for copies into the arena", "engine/saving/save.py",
         "            self._wait_for_copies(job)  # of an earlier save, which failed before they ended\n", "",
         OVERLAP + "test_the_next_save_waits_for_the_copies_of_one_that_failed_before_they_ended",
     ),
     of(
-        "alarm: parameters are compared with the last save", "engine/alarms.py",
+        "alarm: parameters are compared with the last save", "engine/saving/alarms.py",
         "same, since = sums == last.sums, last.called", "same, since = False, last.called",
         ALARMS + "test_an_optimizer_that_does_not_step_is_told_by_name",
         "test_a_cached_model_beside_an_optimizer_that_steps_is_told",
     ),
     of(
-        "alarm: only with a later step", "engine/alarms.py",
+        "alarm: only with a later step", "engine/saving/alarms.py",
         "last.watched == watched and _is_later(now, last):", "last.watched == watched:",
         ALARMS + "test_a_run_that_begins_again_at_an_earlier_step_is_not_told",
     ),
     of(
-        "alarm: one parameter that changed is enough", "engine/alarms.py",
+        "alarm: one parameter that changed is enough", "engine/saving/alarms.py",
         "    if not told or any(looked.unchanged == 0 for looked in told.values()):\n", "    if not told:\n",
         ALARMS + "test_one_changed_element_of_one_parameter_is_a_change",
     ),
     of(
-        "alarm: no replica is called wrong where two disagree", "engine/alarms.py",
+        "alarm: no replica is called wrong where two disagree", "engine/saving/alarms.py",
         "            if 2 * votes > len(held):\n", "            if True:\n",
         ALARMS + "test_a_replica_that_has_drifted_is_told_with_rank_host_and_name",
     ),
     of(
-        "alarm: of three the odd one", "engine/alarms.py",
+        "alarm: of three the odd one", "engine/saving/alarms.py",
         "            if 2 * votes > len(held):\n", "            if False:\n",
         ALARMS + "test_of_three_replicas_the_odd_one_is_named",
     ),
     of(
-        "alarm: what was written is what was held", "engine/alarms.py",
+        "alarm: what was written is what was held", "engine/saving/alarms.py",
         "            if _at(brought[writer].wrote, at - low) != held[writer]:\n", "            if False:\n",
         ALARMS + "test_a_replica_that_has_drifted_is_told_with_rank_host_and_name",
     ),
     of(
-        "alarm: NaN and infinity are counted", "engine/alarms.py",
+        "alarm: NaN and infinity are counted", "engine/saving/alarms.py",
         "                nonfinite[slot.name] += count\n", "                pass\n",
         ALARMS + "test_nan_and_infinity_are_counted_by_name",
     ),
     of(
-        "alarm: an error fails the save of all groups", "engine/alarms.py",
+        "alarm: an error fails the save of all groups", "engine/saving/alarms.py",
         '        if getattr(alarms, kind) == "error":\n', "        if False:\n",
         ALARMS + "test_it_is_an_error_or_silent_on_request",
         "test_each_group_of_a_step_is_told_and_an_error_fails_them_all",
     ),
     of(
-        "alarm: a failed save is not compared with", "engine/save.py",
+        "alarm: a failed save is not compared with", "engine/saving/save.py",
         "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n",
         "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n"
         "        self._last = job.last\n",
@@ -159,13 +159,13 @@ SILENT = [
 
 HANGING = [
     of(
-        "hang: a worker that does not answer is given up", "engine/worker_channel.py",
+        "hang: a worker that does not answer is given up", "engine/background/worker_channel.py",
         "        limit = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000\n",
         "        limit = None\n",
         WORKER + "test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed",
     ),
     of(
-        "hang: a worker that was given up is killed", "engine/worker_client.py",
+        "hang: a worker that was given up is killed", "engine/background/worker_client.py",
         "            process.popen.kill()\n            code = _reaped(process.popen)\n",
         "            code = None\n",
         WORKER + "test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed",
@@ -179,22 +179,22 @@ HANGING = [
 
 DISKS = [
     of(
-        "disk: what a failed write began is removed", "engine/worker_write.py",
+        "disk: what a failed write began is removed", "engine/background/worker_write.py",
         "    except BaseException:\n        writer.abort()\n        raise\n", "    except BaseException:\n        raise\n",
         WORKER + "test_a_write_that_fails_halfway_leaves_nothing",
     ),
     of(
-        "disk: space is reserved before anything is written", "storage/posix_write.py",
+        "disk: space is reserved before anything is written", "storage/disk/posix_write.py",
         '            raise storage_error(error, self._path, f"reserve {size:,} bytes") from error\n', "            pass\n",
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(
-        "disk: a write that fails is an error", "engine/worker_write.py",
+        "disk: a write that fails is an error", "engine/background/worker_write.py",
         "    if failures:\n        raise failures[0]\n", "",
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(
-        "disk: a file is durable before its rank says so", "storage/posix_write.py",
+        "disk: a file is durable before its rank says so", "storage/disk/posix_write.py",
         "            os.fsync(self._fds[0])\n", "",
         "tests/storage/test_posix.py::test_a_file_is_durable_before_its_directory_says_so",
     ),
@@ -205,7 +205,7 @@ DISKS = [
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(
-        "disk: a deletion that the disk refuses ends no run", "manager/retention.py",
+        "disk: a deletion that the disk refuses ends no run", "manager/keeping/retention.py",
         '            log.warning("%s stays for now: %s", one, error)\n            self._finished = False\n            return False\n', "            raise SystemExit from error\n",
         "tests/manager/test_faulty_disk.py",
     ),
@@ -215,7 +215,7 @@ DISKS = [
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
     of(
-        "disk: so does what is left of its mark", "manager/pins.py",
+        "disk: so does what is left of its mark", "manager/keeping/pins.py",
         '        if name.startswith(f".{mark}."):\n', "        if False:\n",
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
@@ -236,7 +236,7 @@ LATE = [
         ABSENT + "test_a_late_rank_is_named_in_time_and_hears_of_it",
     ),
     of(
-        "late: a rank that comes later hears that the save was given up", "engine/commit.py",
+        "late: a rank that comes later hears that the save was given up", "engine/saving/commit.py",
         "                if meeting.member == leader:\n                    meeting.refuse(point, over, leader=leader)\n",
         "                pass\n",
         RANKS + "test_a_rank_that_comes_after_a_save_was_given_up_hears_so_and_keeps_step",
@@ -245,33 +245,33 @@ LATE = [
 
 TWO_JOBS = [
     of(
-        "jobs: the older job saves no more", "manager/rivals.py",
+        "jobs: the older job saves no more", "manager/keeping/rivals.py",
         "        if self._over is not None:\n            raise self._over\n", "",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: only the older one", "manager/rivals.py",
+        "jobs: only the older one", "manager/keeping/rivals.py",
         "        if claim > self._claim:\n", "        if True:\n",
         JOBS + "test_of_two_jobs_one_goes_on_and_the_other_is_told",
     ),
     of(
-        "jobs: a claim is above those before it", "manager/rivals.py",
+        "jobs: a claim is above those before it", "manager/keeping/rivals.py",
         "self._claim = Claim(latest + 1,", "self._claim = Claim(1,",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: those that save to the same directories are seen", "manager/rivals.py",
+        "jobs: those that save to the same directories are seen", "manager/keeping/rivals.py",
         "for other in [*again, subpath, *(", "for other in [*(",
         JOBS + "test_a_later_job_that_saves_to_the_same_directories_only_is_seen",
     ),
     of(
-        "jobs: the older job deletes no more", "manager/retention.py",
+        "jobs: the older job deletes no more", "manager/keeping/retention.py",
         "                if looks and all(looks):",
         "                if looks:",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: a step of another run is not replaced", "manager/rivals.py",
+        "jobs: a step of another run is not replaced", "manager/keeping/rivals.py",
         "        if owner not in (None, run):\n", "        if False:\n",
         JOBS + "test_a_step_of_another_run_is_not_replaced",
     ),
@@ -290,12 +290,12 @@ TWO_JOBS = [
 
 WRONG_CLOCKS = [
     of(
-        "clock: the newest commit stays", "manager/retention.py",
+        "clock: the newest commit stays", "manager/keeping/retention.py",
         "stay = self._keep.kept(found, whole) | {one.path}", "stay = self._keep.kept(found, whole)",
         RETENTION + "test_what_was_saved_last_stays_though_step_and_clock_say_it_is_old",
     ),
     of(
-        "clock: the newest by step stays", "manager/retention.py",
+        "clock: the newest by step stays", "manager/keeping/retention.py",
         "for order in (by_step, by_time):", "for order in (by_time,):",
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),
@@ -312,7 +312,7 @@ WRONG_CLOCKS = [
         CLOCKS + "test_of_saves_to_one_directory_the_last_counts_and_not_the_latest_clock",
     ),
     of(
-        "clock: hosts may differ by a minute", "manager/pins.py",
+        "clock: hosts may differ by a minute", "manager/keeping/pins.py",
         "until + _SKEW > time.time_ns()", "until > time.time_ns()",
         RETENTION + "test_the_pin_of_a_host_whose_clock_is_behind_by_less_than_a_minute_holds",
     ),
@@ -325,18 +325,18 @@ WRONG_CLOCKS = [
 
 SMALL = [
     of(
-        "small: a worker that is refused memory says so", "engine/worker.py",
+        "small: a worker that is refused memory says so", "engine/background/worker.py",
         "            if _lacks_resources(error):\n", "            if False:\n",
         RESOURCES + "test_with_too_little_memory_a_save_fails_by_name",
     ),
     of(
-        "small: a worker that cannot start is named", "engine/worker_client.py",
+        "small: a worker that cannot start is named", "engine/background/worker_client.py",
         "        except OSError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
         "        except ZeroDivisionError as error:\n            raise WorkerError(\n                f\"the worker could not be started",
         WORKER + "test_a_worker_that_cannot_start_is_named_with_the_limits",
     ),
     of(
-        "small: a killed worker is named with the cause", "engine/worker_client.py",
+        "small: a killed worker is named with the cause", "engine/background/worker_client.py",
         'remedy="if it was killed, check whether the host or its cgroup ran out of memory "', 'remedy="if it was killed, try again "',
         RESOURCES + "test_a_worker_that_its_control_group_kills_is_named_with_the_cause",
     ),
@@ -344,7 +344,7 @@ SMALL = [
 
 FORKED = [
     of(
-        "fork: a child does not wait for its parent's save", "engine/job.py",
+        "fork: a child does not wait for its parent's save", "engine/saving/job.py",
         "        if os.getpid() != self._pid and not self.done():\n", "        if False:\n",
         FORKS + "test_a_child_that_forks_off_in_mid_save_ends_clean_and_the_save_is_committed_once",
     ),
@@ -380,7 +380,7 @@ FORKED = [
         FORKS + "test_a_child_that_leaves_the_managers_block_ends_nothing",
     ),
     of(
-        "fork: a child does not use its parent's worker", "engine/worker_client.py",
+        "fork: a child does not use its parent's worker", "engine/background/worker_client.py",
         "        if os.getpid() != self._owner:\n            raise WorkerError(", "        if False:\n            raise WorkerError(",
         WORKER + "test_a_forked_child_cannot_use_the_worker_nor_hold_its_ends",
     ),
@@ -388,12 +388,12 @@ FORKED = [
 
 UPGRADED = [
     of(
-        "upgrade: a worker of another version is refused", "engine/worker_client.py",
+        "upgrade: a worker of another version is refused", "engine/background/worker_client.py",
         "    if version != __version__:\n", "    if False:\n",
         UPGRADE + "test_a_worker_of_another_version_is_refused_by_name_and_a_restart_goes_on",
     ),
     of(
-        "upgrade: a worker loads all that it needs at its start", "engine/worker.py",
+        "upgrade: a worker loads all that it needs at its start", "engine/background/worker.py",
         "            for module in _SERVING:\n                importlib.import_module(module)\n", "",
         UPGRADE + "test_a_worker_that_has_not_written_yet_goes_on_too",
     ),

@@ -16,12 +16,12 @@ PROGRAM = "tests/manager/test_program.py::"
 
 KEEPING = [
     of(
-        "keep: the newest must be whole", "manager/retention.py",
+        "keep: the newest must be whole", "manager/keeping/retention.py",
         "        if not whole(one):\n            return []", "        if False:\n            return []",
         RETENTION + "test_nothing_goes_before_something_newer_is_whole",
     ),
     of(
-        "keep: one that is not whole does not count", "manager/retention.py",
+        "keep: one that is not whole does not count", "manager/keeping/retention.py",
         "count -= whole(one)", "count -= 1",
         RETENTION + "test_one_that_is_not_whole_does_not_count_towards_n",
     ),
@@ -57,7 +57,7 @@ KEEPING = [
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
     of(
-        "keep: a deletion that was cut short is finished", "manager/retention.py",
+        "keep: a deletion that was cut short is finished", "manager/keeping/retention.py",
         "        if not self._finished and self._keep.last is not None:\n            self.finish()\n",
         "",
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
@@ -66,7 +66,7 @@ KEEPING = [
         "keep: a deletion that failed is tried again",
         (
             (
-                "smckpt/manager/retention.py",
+                "smckpt/manager/keeping/retention.py",
                 "            except CheckpointError as error:\n                self._finished = False\n",
                 "            except CheckpointError as error:\n",
             ),
@@ -74,12 +74,12 @@ KEEPING = [
         (RETENTION + "test_a_store_that_fails_is_asked_again_after_the_next_commit",),
     ),
     of(
-        "keep: the run's name", "manager/retention.py",
+        "keep: the run's name", "manager/keeping/retention.py",
         "if self.run in (None, mark_of(one))]", "]",
         RETENTION + "test_what_others_wrote_stays",
     ),
     of(
-        "keep: a step that is a link is no step", "storage/directory.py",
+        "keep: a step that is a link is no step", "storage/disk/directory.py",
         "fd = os.open(name, _DIRECTORY | _PATH | os.O_NOFOLLOW, dir_fd=self.fd)",
         "fd = os.open(name, _DIRECTORY | _PATH, dir_fd=self.fd)",
         RETENTION + "test_a_link_is_not_followed", "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
@@ -97,44 +97,44 @@ KEEPING = [
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(
-        "keep: pins are looked for after the mark", "manager/pins.py",
+        "keep: pins are looked for after the mark", "manager/keeping/pins.py",
         "    top.put_exclusive(mark, seal_json(body))\n    names = top.names()  # the one listing, after the mark\n",
         "    names = top.names()\n    top.put_exclusive(mark, seal_json(body))\n",
         RETENTION + "test_who_pins_just_before_the_mark_is_seen",
     ),
     of(
-        "keep: pins are respected at all", "manager/pins.py",
+        "keep: pins are respected at all", "manager/keeping/pins.py",
         "        if type(until) is not int or until + _SKEW > time.time_ns():\n            held = True\n",
         "        if False:\n            held = True\n",
         RETENTION + "test_a_pinned_checkpoint_stays_until_its_reader_has_ended",
     ),
     of(
-        "keep: a commit that took the step's place is not deleted", "manager/pins.py",
+        "keep: a commit that took the step's place is not deleted", "manager/keeping/pins.py",
         " or _replaced(top, names, found.identity):", ":",
         RETENTION + "test_a_step_that_was_saved_anew_meanwhile_is_not_deleted",
     ),
     of(
-        "keep: a pin is refused during a deletion", "manager/pins.py",
+        "keep: a pin is refused during a deletion", "manager/keeping/pins.py",
         "    while _marks(storage):\n", "    while False:\n",
         RETENTION + "test_who_pins_what_is_being_deleted_is_told",
     ),
     of(
-        "keep: a reader waits for a mark that goes", "manager/pins.py",
+        "keep: a reader waits for a mark that goes", "manager/keeping/pins.py",
         "        if time.monotonic() > until or all(", "        if True or all(",
         RETENTION + "test_who_pins_beside_another_reader_waits_for_the_mark_to_go",
     ),
     of(
-        "keep: a pin on what was deleted meanwhile is refused", "manager/pins.py",
+        "keep: a pin on what was deleted meanwhile is refused", "manager/keeping/pins.py",
         "    try:\n        still = contents_of(storage, wanted).identity\n", "    try:\n        still = wanted\n",
         RETENTION + "test_who_pins_what_was_deleted_meanwhile_is_told",
     ),
     of(
-        "keep: a pin ends by itself", "manager/pins.py",
+        "keep: a pin ends by itself", "manager/keeping/pins.py",
         "until + _SKEW > time.time_ns()", "True",
         RETENTION + "test_the_pin_of_a_reader_that_was_killed_ends",
     ),
     of(
-        "keep: a pin that cannot be read holds", "manager/pins.py",
+        "keep: a pin that cannot be read holds", "manager/keeping/pins.py",
         "            held = True\n            continue\n", "            continue\n",
         RETENTION + "test_a_pin_or_a_mark_that_is_too_long_is_not_read",
     ),
@@ -151,7 +151,7 @@ KEEPING = [
         RETENTION + "test_a_mark_that_leads_elsewhere_deletes_nothing",
     ),
     of(
-        "keep: newest by time too, after a step back", "manager/retention.py",
+        "keep: newest by time too, after a step back", "manager/keeping/retention.py",
         "for order in (by_step, by_time):", "for order in (by_step,):",
         RETENTION + "test_after_a_step_back_what_is_saved_since_stays",
     ),
@@ -229,12 +229,12 @@ DECIDING = [
         SCHEDULE + "test_a_loop_that_does_not_ask_at_each_step_saves_too",
     ),
     of(
-        "when: failures that are allowed", "engine/queue.py",
+        "when: failures that are allowed", "engine/saving/queue.py",
         "tolerated = self._failures <= job.request.options.max_consecutive_failures", "tolerated = False",
         MANAGER + "test_failures_that_are_allowed_end_no_run",
     ),
     of(
-        "when: failures are given once", "engine/job.py",
+        "when: failures are given once", "engine/saving/job.py",
         "    if given.max_consecutive_failures:\n", "    if False:\n",
         MANAGER + "test_an_argument_that_cannot_be_is_refused",
     ),
@@ -242,27 +242,27 @@ DECIDING = [
 
 SPACE = [
     of(
-        "space: a step that does not fit is refused", "manager/room.py",
+        "space: a step that does not fit is refused", "manager/keeping/room.py",
         "    if step > room.nbytes:\n", "    if False:\n",
         ROOM + "test_a_step_that_does_not_fit_is_refused_before_anything_is_written",
     ),
     of(
-        "space: one step more than the rules keep", "manager/room.py",
+        "space: one step more than the rules keep", "manager/keeping/room.py",
         "needed = (stay + 1) * step", "needed = stay * step",
         ROOM + "test_what_the_rules_keep_must_fit_too",
     ),
     of(
-        "space: what this run has saved counts as free", "manager/room.py",
+        "space: what this run has saved counts as free", "manager/keeping/room.py",
         "if needed > room.nbytes + saved():", "if needed > room.nbytes:",
         ROOM + "test_the_best_are_kept_too_and_what_this_run_has_saved_may_go",
     ),
     of(
-        "space: a file system without a size", "manager/room.py",
+        "space: a file system without a size", "manager/keeping/room.py",
         "    if not told.f_blocks:\n        return None\n", "",
         ROOM + "test_a_file_system_without_a_size_tells_nothing",
     ),
     of(
-        "space: the quota", "manager/room.py",
+        "space: the quota", "manager/keeping/room.py",
         "    if quota is not None:\n", "    if False:\n",
         ROOM + "test_the_smaller_of_quota_and_file_system_counts",
     ),

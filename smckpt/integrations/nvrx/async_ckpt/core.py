@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from smckpt.engine.job import SaveHandle, Timings
+from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
 from smckpt.integrations.nvrx.worker.process import Call, WorkerOptions, WorkerProcess
 from smckpt.meeting.round import alone, over_group

@@ -21,7 +21,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from smckpt.integrations.nvrx.worker.snapshot import SnapshotPlace, restored
-from smckpt.storage.linux import lower_priority
+from smckpt.storage.disk.linux import lower_priority
 
 __all__ = ["CallEnded", "CallFailed", "Ready", "Run", "serve"]
 

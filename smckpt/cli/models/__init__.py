@@ -1,0 +1,1 @@
+"""Commands that make a model or checkpoint of another form."""

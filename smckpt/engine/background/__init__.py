@@ -1,0 +1,1 @@
+"""The process that writes, and the commands that it gets. No torch."""

@@ -1,0 +1,1 @@
+"""A load: choose, plan, read, give back."""

@@ -1,0 +1,475 @@
+"""A load: choose → plan → read → give back.
+
+`Loader.follow` shows the whole load. It holds three rounds over the store, without collectives:
+which commit to load (so that no two groups resume from different steps), whether every rank has a
+plan (before a tensor is changed), and whether every rank's bytes were good.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.replaced import noticing_replacement
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.read import execute, share_of_processors
+from smckpt.checkpoint.reading.readers import open_any
+from smckpt.engine.events import LoadEvent, Sinks
+from smckpt.engine.groups import partition_of
+from smckpt.engine.loading.load_plan import (
+    LoadPlan,
+    LoadRequest,
+    LoadTarget,
+    plan_of,
+    refuse_spare,
+    unread,
+)
+from smckpt.engine.loading.load_rounds import Choice, Common, Rounds, in_common, nothing
+from smckpt.engine.loading.telling import telling
+from smckpt.errors import (
+    CheckpointReplacedError,
+    UsageError,
+    as_checkpoint_error,
+)
+from smckpt.meeting.group import Group
+from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Meeting, Round
+from smckpt.staging.ring import OnDevice, Ring
+from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
+from smckpt.state_dict.opened import Opened
+from smckpt.state_dict.parts import joined
+from smckpt.state_dict.restore import restore
+from smckpt.state_dict.select import Selection, Selector
+from smckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from smckpt.layout.entries import Entry
+
+__all__ = ["Loader"]
+
+log = logging.getLogger("smckpt")
+
+_TURNS = 3  # how often a load starts, if newer saves sweep its files
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The commit that a load follows. catalogue: set on the rank that found it."""
+
+    commit: Choice
+    catalogue: Catalogue | None
+
+
+class _Clock:
+    """The seconds from the start of a load to each of its steps."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.chosen = self.planned = self.read = 0.0
+        self.begun_anew = 0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+
+class Loader:
+    """Makes the loads of one group and counts them, so that rounds of different loads do not
+    mix."""
+
+    def __init__(self, group: Group, membership: Membership, sinks: Sinks) -> None:
+        self.group = group
+        self.membership = membership
+        self._sinks = sinks
+        self._numbers = 0
+        self._loads = 0
+        self._lock = threading.Lock()
+        self._selectors: list[Selector] = []
+
+    def load(
+        self, state_dict: MutableMapping[str, Any] | None, request: LoadRequest
+    ) -> MutableMapping[str, Any]:
+        """Fill `state_dict` (and the live objects behind it) in place, or return the whole saved
+        state. See `smckpt.load`."""
+        clock = _Clock()
+        planned: LoadPlan | None = None
+        error: Exception | None = None
+        opened = Opened()
+        try:
+            try:
+                tree = opened.open(state_dict)
+            except Exception as failed:  # the peers get the error
+                tree, request = state_dict, replace(request, refusal=request.refusal or failed)
+            with _without_collections():  # the plan's objects are freed inside the block
+                planned = self._fill(tree, request, clock)
+            if state_dict is None:
+                return joined(planned.state_dict)  # type: ignore[no-any-return]
+            opened.memory.left(unread(planned, request))
+            opened.settle(state_dict, tree)
+            opened.memory.name_the_left()
+        except BaseException as raised:
+            opened.memory.undo()
+            if not isinstance(raised, Exception):
+                raise
+            error = raised
+            raise
+        finally:
+            self._sinks.deliver(self._event(request, clock, planned, error))
+        return state_dict
+
+    def _event(
+        self,
+        request: LoadRequest,
+        clock: _Clock,
+        planned: LoadPlan | None,
+        error: Exception | None,
+    ) -> LoadEvent:
+        ours = None if error is None else as_checkpoint_error(error, self.group.rank)
+        return LoadEvent(
+            directory=request.directory,
+            step=None if planned is None else planned.catalogue.step,
+            rank=self.group.rank,
+            outcome="failed" if planned is None or error is not None else "loaded",
+            error=ours,
+            chosen=clock.chosen,
+            planned=clock.planned,
+            read=clock.read,
+            ended=clock.now(),
+            nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
+            begun_anew=clock.begun_anew,
+            retries=None if planned is None else planned.catalogue.readers.retries,
+        )
+
+    def _fill(
+        self, state_dict: MutableMapping[str, Any] | None, request: LoadRequest, clock: _Clock
+    ) -> LoadPlan:
+        with self._lock:
+            number, self._numbers = self._numbers, self._numbers + 1
+            count, self._loads = self._loads, self._loads + 1  # the other groups count too
+        meeting = self.membership.meeting(request.timeout)
+        # Each concurrent load has a selector of its own. The selector of an earlier load already
+        # knows most of this state.
+        selector = self._selectors.pop() if self._selectors else Selector(self.group.rank)
+        try:
+            while True:
+                again = f"/again-{clock.begun_anew}" if clock.begun_anew else ""
+                rounds = Rounds(
+                    meeting, None, f"load/{number}{again}", f"load/{count}{again}", request.timeout
+                )
+                try:
+                    with _untouched_on_failure(state_dict):
+                        return self.follow(selector, state_dict, request, rounds, clock)
+                except CheckpointReplacedError as error:  # all ranks raise it, or none
+                    clock.begun_anew += 1
+                    if clock.begun_anew == _TURNS:
+                        error.message += (
+                            f"; that happened {_TURNS} times, and tensors of the target may be "
+                            "partly filled"
+                        )
+                        raise
+                    log.warning("%s. The load starts again with the newest", error)
+        finally:
+            self._selectors.append(selector)
+
+    def follow(
+        self,
+        selector: Selector,
+        state_dict: MutableMapping[str, Any] | None,
+        request: LoadRequest,
+        rounds: Rounds,
+        clock: _Clock,
+    ) -> LoadPlan:
+        """Load from one commit."""
+        target, rounds = self.target(selector, state_dict, request, rounds)
+        chosen = self.choose(target, request, rounds)
+        clock.chosen = clock.now()
+        planned = self.plan(target, chosen, request, rounds)
+        clock.planned = clock.now()
+
+        def fill() -> None:
+            with _swept(request, planned.commit):
+                self.read(planned, request)
+                self.give_back(planned, request)
+
+        rounds.hold("read", fill, nothing)
+        clock.read = clock.now()
+        if planned.selection.gathered:
+            self._put_through(planned.gathered, planned.agreed.gathered)
+        log.info("loaded %s from %s", planned.catalogue.identity, request.directory)
+        return planned
+
+    # -- the target --------------------------------------------------------------------------
+
+    def target(
+        self,
+        selector: Selector,
+        state_dict: MutableMapping[str, Any] | None,
+        request: LoadRequest,
+        rounds: Rounds,
+    ) -> tuple[LoadTarget, Rounds]:
+        """Select the entries to fill, and make the rounds of all groups that load together. A
+        failure is brought to the first round."""
+        selection: Selection | None = None
+        failure: Exception | None = None
+        try:
+            selection = self._select(selector, state_dict, request)
+        except Exception as error:
+            failure = error
+        try:
+            step = self._step(None if selection is None else selection.entries, request)
+            rounds = replace(rounds, step=step)
+        except Exception as error:
+            failure = failure or error
+        return LoadTarget(state_dict, selector, selection, failure), rounds
+
+    def _select(
+        self, selector: Selector, state_dict: MutableMapping[str, Any] | None, request: LoadRequest
+    ) -> Selection | None:
+        if request.refusal is not None:
+            raise request.refusal
+        if not request.directory:
+            raise UsageError(
+                "checkpoint_id was left out",
+                remedy="pass checkpoint_id=, or a storage_reader that has a path",
+            )
+        return None if state_dict is None else selector.select(state_dict)
+
+    def close(self, timeout: float) -> None:
+        """Leave: peers that wait for another load of this rank hear that none comes."""
+        n = self._numbers
+        self.membership.announce(
+            [Round(f"load/{n}/choice"), Round(f"find/{n}"), Round(f"open/{n}")],
+            [Round(f"load/{self._loads}/plan")],
+        )
+        self.membership.leave(timeout)
+
+    def find(
+        self, look: Callable[[], FoundCheckpoint | None], timeout: float
+    ) -> FoundCheckpoint | None:
+        """One rank looks for the newest checkpoint and sends the result to all."""
+
+        def found() -> dict[str, Any]:
+            newest = look()
+            return {"found": None if newest is None else newest.to_json()}
+
+        agreed = self.agreed("find", found, timeout)
+        return None if agreed["found"] is None else FoundCheckpoint.from_json(agreed["found"])
+
+    def open(self, storage: Storage, timeout: float) -> CommittedCatalogue:
+        """Open the newest commit in a directory. One rank finds it and sends its name to the
+        others, which list nothing.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: all ranks raise it.
+            PeerError: a rank did not come within `timeout` seconds; the message names it.
+        """
+        opened: list[CommittedCatalogue] = []
+
+        def commit() -> dict[str, Any]:
+            opened.append(open_catalogue(storage))
+            return {"choose": opened[0].identity, "name": opened[0].name}
+
+        agreed = self.agreed("open", commit, timeout)
+        return opened[0] if opened else open_catalogue(storage, **agreed)
+
+    def agreed(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
+        """One rank looks and sends what it found, which is JSON, to all. All raise its error."""
+        with self._lock:
+            number, self._numbers = self._numbers, self._numbers + 1
+        meeting = self.membership.meeting(timeout)
+
+        def decide(brought: Callable[[], dict[int, None]]) -> dict[str, Any]:
+            brought()
+            return look()
+
+        return meeting.round(f"{point}/{number}", nothing, decide, timeout=timeout)
+
+    # -- which commit ------------------------------------------------------------------------
+
+    def _step(self, entries: Sequence[Entry] | None, request: LoadRequest) -> Meeting | None:
+        """The meeting of all groups of the step, for the rank that speaks for its group. Without
+        entries (if the selection failed) it is known only if the caller named the groups."""
+        if entries is None and request.groups is None and request.parallel_state is None:
+            return None
+        partition = partition_of(
+            self.group,
+            entries or (),
+            groups=request.groups,
+            parallel_state=request.parallel_state,
+        )
+        if partition.alone or self.group.index != 0:
+            return None
+        return self.membership.of_step(partition.groups, partition.mine, request.timeout)
+
+    def choose(self, target: LoadTarget, request: LoadRequest, rounds: Rounds) -> Chosen:
+        """Choose the commit that this load follows. One rank of the group looks and sends the name
+        to the others, which list nothing. That rank also has the catalogue.
+
+        The first group of a step that chooses posts its choice, which cannot be changed. The others
+        follow it, so a commit that is made meanwhile cannot split the groups. If any rank fails up
+        to here, all ranks of all groups raise its error.
+        """
+        leads, failure = rounds.group.member == 0, target.failure
+        early = _glance(request.storage) if leads and failure is None else None
+        opened: list[Catalogue] = []
+
+        def bring() -> None:
+            if failure is not None:
+                raise failure
+
+        def look() -> Choice:
+            found = early or open_any(request.storage)
+            theirs = rounds.chosen(found.identity)
+            if theirs != found.identity:
+                with _swept(request, Choice(theirs)):
+                    found = open_any(request.storage, choose=theirs)
+            opened.append(found)
+            return Choice(found.identity, found.name)
+
+        commit = rounds.choose(bring, look)
+        return Chosen(commit, opened[0] if opened else None)
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    @neutral()
+    def plan(
+        self, target: LoadTarget, chosen: Chosen, request: LoadRequest, rounds: Rounds
+    ) -> LoadPlan:
+        """Plan what each rank reads. It succeeds only if structure, shapes, dtypes and coverage are
+        right on every rank. No tensor is changed."""
+        made: list[LoadPlan] = []
+
+        def bring() -> Common:
+            with _swept(request, chosen.commit):
+                catalogue = chosen.catalogue or open_any(
+                    request.storage, choose=chosen.commit.choose, name=chosen.commit.name
+                )
+                made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
+            return made[0].agreed
+
+        agreed = rounds.hold("plan", bring, in_common, gives=Common)
+        refuse_spare(made[0], agreed, request, self.group)
+        return replace(made[0], agreed=agreed)
+
+    def _put_through(self, gathered: list[tuple[str, Any]], common: tuple[str, ...]) -> None:
+        """Copy gathered state (FULL, which one rank holds; torch's own) into the live objects. All
+        ranks do it together (collectives run). Loads of other kinds fill the live objects too."""
+        if common and len(self.group.ranks) == self.group.world_size:
+            for _, put_through in gathered:
+                put_through()
+            return
+        log.warning(
+            "only the gathered copy was filled (of FULL: rank 0's), because %s: call "
+            "load_state_dict on all ranks, in the context",
+            "not all ranks loaded the same parts"
+            if gathered
+            else "the dict is not the one that FULL gave",
+        )
+
+    # -- the bytes ---------------------------------------------------------------------------
+
+    def read(self, planned: LoadPlan, request: LoadRequest) -> None:
+        """Read the bytes into the memory of the target. Each block is compared with its
+        checksum."""
+        done = [0, 1]  # tasks, and of how many
+
+        def progress(*now: int) -> None:
+            done[:] = now
+
+        def under_way() -> str:
+            return f"{100 * done[0] // done[1]}% is read from {request.directory} on this rank"
+
+        # more than sixteen gained nothing on sixteen processors
+        threads = request.threads or min(max(share_of_processors(), 4), 16)
+        threads = max(threads, request.storage.read_threads)
+        on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
+        with (
+            telling(self.group.rank, under_way),
+            neutral(),
+            Ring(threads) if on_device else nullcontext() as ring,
+        ):
+            execute(
+                planned.plan,
+                planned.memory.buffers,
+                planned.catalogue.readers,
+                threads=threads,
+                preverify=request.preverify,
+                progress=progress,
+                ring=ring,
+            )
+
+    def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
+        """Move tensors from their stand-ins to the targets, and values into the dict and through it
+        into live optimizers."""
+        planned.memory.settle(planned.state_dict)
+        if planned.objects is not None:
+            restore(
+                planned.state_dict,
+                planned.objects,
+                strict=request.strict,
+            )
+
+
+@contextmanager
+def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
+    """Undo changes to optimizers if the load fails, here or on a peer. Optimizers get tensors for
+    the saved state before the plan is made."""
+    before = [
+        (
+            tree,
+            dict(tree),
+            list(tree["param_groups"]),
+            live,
+            {key: dict(s) if isinstance(s, dict) else s for key, s in live.items()},
+        )
+        for _, tree, binding in optimizer_dicts(state_dict)
+        if binding is not None
+        for live in [binding.optimizer.state]
+    ]
+    try:
+        yield
+    except BaseException:
+        for tree, own, groups, live, slots in before:
+            tree.clear()
+            tree.update(own)
+            tree["param_groups"][:] = groups
+            live.clear()
+            live.update(slots)
+        raise
+
+
+def _swept(request: LoadRequest, commit: Choice) -> AbstractContextManager[None]:
+    return noticing_replacement(request.storage, commit.choose)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Switch off garbage collection. A plan is thousands of small objects and no garbage, but
+    making them starts a collection of the whole process. With torch imported that costs more than
+    the plan itself, and it would happen again after the block while the plan exists."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _glance(storage: Storage) -> Catalogue | None:
+    """Open the newest commit while the peers look at their states. A failure here is only logged,
+    because the choice fails in the same way."""
+    try:
+        return open_any(storage)
+    except Exception as error:  # raised here, it would leave the peers waiting
+        log.debug("nothing to read ahead: %s", error)
+        return None

@@ -1,0 +1,443 @@
+"""The plan of a load: what a rank asks for, which bytes it reads, and into which tensors.
+
+The whole plan is checked against the checkpoint before a tensor is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
+from smckpt.checkpoint.reading.mismatch import differing_names, refuse_names
+from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
+from smckpt.engine.loading.load_memory import Memory, memory_of
+from smckpt.engine.loading.load_rounds import Choice, Common
+from smckpt.engine.loading.load_whole import whole_state
+from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
+from smckpt.layout.containers import FACTS, made_again
+from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.meeting.group import Group
+from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
+from smckpt.state_dict.of_optimizers.groups import number_as_saved
+from smckpt.state_dict.of_optimizers.optimizers import named_as_target, prepare_optimizers
+from smckpt.state_dict.parts import make_state, match
+from smckpt.state_dict.restore import gathered_parts, make_extra_state
+from smckpt.state_dict.select import Selection, Selector
+from smckpt.storage import Access, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadPlan", "LoadRequest", "LoadTarget", "plan_of", "refuse_spare", "unread"]
+
+log = logging.getLogger("smckpt")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The checked arguments of a call of `load`. keys: its `check_keys_matched`. only: the top keys
+    to load; those of the target, if there is one. renamed: name in the target → name in the
+    checkpoint. refusal: why the call fails, for the peers."""
+
+    directory: str
+    access: Access
+    keys: bool | Literal["target"]
+    preverify: bool
+    threads: int | None
+    timeout: float
+    groups: Any
+    parallel_state: Any
+    only: Sequence[str] | None = None
+    renamed: Mapping[str, str] | None = None
+    refusal: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, kinds in (
+            ("threads", 1 if self.threads is None else self.threads, int),
+            ("timeout", self.timeout, (int, float)),
+        ):
+            if not isinstance(value, kinds) or value <= 0:
+                raise UsageError(
+                    f"{name} is {value!r}", remedy="pass a positive number, or leave it out"
+                )
+        if self.keys not in (True, False, "target"):
+            raise UsageError(
+                f"check_keys_matched is {self.keys!r}", remedy='pass True, False or "target"'
+            )
+        pairs = dict(self.renamed or {}).items()
+        if not all(isinstance(name, str) and name for pair in pairs for name in pair):
+            raise UsageError(
+                f"renamed is {self.renamed!r}",
+                remedy="pass {name in the target: name in the checkpoint}",
+            )
+
+    def refuse_target(self, target: Any) -> None:
+        """
+        Raises:
+            UsageError: an argument that this target, or none, cannot honour.
+        """
+        if isinstance(self.only, str) or (
+            self.only is not None and target is not None and {*self.only} != {*target}
+        ):
+            keys = "" if target is None else f", and there is a target with {[*target]}"
+            raise UsageError(
+                f"only is {self.only!r}{keys}",
+                remedy="pass a list of top keys, without a target; or a target with those keys",
+            )
+        if self.renamed is None:
+            return
+        if target is None:
+            raise UsageError(
+                "renamed is given, and there is no target",
+                remedy="rename in what load returns, or pass a target",
+            )
+        if any(True for _ in optimizer_dicts(target)):
+            raise UsageError(
+                "renamed is given, and the target has an optimizer's state",
+                remedy="load the model alone with renamed=; its optimizer starts anew",
+            )
+
+    @property
+    def strict(self) -> bool:
+        """Whether every name of the target must be saved."""
+        return bool(self.keys)
+
+    def asked(self, path: Path, tops: Sequence[str]) -> bool:
+        """Whether a target with these top keys must take the value that was saved at `path`."""
+        return self.keys != "target" and (not self.keys or _under(path, tops))
+
+    @property
+    def storage(self) -> Storage:
+        """The access to the directory's store."""
+        return self.access.open(self.directory)
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """The selected target and its selector, which may select it again; or the error. state_dict:
+    None if the whole saved state is asked for."""
+
+    state_dict: MutableMapping[str, Any] | None
+    selector: Selector
+    selection: Selection | None
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a rank reads, and into which tensors.
+
+    selection: of `state_dict`, with the tensors that were made in it for saved state. objects:
+    values that are not tensors, by key, to put into it; None if they are in it already. gathered:
+    FULL state in it, with its path. told: what all ranks say of their plans together.
+    """
+
+    commit: Choice
+    catalogue: Catalogue
+    state_dict: MutableMapping[str, Any]
+    selection: Selection
+    objects: dict[str, tuple[Path, Any]] | None
+    plan: ReadPlan
+    memory: Memory
+    gathered: list[tuple[str, Any]]
+    agreed: Common
+
+
+def plan_of(
+    target: LoadTarget, catalogue: Catalogue, commit: Choice, request: LoadRequest, group: Group
+) -> LoadPlan:
+    """What this rank reads.
+
+    Raises:
+        KeysMismatchError, TensorMismatchError, TopologyError, CorruptCheckpointError: the target
+            cannot be filled.
+    """
+    state_dict, selection = target.state_dict, target.selection
+    saved = followed_rank(catalogue.object_ranks, group.rank, group.ranks)
+    coordinates = ParallelCoordinates.of(
+        catalogue, request.parallel_state, group.rank, group.world_size
+    )
+    by_key = state_dict is not None and catalogue.kind == "LOCAL"
+    objects: dict[str, tuple[Path, Any]] | None = None
+    settled: frozenset[Path] = frozenset()
+    if state_dict is None:
+        state_dict, tensors = whole_state(catalogue, saved, group, coordinates, request.only)
+        selection = target.selector.select(tensors)
+    else:
+        assert selection is not None  # otherwise all ranks have raised
+        if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
+            selection = target.selector.select(state_dict)
+        objects = _values(catalogue, saved, selection, state_dict)
+        objects = _made(objects, state_dict)
+        renewed, settled = prepare_optimizers(
+            state_dict, catalogue, objects, rank=saved, strict=request.strict
+        )
+        objects = {
+            key: found
+            for key, found in objects.items()
+            if found[0][-1:] == (FACTS,) or not _is_under(found[0], settled)
+        }
+        renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
+        renewed |= make_state(state_dict, objects, catalogue.rows_by_key, saved)
+        if renewed:
+            selection = target.selector.select(state_dict)
+        match(selection.objects, objects, request.strict)
+    by_key = by_key and selection.kind in ("LOCAL", None) and not request.renamed
+    tops = tuple(sorted(map(str, state_dict)))
+    if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
+        tops = ("", *tops)  # tensors at the top are one part, called ""
+    asked = functools.partial(request.asked, tops=tops)
+    plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group, state_dict)
+    if objects is not None:
+        if request.strict:
+            objects = _asked_for(objects, catalogue, tops, request, group)
+        _check_objects(selection, objects, settled, request, group)
+    memory = memory_of(selection, plan, partly=not request.strict)
+    gathered: list[tuple[str, Any]] = []
+    if selection.gathered:
+        gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
+    spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
+    agreed = Common(spare, tops, tuple(name for name, _ in gathered))
+    return LoadPlan(
+        commit, catalogue, state_dict, selection, objects, plan, memory, gathered, agreed
+    )
+
+
+def _read_plan(
+    catalogue: Catalogue,
+    selection: Selection,
+    asked: Callable[[Path], bool],
+    by_key: bool,
+    coordinates: ParallelCoordinates,
+    request: LoadRequest,
+    group: Group,
+    state_dict: Any,
+) -> ReadPlan:
+    rank, ranks = group.rank, group.ranks
+    if request.renamed:
+        entries = tuple(_as_saved(entry, request.renamed) for entry in selection.entries)
+        selection = replace(selection, entries=entries)
+    other: CheckpointError | None = None
+    if by_key:  # each rank compares its keys with those of one saved rank
+        try:
+            plan = plan_local(
+                catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
+                coordinates=coordinates, asked=asked,
+            )  # fmt: skip
+        except (TopologyError, KeysMismatchError) as error:
+            if selection.kind is not None:
+                raise
+            other = error  # of a target without a context, whose names may tell enough
+        else:
+            _say_left(plan.missing, plan.unexpected, request, group)
+            return replace(plan, unexpected=())
+    plan = plan_logical(
+        catalogue,
+        selection.entries,
+        rank=rank,
+        group_ranks=ranks,
+        strict=False,
+        coordinates=coordinates,
+    )
+    if request.strict and plan.missing:
+        _refuse_numbered(state_dict, plan.unexpected, catalogue.url, rank)
+        if other is not None:  # numbers of parameters, say, in an optimizer's own state dict
+            raise other
+        # A peer may ask for a name that this rank does not (`refuse_spare`). Without peers it is
+        # refused now.
+        spare = plan.unexpected if len(ranks) == 1 else ()
+        spare = tuple(name for name in spare if asked(catalogue.logical[name].path))
+        refuse_names(plan.missing, spare, catalogue.url, rank)
+    _say_left(plan.missing, (), request, group)
+    return plan
+
+
+def unread(planned: LoadPlan, request: LoadRequest) -> Iterator[torch.Tensor]:
+    """Tensors of the target that the checkpoint lacks, which a load that is not strict leaves."""
+    if not planned.plan.missing:
+        return
+    missing = set(planned.plan.missing)
+    for entry, tensor in zip(planned.selection.entries, planned.selection.tensors, strict=True):
+        saved = _as_saved(entry, request.renamed) if request.renamed else entry
+        if not missing.isdisjoint((saved.key, *map(saved.logical_name, saved.fqns))):
+            yield tensor
+
+
+def _as_saved(entry: Entry, renamed: Mapping[str, str]) -> Entry:
+    """The entry with the names that its parameters have in the checkpoint."""
+
+    def name(fqn: str) -> str:
+        for ours, saved in renamed.items():
+            if fqn == ours or fqn.startswith(f"{ours}."):
+                return saved + fqn[len(ours) :]
+        return fqn
+
+    return replace(entry, geometry=entry.geometry.named(name))
+
+
+def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group: Group) -> None:
+    """Refuse saved names that no rank of the load asks for. One rank need not have all names:
+    pipeline stages hold different layers, and ranks may have tensors of their own. Names under a
+    top key that no rank has were not asked for.
+
+    Raises:
+        KeysMismatchError: there are such names, and the load is strict.
+    """
+    catalogue = planned.catalogue
+    logical = catalogue.logical
+    spare = _unmarked(agreed.spare, catalogue)
+    if request.strict:
+        spare = tuple(name for name in spare if request.asked(logical[name].path, agreed.tops))
+        _refuse_numbered(planned.state_dict, spare, catalogue.url, group.rank)
+        refuse_names((), spare, catalogue.url, group.rank)
+    _say_left((), spare, request, group)
+
+
+def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> None:
+    for above in _numbered(state):
+        if any(name.startswith(f"{above}state.") for name in spare):
+            raise KeysMismatchError(
+                f"the state of {above[:-1] or 'the optimizer'} was saved by the names of its "
+                "parameters, and the target has it by their numbers",
+                remedy="take the target's state dicts inside sm_state_dict_type(model, "
+                "smckpt.SHARDED), which names the parameters",
+                path=url,
+                rank=rank,
+            )
+
+
+def _numbered(state: Any, above: str = "") -> Iterator[str]:
+    """Where optimizers' own dicts are in a state: what comes before the names in them."""
+    if not isinstance(state, Mapping):
+        return
+    if {"state", "param_groups"} <= state.keys() and isinstance(state["state"], Mapping):
+        if all(type(key) is int for key in state["state"]):
+            yield above
+        return
+    for key, value in state.items():
+        yield from _numbered(value, f"{above}{key}.")
+
+
+def _under(path: Path, tops: Sequence[str]) -> bool:
+    """Whether one of the top keys holds the value that was saved at `path`. Tensors at the top are
+    one part: a model's own state dict must be loaded whole."""
+    return str(path[0]) in tops or (len(path) == 1 and "" in tops)
+
+
+# -- values that are not tensors ----------------------------------------------------------------
+
+
+def _asked_for(
+    objects: dict[str, tuple[Path, Any]],
+    catalogue: Catalogue,
+    tops: Sequence[str],
+    request: LoadRequest,
+    group: Group,
+) -> dict[str, tuple[Path, Any]]:
+    """The values under the target's top keys. One rank logs the other keys, also of tensors."""
+    tensors = (tensor.path for tensor in catalogue.logical.values())
+    left = {str(path[0]) for path in tensors if not _under(path, tops)}
+    left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
+    if left and group.index == 0 and request.keys != "target" and request.only is None:
+        names = ", ".join(sorted(left)[:12])
+        log.warning(
+            "not loaded from %s, because the target has no such keys: %s", request.directory, names
+        )
+    return {key: found for key, found in objects.items() if str(found[0][0]) in tops}
+
+
+def _values(
+    catalogue: Catalogue,
+    saved: int,
+    selection: Selection,
+    state_dict: MutableMapping[str, Any],
+) -> dict[str, tuple[Path, Any]]:
+    """The saved values, by the target's keys. A value that the followed rank did not save comes
+    from the lowest rank that did, because one rank may save a value for all."""
+    objects = catalogue.objects(saved, unmade=True)
+    first = min(catalogue.object_ranks)
+    tensors = {entry.key for entry in selection.entries}
+    lacking = {leaf.key for leaf in selection.objects} - objects.keys()
+    if lacking and first != saved:
+        for key, found in catalogue.objects(first, unmade=True).items():
+            if key in lacking and key not in tensors:
+                objects[key] = found
+    return named_as_target(state_dict, objects, catalogue.optimizers)
+
+
+def _made(
+    objects: dict[str, tuple[Path, Any]], state_dict: Mapping[str, Any]
+) -> dict[str, tuple[Path, Any]]:
+    """The values that are asked for, with those in them made that are known by their classes."""
+    tops = {*map(str, state_dict)}
+    return {
+        key: (path, made_again(value, key) if str(path[0]) in tops else value)
+        for key, (path, value) in objects.items()
+    }
+
+
+def _is_under(path: Path, above: Collection[Path]) -> bool:
+    return any(path[:length] in above for length in range(1, len(path) + 1))
+
+
+def _check_objects(
+    selection: Selection,
+    objects: dict[str, tuple[Path, Any]],
+    settled: Collection[Path],
+    request: LoadRequest,
+    group: Group,
+) -> None:
+    here = {
+        leaf.key
+        for leaf in selection.objects
+        if leaf.path[-1:] != (FACTS,) and not _is_under(leaf.path, settled)
+    }
+    missing = sorted(here - objects.keys())
+    extra = sorted(objects.keys() - here)
+    if request.keys == "target":
+        for key in extra:
+            del objects[key]
+        extra = []
+    if request.strict and (missing or extra):
+        raise KeysMismatchError(
+            f"values that are not tensors differ: missing in the checkpoint {missing[:8]}, "
+            f"not in the target {extra[:8]}",
+            remedy="give the target the same structure, or pass check_keys_matched=False",
+            path=request.directory,
+            rank=group.rank,
+        )
+    _say_left(missing, extra, request, group)
+
+
+def _say_left(
+    missing: Sequence[str], unexpected: Sequence[str], request: LoadRequest, group: Group
+) -> None:
+    """Log the names that a load with check_keys_matched=False skipped. Only one rank of a group
+    logs them, since they are nearly the same on all."""
+    if (missing or unexpected) and not request.keys:
+        level = logging.WARNING if group.index == 0 else logging.INFO
+        left = differing_names(missing, unexpected)
+        agreed = "not loaded from %s, as check_keys_matched=False allows: %s"
+        log.log(level, agreed, request.directory, left)
+
+
+# -- names that this rank has no use for: one bit for each name of the checkpoint --------------
+
+
+def _marked(names: Sequence[str], catalogue: Catalogue) -> str:
+    chosen = set(names)
+    bits = "".join("1" if name in chosen else "0" for name in sorted(catalogue.logical))
+    return f"{int(bits, 2):x}"
+
+
+def _unmarked(marks: str, catalogue: Catalogue) -> tuple[str, ...]:
+    names = sorted(catalogue.logical)
+    if not marks or int(marks, 16).bit_length() > len(names):  # a group that has other names
+        return ()
+    bits = f"{int(marks, 16):0{len(names)}b}"
+    return tuple(name for name, bit in zip(names, bits, strict=True) if bit == "1")

@@ -1,0 +1,1 @@
+"""A save: select, stage, write, commit, one queue at a time."""

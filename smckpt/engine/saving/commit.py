@@ -1,0 +1,480 @@
+"""The rounds that commit a save: written → gathered → manifest → record → verdict.
+
+They run in the queue's thread on every rank. Every rank brings its part, or its error. The
+coordinator decides, and all ranks hear the one verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from smckpt.checkpoint.records.format import record_name
+from smckpt.engine.background.commands import (
+    Probe,
+    Published,
+    PublishManifest,
+    PublishRecord,
+    Sweep,
+    TakeLease,
+)
+from smckpt.engine.background.worker_client import Worker
+from smckpt.engine.saving.alarms import Looked, judge
+from smckpt.engine.saving.commit_groups import Apart, Steps, Ticket, refuse_unequal
+from smckpt.engine.saving.job import SaveJob
+from smckpt.engine.saving.moment import (
+    Moment,
+    of_moment,
+    ranks_text,
+    refuse_different,
+    tells_nothing,
+)
+from smckpt.errors import (
+    CheckpointError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
+from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Meeting, Round
+from smckpt.storage import Access
+from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_url
+
+__all__ = ["Committed", "Committer", "Written"]
+
+LEASES_KEPT = 64  # directories whose lease is remembered
+
+log = logging.getLogger("smckpt")
+
+
+T = TypeVar("T")
+Brought = Callable[[], dict[int, T]]  # returns the messages of all members of a round
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Whether a host sees what the first rank of the group wrote."""
+
+    host: str
+    seen: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rank's durable part. crc64: the checksum of the part record, in hex. looked: what the rank
+    saw, for alarms."""
+
+    rank: int
+    host: str
+    coordinator: int
+    moment: Moment
+    prefix_sharding: dict[str, Any] | None
+    part: str
+    crc64: str
+    looked: Looked | None = None
+
+
+@dataclass(frozen=True)
+class GroupManifest:
+    """A record's entry for a group. directory: relative to the record's directory."""
+
+    directory: str
+    manifest: str
+    crc64: str
+    coordinator: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed save. nbytes: bytes of the data files of all ranks. record, record_directory: for
+    a step of several groups. alarms: what the group's coordinator warned of."""
+
+    manifest: str
+    fencing_token: int
+    nbytes: int
+    record: str | None = None
+    record_directory: str | None = None
+    alarms: tuple[str, ...] = ()
+
+
+class Committer:
+    """Commits the saves of one queue. Used by one thread.
+
+    Args:
+        since: when this run of the job began, in nanoseconds since 1970.
+    """
+
+    def __init__(self, membership: Membership, worker: Worker, since: int) -> None:
+        self._since = since
+        self.membership = membership
+        self.worker = worker
+        self.group = membership.group
+        self._meeting: Meeting | None = None
+        self._steps = Steps(membership)
+        self._tokens: dict[tuple[str, ...], int] = {}
+        self._probed = False
+        self._tried: set[str] = set()
+        self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
+        # of the refused save before this one: rank → its directory
+        self._refused: dict[int, str] = {}
+        self._directories: dict[str, None] = {}  # those of earlier saves
+        self._warned = False
+
+    def publish(self, job: SaveJob, write: Callable[[Meeting], Written]) -> Committed:
+        """Carry out a save: all ranks write, then the coordinator publishes.
+
+        Raises:
+            CheckpointError: the save was not committed. It is the cause, from any rank.
+        """
+        timeout = job.request.options.timeout
+        if self._meeting is None:
+            self._unmet[job.handle.number] = job.moment
+            self._meeting = self._met(job, timeout)
+        meeting = self._meeting
+
+        def bring() -> Written:
+            if not self._probed and len(self.group.ranks) > 1:
+                self._probe(meeting, job, timeout)
+            elif meeting.member == 0 and job.error is None:
+                self._try_out(meeting, job, timeout)
+            return write(meeting)
+
+        return meeting.round(
+            f"save/{job.handle.number}",
+            bring,
+            lambda written: of_moment(
+                job.moment, lambda: self._decide(meeting, job, written, timeout)
+            ),
+            leader=self.group.ranks.index(job.request.coordinator),
+            timeout=timeout,
+            brings=Written,
+            gives=Committed,
+        )
+
+    def rounds_of(self, number: int, coordinator: int) -> list[Round]:
+        """The rounds with which save `number` may begin."""
+        return [
+            Round(f"made/{number}"),
+            Round(f"save/{number}", self.group.ranks.index(coordinator)),
+        ]
+
+    def _met(self, job: SaveJob, timeout: float) -> Meeting:
+        """The meeting for this save. If earlier saves had no meeting, the leader gave them up, and
+        posts that, so that a late rank does not wait for their answer."""
+        meeting = self.membership.meeting(timeout)
+        coordinator = self.group.ranks.index(job.request.coordinator)
+        for number in range(job.handle.number):
+            over = PeerError(
+                f"rank {self.group.rank} gave up save {number} before this rank joined it",
+                remedy="find out what delayed this rank; raise timeout= if it was only slow",
+                rank=self.group.rank,
+            )
+            if number in self._unmet:
+                over.moment = vars(self._unmet[number])
+            for point, leader in ((f"made/{number}", 0), (f"save/{number}", coordinator)):
+                if meeting.member == leader:
+                    meeting.refuse(point, over, leader=leader)
+        return meeting
+
+    # -- the first save ----------------------------------------------------------------------
+
+    def _probe(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+        """Check once per meeting that the store can hold checkpoints and that all hosts see one
+        directory.
+
+        A rank whose save failed before it had a directory takes part too, so that nobody waits.
+        """
+        number, path = job.handle.number, job.request.directory
+
+        def here() -> Moment:
+            if job.error is not None:
+                raise job.error
+            return job.moment
+
+        def make(brought: Callable[[], dict[int, Moment]]) -> None:
+            self._refuse_different(job, {ranks[at]: one for at, one in brought().items()})
+            self._look(meeting, job, job.as_coordinator(), timeout, create=True)
+            self._tried.add(bucket_url(path))
+
+        def look() -> Sight:
+            return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
+
+        def compare(brought: Callable[[], dict[int, Sight]]) -> None:
+            sights = brought().values()
+            blind = sorted({sight.host for sight in sights if not sight.seen})
+            if blind:
+                seeing = sorted({sight.host for sight in sights if sight.seen})
+                host = seeing[0] if seeing else socket.gethostname()
+                raise StorageError(
+                    "the directory is not shared by all hosts of the group: "
+                    f"{blind} do not see what host {host} writes",
+                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                    path=path,
+                )
+
+        ranks = self.group.ranks
+        meeting.round(
+            f"made/{number}",
+            here,
+            lambda brought: of_moment(job.moment, lambda: make(brought)),
+            timeout=timeout,
+            brings=Moment,
+        )
+        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=Sight)
+        self._probed = True
+
+    def _look(
+        self,
+        meeting: Meeting,
+        job: SaveJob,
+        access: Access,
+        timeout: float,
+        *,
+        create: bool,
+        leave: bool = True,
+    ) -> Sight:
+        probe = Probe(job.request.directory, meeting.id, create, leave)
+        answer = self.worker.call(probe, timeout=timeout, access=access)
+        if answer.remark is not None:
+            log.warning("%s", answer.remark)
+        return Sight(socket.gethostname(), answer.seen)
+
+    def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+        """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
+        others learn of a failure from the verdict."""
+        place = bucket_url(job.request.directory)
+        if place and place not in self._tried:
+            self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
+            self._tried.add(place)
+
+    # -- the coordinator -------------------------------------------------------------------
+
+    def _decide(
+        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
+    ) -> Committed:
+        self._steps.count(job)
+        if not job.partition.alone:
+            return self._commit_step(meeting, job, written, timeout)
+        parts = self._checked(job, written())
+        alarms = self._judged(job, parts)
+        ranks, prefix_sharding = self.group.ranks, job.prefix_sharding()
+        fencing_token = self._token(
+            meeting, job, job.request.directory, ranks, timeout, prefix_sharding=prefix_sharding
+        )
+        published = self._publish(meeting, job, parts, fencing_token, None, timeout)
+        return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
+
+    def _refuse_different(self, job: SaveJob, moments: dict[int, Moment]) -> None:
+        """Refuse the saves of ranks that are at different steps."""
+        again = job.request.directory in self._directories
+        earlier, self._refused = self._refused, {who: m.directory for who, m in moments.items()}
+        refuse_different(moments, ranks_text, values=again, earlier=earlier)
+        self._refused = {}
+        if again and not self._warned and tells_nothing(moments.values()):
+            self._warned = True
+            log.warning(
+                "nothing in the state tells two steps apart, and all saves go to %s: if a rank "
+                "skipped a save, two steps would be committed as one. What to do: pass step= to "
+                "each save, or put the step into the state",
+                job.request.directory,
+            )
+
+    def _checked(self, job: SaveJob, written: dict[int, Written]) -> dict[int, Written]:
+        """Check that the parts of all ranks belong to one save, and return them."""
+        coordinators = {part.coordinator for part in written.values()}
+        if len(coordinators) > 1:
+            raise UsageError(
+                f"the ranks of the group passed different coordinators: {sorted(coordinators)}",
+                remedy="pass the same coordinator_rank on all ranks of process_group",
+            )
+        self._refuse_different(job, {part.rank: part.moment for part in written.values()})
+        self._directories[job.request.directory] = None
+        if len(self._directories) > LEASES_KEPT:
+            del self._directories[next(iter(self._directories))]
+        shardings = sorted({str(part.prefix_sharding) for part in written.values()})
+        if len(shardings) > 1:
+            raise UsageError(
+                "the ranks of the group shard their files over different prefixes: "
+                f"{shardings[:4]}",
+                remedy="give all ranks the same options of the store (prefixes, prefix_root)",
+                path=job.request.directory,
+            )
+        return written
+
+    def _judged(self, job: SaveJob, parts: dict[int, Written]) -> tuple[str, ...]:
+        """What the save warns of. An alarm that is an error is raised."""
+        brought = {part.rank: (part.host, part.looked) for part in parts.values()}
+        alarms, path = job.request.options.alarms, job.request.directory
+        return judge(alarms, job.called, brought, path)
+
+    def _token(
+        self,
+        meeting: Meeting,
+        job: SaveJob,
+        directory: str,
+        ranks: Sequence[int],
+        timeout: float,
+        groups: Sequence[str] = (),
+        prefix_sharding: dict[str, Any] | None = None,
+    ) -> int:
+        """The fencing token under which this session publishes in `directory`; its lease is taken
+        once."""
+        key = (directory, *groups)
+        if key not in self._tokens:
+            lease = self.worker.call(
+                TakeLease(
+                    directory=directory,
+                    session=meeting.id,
+                    host=socket.gethostname(),
+                    groups=tuple(groups),
+                    prefix_sharding=prefix_sharding,
+                    ranks=tuple(ranks),
+                    since=self._since,
+                ),
+                timeout=timeout,
+                access=job.as_coordinator(),
+            )
+            if lease.remark is not None:
+                log.warning("%s", lease.remark)
+            self._tokens[key] = lease.fencing_token
+            # if each step has a directory, the oldest ones are done
+            if len(self._tokens) > LEASES_KEPT:
+                del self._tokens[next(iter(self._tokens))]
+        return self._tokens[key]
+
+    def _publish(
+        self,
+        meeting: Meeting,
+        job: SaveJob,
+        parts: dict[int, Written],
+        fencing_token: int,
+        record: str | None,
+        timeout: float,
+    ) -> Published:
+        return self.worker.call(
+            PublishManifest(
+                directory=job.request.directory,
+                attempt=job.attempt(meeting.id),
+                session=meeting.id,
+                number=job.handle.number,
+                fencing_token=fencing_token,
+                ranks=self.group.ranks,
+                parts={
+                    str(p.rank): {"part": p.part, "crc64": p.crc64, "host": p.host}
+                    for p in parts.values()
+                },
+                record=record,
+                prefix_sharding=job.prefix_sharding(),
+            ),
+            timeout=timeout,
+            access=job.as_coordinator(),
+        )
+
+    def sweep(self, job: SaveJob, committed: Committed) -> None:
+        """Delete the files that the commit supersedes. It runs after all ranks know of the commit,
+        so that nobody waits."""
+        if job.request.coordinator != self.group.rank or not job.request.options.sweep:
+            return
+        leads = committed.record is not None and job.partition.mine == 0
+        sweep = Sweep(
+            directory=job.request.directory,
+            keep=(committed.manifest,),
+            fencing_token=committed.fencing_token,
+            record_directory=committed.record_directory if leads else None,
+            keep_records=(committed.record,) if leads and committed.record else (),
+        )
+        try:
+            timeout, access = job.request.options.timeout, job.as_coordinator()
+            self.worker.call(sweep, timeout=timeout, access=access)
+        except CheckpointError as error:
+            log.warning("could not delete what save %d supersedes: %s", job.handle.number, error)
+
+    # -- several groups --------------------------------------------------------------------
+
+    def _commit_step(
+        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
+    ) -> Committed:
+        """Do this group's share in the commit of a step of several groups. Only coordinators call
+        it."""
+        step = self._steps.meeting(job, timeout)
+        number, directory = job.handle.number, job.request.directory
+        parts: dict[int, Written] = {}
+        alarms: tuple[str, ...] = ()
+
+        def gather() -> Apart:
+            nonlocal alarms
+            parts.update(self._checked(job, written()))
+            alarms = self._judged(job, parts)
+            return self._steps.apart(job)
+
+        ticket = self._steps.ticket(
+            step, job, gather, lambda groups: self._ticket(step, job, groups(), timeout), timeout
+        )
+        pointer = relative_url(f"{ticket.directory.rstrip('/')}/{ticket.record}", directory)
+        manifest = ""
+
+        def publish() -> GroupManifest:
+            nonlocal manifest
+            published = self._publish(meeting, job, parts, ticket.fencing_token, pointer, timeout)
+            manifest = published.manifest
+            return GroupManifest(
+                relative_url(directory, ticket.directory),
+                manifest,
+                published.crc64,
+                self.group.rank,
+            )
+
+        nbytes = step.round(
+            f"record/{number}",
+            publish,
+            lambda groups: self._record(step, job, ticket, groups(), timeout),
+            timeout=timeout,
+            brings=GroupManifest,
+        )
+        return Committed(
+            manifest, ticket.fencing_token, nbytes, ticket.record, ticket.directory, alarms
+        )
+
+    def _record(
+        self,
+        step: Meeting,
+        job: SaveJob,
+        ticket: Ticket,
+        groups: dict[int, GroupManifest],
+        timeout: float,
+    ) -> int:
+        """On the lead: create the record, which commits the step. Returns the bytes of all data
+        files."""
+        record = PublishRecord(
+            directory=ticket.directory,
+            session=step.id,
+            number=job.handle.number,
+            fencing_token=ticket.fencing_token,
+            groups=tuple(vars(groups[member]) for member in sorted(groups)),
+        )
+        done = self.worker.call(record, timeout=timeout, access=job.as_coordinator())
+        return done.bytes
+
+    def _ticket(
+        self, step: Meeting, job: SaveJob, groups: dict[int, Apart], timeout: float
+    ) -> Ticket:
+        """On the lead: choose the record's directory, fencing token and name."""
+        refuse_unequal(job, groups)
+        urls = [groups[member].directory for member in sorted(groups)]
+        if len(set(urls)) != len(urls):
+            twice = next(u for u in urls if urls.count(u) > 1)
+            owners = [job.partition.groups[m] for m in sorted(groups) if urls[m] == twice]
+            raise UsageError(
+                f"the groups {[list(o) for o in owners]} have one checkpoint_id",
+                remedy="give each replication group its own directory: put the TP, EP, PP and "
+                "shard coordinates that distinguish them into the path",
+                path=twice,
+            )
+        parent = common_parent(urls)
+        parent = parent_url(parent) if parent in urls else parent
+        ranks = [rank for group in job.partition.groups for rank in group]
+        fencing_token = self._token(step, job, parent, ranks, timeout, urls)
+        return Ticket(parent, fencing_token, record_name(fencing_token, job.handle.number, step.id))

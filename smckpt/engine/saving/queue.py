@@ -1,0 +1,345 @@
+"""A queue of saves: their order, the thread that commits them, and how failures are reported."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smckpt.engine.background.worker_client import Worker
+from smckpt.engine.events import SaveEvent, Sinks
+from smckpt.engine.groups import Partition
+from smckpt.engine.loading.telling import telling
+from smckpt.engine.saving.commit import Committed, Committer
+from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveRequest, bytes_text
+from smckpt.engine.saving.moment import moment_read
+from smckpt.engine.saving.save import Saver
+from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
+from smckpt.meeting.group import Group
+from smckpt.meeting.membership import Membership
+from smckpt.meeting.round import Round
+from smckpt.staging.overlap import Overlap
+
+__all__ = ["SaveQueue"]
+
+LEAVE_SECONDS = 30.0  # seconds that the store's host waits at exit for peers that read from it
+
+IDLE_SECONDS = 1.0  # how often an idle queue looks whether its process group still exists
+
+log = logging.getLogger("smckpt")
+
+_Staged = tuple[SaveJob, Callable[[], Committed]]
+
+
+class SaveQueue:
+    """The saves of one group, in order. One save is in flight at a time.
+
+    It owns its thread, its worker process and its arena, and closes them.
+
+    Args:
+        since: see `Committer`.
+        sinks: they get an event for every save that has ended.
+        overlap: of all queues of the process.
+    """
+
+    def __init__(self, group: Group, name: str, since: int, sinks: Sinks, overlap: Overlap) -> None:
+        self.group = group
+        self.name = name
+        self.membership = Membership(group, f"save/{name}")
+        self._sinks = sinks
+        self._worker = Worker()
+        self._committer = Committer(self.membership, self._worker, since)
+        self._saver = Saver(group, self._worker, self._committer, overlap)
+        self._calls = 0
+        self._skipped = 0  # saves of the others that this rank did not make
+        self._stays = len(group.ranks) > 1  # peers may expect another save
+        self._job: SaveJob | None = None  # that the thread works on
+        self._failures = 0
+        self._unreported: list[SaveHandle] = []
+        self._committed: list[int] = []
+        self._durable: float | None = None  # when the state of the newest committed save was taken
+        self.flying: SaveHandle | None = None
+        self._lock = threading.Lock()
+        self._front = threading.Lock()  # only one thread uses the arena at a time
+        self._inbox: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    # -- the front: called by the training thread -------------------------------------------
+
+    def prepare(self) -> None:
+        """Start the worker, without a wait. A failure is that of the first save, which tries it
+        again."""
+        with contextlib.suppress(CheckpointError):
+            self._worker.start()
+
+    def submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        request: SaveRequest,
+        refusal: Exception | None = None,
+    ) -> SaveHandle:
+        """Take the state, stage it and give the save to the thread. See `smckpt.async_save`.
+
+        Args:
+            refusal: why the call fails. This save then only brings the error to the peers.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "on_commit began a save in its own queue, which would wait for itself",
+                remedy="save from the training loop, or with a queue= of its own",
+            )
+        with self._front:
+            return self._submit(state_dict, request, refusal)
+
+    def _submit(
+        self,
+        state_dict: Mapping[str, Any] | None,
+        request: SaveRequest,
+        refusal: Exception | None,
+    ) -> SaveHandle:
+        call = self._calls
+        self._calls += 1  # counted before anything can raise, because the peers count too
+        handle = SaveHandle(call + self._skipped, request.directory, request.step)
+        job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
+        commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
+        job.reported = failed is not None
+        job.blocked = job.elapsed() + job.waited
+        self._launch(job, commit)
+        if failed is not None:
+            raise failed
+        self._raise_failures()
+        return handle
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
+        """Return the numbers of the saves committed since the last call. Raise if a save failed.
+
+        With `blocking` it waits for the save in flight. Runs no collective.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "on_commit called maybe_finalize_async_calls, which would wait for itself",
+                remedy="call it from the training loop",
+            )
+        flying = self.flying
+        if blocking and flying is not None and not flying.ended(timeout):
+            raise SaveFailedError(
+                f"save {flying.number} did not finish within {timeout} s",
+                remedy="wait longer, or read the logs of the other ranks",
+                path=flying.checkpoint_id,
+                rank=self.group.rank,
+            )
+        self._raise_failures()
+        with self._lock:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def close(
+        self, timeout: float, *, announce: bool = True, leave: bool = True
+    ) -> list[SaveHandle]:
+        """Wait at most `timeout` seconds for the save in flight. Then stop the thread and the
+        worker and free the arena.
+
+        Args:
+            announce: tell peers that wait for another save of this rank that none comes.
+            leave: also wait until no peer needs the store that this process may host.
+
+        Returns:
+            The saves whose failure nobody has seen: those that failed and the one that was given
+            up.
+        """
+        if os.getpid() != self._pid:  # a forked child owns nothing here
+            return []
+        deadline = time.monotonic() + timeout
+        flying = self.flying
+        late = flying is not None and not flying.ended(timeout)
+        failed = self.failed
+        if flying is not None and late:
+            failed.append(flying.given_up(timeout))
+            self._worker.close(timeout=0)  # first: then the thread tells the peers and ends
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join(timeout=1 if late else 5)
+            self._thread = None
+            if announce:
+                self._announce_end()
+            if leave:
+                self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
+        self._worker.close(timeout=5)
+        if flying is None or flying.done():
+            self._saver.close()
+        return failed
+
+    def inherit(self, failed: list[SaveHandle]) -> None:
+        """Take over the failures of the queue that this one replaces. The next call raises them."""
+        with self._lock:
+            self._unreported += failed
+
+    @property
+    def failed(self) -> list[SaveHandle]:
+        """Saves that failed and whose failure nobody has seen."""
+        with self._lock:
+            return self._untold()
+
+    def _untold(self) -> list[SaveHandle]:
+        return [handle for handle in self._unreported if not handle.told]
+
+    def _wait_for_room(self, job: SaveJob) -> None:
+        flying = self.flying
+        if flying is None or flying.done():
+            return
+        began = time.perf_counter()
+        log.info("a save waits for save %d, which is still being written", flying.number)
+        # Its own timeout bounds each stage of the save in flight, so this wait is bounded too.
+        flying.ended()
+        job.waited = time.perf_counter() - began
+        log.info("waited %.2f s for save %d", job.waited, flying.number)
+
+    def _launch(self, job: SaveJob, commit: Callable[[], Committed]) -> None:
+        self.flying = job.handle
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name=f"smckpt-{self.name}", daemon=True
+            )
+            self._thread.start()
+        self._inbox.put((job, commit))
+
+    def _raise_failures(self) -> None:
+        """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
+        or here."""
+        with self._lock:
+            failed, self._unreported = self._untold(), []
+        if not failed:
+            return
+        for handle in failed[:-1]:
+            log.error("%s", handle.failure())
+        raise failed[-1].failure()
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (staged := self._next()) is not None:
+            job, commit = staged
+            while not self._ended(job, commit):
+                pass
+
+    def _next(self) -> _Staged | None:
+        """The next save. If the program destroys the process group meanwhile, none comes, and the
+        peers hear so."""
+        while True:
+            try:
+                return self._inbox.get(timeout=IDLE_SECONDS if self._stays else None)
+            except queue.Empty:
+                if not self.group.exists():
+                    self._announce_end()
+
+    def _announce_end(self) -> None:
+        """Tell peers that wait for another save of this rank that none comes."""
+        if self._stays:
+            self._stays = False
+            number = self._calls + self._skipped
+            self.membership.announce(
+                self._committer.rounds_of(number, self._saver.coordinator),
+                [Round(f"ticket/{number}")],
+            )
+
+    @property
+    def brought(self) -> float | None:
+        """When the save in flight had nothing left to do but to wait for other ranks."""
+        return self._job.brought if self._job and len(self.group.ranks) > 1 else None
+
+    def _ended(self, job: SaveJob, commit: Callable[[], Committed]) -> bool:
+        """Commit the save. Returns False if it is to be brought to the next round, because this
+        rank skipped the save that the others made in this one."""
+        job.handle.number, self._job = job.call + self._skipped, job
+        try:
+            with telling(self.group.rank, job.under_way):
+                committed = commit()
+            self._announce(job, committed)
+            self._done(job, None)
+            self._committer.sweep(job, committed)
+        except BaseException as error:  # the thread must survive any failure and report it
+            ours = as_checkpoint_error(error, self.group.rank)
+            behind = moment_read(ours.moment)
+            if job.error is None and job.moment.is_beyond(behind) and behind != job.refused:
+                job.refused = behind
+                self._skip(job, ours)
+                return False
+            self._done(job, ours)
+        return True
+
+    def _skip(self, job: SaveJob, error: CheckpointError) -> None:
+        """Count a save that the others made without this rank. It failed, here too."""
+        path = error.path or job.request.directory
+        lost = SaveHandle(job.handle.number, path, None)
+        lost.error = error
+        log.error("save %d was not committed: %s", lost.number, error)
+        log.warning("%s of this rank is brought again, as save %d", job.called, lost.number + 1)
+        self._skipped += 1
+        self._count_failure(job, lost)
+
+    def _count_failure(self, job: SaveJob, failed: SaveHandle) -> None:
+        with self._lock:
+            self._failures += 1
+            tolerated = self._failures <= job.request.options.max_consecutive_failures
+            if not job.reported and not tolerated:
+                self._unreported.append(failed)
+
+    def _done(self, job: SaveJob, error: CheckpointError | None) -> None:
+        if error is None:
+            with self._lock:
+                self._failures = 0
+                self._committed.append(job.handle.number)
+                self._durable = job.began + job.waited + job.staged
+        else:
+            self._count_failure(job, job.handle)
+            log.error("save %d was not committed: %s", job.handle.number, error)
+        job.finish(error)
+        self._sinks.deliver(self._event(job, error))
+
+    def _event(self, job: SaveJob, error: CheckpointError | None) -> SaveEvent:
+        assert job.handle.timings is not None
+        return SaveEvent(
+            directory=job.request.directory,
+            step=job.handle.step,
+            queue=self.name,
+            number=job.handle.number,
+            rank=self.group.rank,
+            outcome="committed" if error is None else "failed",
+            error=error,
+            **vars(job.handle.timings),
+            retries=job.retries,
+            age=None if self._durable is None else time.perf_counter() - self._durable,
+            alarms=job.handle.alarms,
+        )
+
+    def _announce(self, job: SaveJob, committed: Committed) -> None:
+        """On the coordinator: log a line and call `on_commit`. An exception in it does not undo the
+        commit."""
+        handle = job.handle
+        handle.timings, handle.alarms = job.timings(), committed.alarms
+        if job.request.coordinator != self.group.rank:
+            return
+        seconds = handle.timings.committed
+        log.info(
+            "committed %s: %s in %.2f s, %s/s, to %s",
+            job.called,
+            bytes_text(committed.nbytes),
+            seconds,
+            bytes_text(committed.nbytes / max(seconds, 1e-9)),
+            handle.checkpoint_id,
+        )
+        if job.request.on_commit is None:
+            return
+        handle._announced_by = threading.get_ident()
+        try:
+            job.request.on_commit(handle)
+        except BaseException:  # also sys.exit, which would end this thread unnoticed
+            log.exception("on_commit of save %d raised; the save is committed", handle.number)
+        finally:
+            handle._announced_by = None

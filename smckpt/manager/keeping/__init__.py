@@ -1,0 +1,1 @@
+"""Which checkpoints stay, and who may delete one."""

@@ -1,0 +1,231 @@
+"""Before the first save: the size of a step, and whether it fits the file system."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.engine.saving.job import bytes_text
+from smckpt.errors import StorageError
+from smckpt.layout.image import compile_layout
+from smckpt.manager.keeping.retention import Keep
+from smckpt.state_dict.select import Selector
+from smckpt.storage.disk import lustre
+from smckpt.storage.urls import is_local
+from smckpt.topology import ParallelState
+
+__all__ = ["Outlook", "Room", "bytes_of", "check_room", "degrees_text", "room_at"]
+
+log = logging.getLogger("smckpt")
+
+_NAMED = 4  # full targets in one warning
+_COORDINATE = re.compile(r"(\D+?)(\d+)(?:_|$)")
+_Q_GETQUOTA = 0x800007 << 8  # of a user: type 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """nbytes: the bytes that this user may still write. of: the name of the limit."""
+
+    nbytes: int
+    of: str
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """degrees: as text. save_seconds: those of the run's last save until its commit, if known."""
+
+    degrees: str
+    save_seconds: float | None
+
+    @property
+    def time(self) -> str:
+        if self.save_seconds is None:
+            return "the first commit will tell the time of a save"
+        return f"a save takes about {self.save_seconds:.3g} s, as the run's last one"
+
+
+class _Quota(ctypes.Structure):
+    """struct if_dqblk of linux/quota.h; limits in blocks of 1,024 bytes."""
+
+    _fields_ = (
+        ("hard", ctypes.c_uint64),
+        ("soft", ctypes.c_uint64),
+        ("used_bytes", ctypes.c_uint64),
+        ("files", ctypes.c_uint64 * 5),
+        ("valid", ctypes.c_uint32),
+    )
+
+
+def room_at(url: str) -> Room | None:
+    """The free space at a path, which need not exist yet. None if it is not known: an object store,
+    or a file system without a size."""
+    if not is_local(url):
+        return None
+    path = _existing(url)
+    try:
+        told = os.statvfs(path)
+    except OSError:
+        return None
+    if not told.f_blocks:
+        return None
+    rooms = [Room(told.f_bavail * told.f_frsize, "the file system")]
+    quota = _quota_left(path)
+    if quota is not None:
+        rooms.append(Room(quota, "this user's quota"))
+    rooms += [Room(left, name) for name, left in lustre.quotas_left(path)]
+    return min(rooms, key=lambda room: room.nbytes)
+
+
+def _existing(path: str) -> str:
+    """The path, or the first directory above that exists."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def _quota_left(path: str) -> int | None:
+    """The rest of the user's disk quota; None without one, or if the kernel does not tell."""
+    device = _device_of(path)
+    call = getattr(ctypes.CDLL(None), "quotactl", None)
+    if device is None or call is None:
+        return None
+    quota = _Quota()
+    if call(_Q_GETQUOTA, os.fsencode(device), os.getuid(), ctypes.byref(quota)):
+        return None
+    limit = quota.hard or quota.soft
+    if not limit:
+        return None
+    return max(int(limit) * 1024 - int(quota.used_bytes), 0)
+
+
+def _device_of(path: str) -> str | None:
+    """The block device that is mounted there."""
+    number = os.stat(path).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted:
+                    source = after.split()[1]
+                    return source if source.startswith("/") else None
+    except OSError:
+        pass
+    return None
+
+
+def degrees_text(given: ParallelState | None, groups: Sequence[str]) -> str:
+    """The degrees of a job, such as " (tp 2, shard 4)".
+
+    Args:
+        given: None: the names of the ranks' groups tell, such as "dp_shard0_tp1".
+    """
+    if given is not None:
+        sizes = {"pp": given.pp_size, "tp": given.tp_size, "ep": given.ep_size}
+        sizes |= {"shard": given.fsdp_size, "replicas": given.rep_size}
+    else:
+        parts = [_COORDINATE.findall(name) for name in groups]
+        found = {
+            dim: {index for one in parts for d, index in one if d == dim}
+            for one in parts
+            for dim, _ in one
+        }
+        sizes = {dim: len(indices) for dim, indices in found.items()}
+    text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f" ({text})" if text else ""
+
+
+def bytes_of(live: Mapping[str, Any], rank: int, group_ranks: Sequence[int]) -> int:
+    """The bytes that this rank writes of a state: its part of those that its group shares."""
+    entries = Selector(rank).select(live).entries
+    layout = compile_layout(entries, rank=rank, group_ranks=group_ranks)
+    return sum(file.size for file in layout.files)
+
+
+def check_room(
+    root: str,
+    bytes_of_ranks: Mapping[int, int],
+    replicas: int,
+    keep: Keep,
+    saved: Callable[[], int],
+    outlook: Outlook,
+) -> None:
+    """Log the size of a step, and check that it fits. One rank calls it.
+
+    Args:
+        bytes_of_ranks: bytes of a step by rank.
+        replicas: ranks that hold the same shards.
+        saved: bytes of the steps that this run has saved already, all of which the rules may
+            delete one day.
+        outlook: for the line in the log.
+
+    Raises:
+        StorageError: not even one step fits.
+    """
+    ranks, step = len(bytes_of_ranks), sum(bytes_of_ranks.values())
+    line = (
+        f"saves to {root}: {_count(ranks, 'rank')}{outlook.degrees}, "
+        f"{_count(ranks // replicas, 'group')} of {replicas}; "
+        f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank; "
+        f"{outlook.time}"
+    )
+    room = room_at(root)
+    if room is None:
+        log.info("%s; the free space is not known", line)
+        return
+    left = f"{bytes_text(room.nbytes)} left in {room.of}"
+    log.info("%s; %s, room for %s", line, left, _count(room.nbytes // max(step, 1), "step"))
+    if step > room.nbytes:
+        raise StorageError(
+            f"a step takes {bytes_text(step)}, and there are {left}",
+            remedy="free space, raise the quota, or save elsewhere",
+            path=root,
+        )
+    _warn_of_full_targets(root, max(bytes_of_ranks.values()))
+    if keep.last is None:
+        return
+    stay = max(keep.last, 1) + (keep.best.count if keep.best else 0)
+    needed = (stay + 1) * step  # the newest is committed before the oldest is deleted
+    if needed > room.nbytes + saved():
+        log.warning(
+            "the rules keep up to %d steps%s, and one more while it is written: %s, but there are "
+            "%s. Saves will fail: free space, or keep fewer",
+            stay,
+            ", and each that keep_every names" if keep.every else "",
+            bytes_text(needed),
+            left,
+        )
+
+
+def _warn_of_full_targets(root: str, rank: int) -> None:
+    """Name the targets of a Lustre that have less room than a rank writes: a file that Lustre puts
+    there cannot be written, although the file system as a whole has room."""
+    told = lustre.targets(_existing(root)) if is_local(root) else ()
+    full = sorted((one for one in told if one.free < rank), key=lambda one: one.free)
+    if not full:
+        return
+    named = ", ".join(f"{one.name} ({bytes_text(one.free)} left)" for one in full[:_NAMED])
+    log.warning(
+        "%d of %d Lustre targets have less room than a rank writes (up to %s): %s%s. A file that "
+        "Lustre places there fails with ENOSPC. Delete or move files there (`lfs find "
+        "%s --ost %d`, `lfs migrate`), spread new files over all targets (`lfs "
+        "setstripe -c -1 %s`), or ask the administrator to stop new files there",
+        len(full),
+        len(told),
+        bytes_text(rank),
+        named,
+        f" and {len(full) - _NAMED} more" if full[_NAMED:] else "",
+        root,
+        full[0].index,
+        root,
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,1 @@
+"""What `smckpt run --for NAME` replaces, a module for each framework."""

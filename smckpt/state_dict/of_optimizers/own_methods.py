@@ -1,0 +1,208 @@
+"""Optimizers whose classes or hooks add to torch's `state_dict` and `load_state_dict`.
+
+A load fills live state bit for bit. What such an optimizer adds to its dict only its own
+`load_state_dict` knows. So it is called too, and what torch's rounds on the way (float32 state of
+bfloat16 parameters) is put back to the saved bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from smckpt.layout.containers import items_of, like
+from smckpt.layout.entries import Path
+from smckpt.state_dict.of_optimizers.bindings import (
+    Binding,
+    bound,
+    is_optimizer_dict,
+    live_optimizers,
+)
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
+
+__all__ = [
+    "copied",
+    "exactly",
+    "hand_over",
+    "hand_to_wrapper",
+    "has_own_methods",
+    "is_optimizer",
+    "stock_methods",
+    "wrappers_in",
+]
+
+log = logging.getLogger("smckpt")
+
+_METHODS = ("state_dict", "load_state_dict")
+_HOOKS = tuple(f"_optimizer_{m}_{when}_hooks" for m in _METHODS for when in ("pre", "post"))
+
+
+def is_optimizer(value: Any) -> bool:
+    return issubclass(type(value), torch.optim.Optimizer)
+
+
+def has_own_methods(optimizer: Any) -> bool:
+    """Whether its state dict may be more than torch's."""
+    kind, own = type(optimizer), object.__getattribute__(optimizer, "__dict__")
+    return any(
+        name in own or getattr(kind, name) is not getattr(torch.optim.Optimizer, name)
+        for name in _METHODS
+    ) or any(own.get(name) for name in _HOOKS)
+
+
+@contextmanager
+def stock_methods() -> Iterator[None]:
+    """torch's own methods of optimizers, also inside a block of `sm_state_dict_type`."""
+    kind: Any = torch.optim.Optimizer
+    before = {name: getattr(kind, name) for name in _METHODS}
+    try:
+        for name, method in before.items():
+            while (under := getattr(method, "own", None)) is not None:
+                method = under
+            setattr(kind, name, method)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(kind, name, method)
+
+
+def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
+    """Give a loaded state dict to the own `load_state_dict` of its optimizer, or of the wrapper
+    around it that added keys. The live state is filled already."""
+    more = {
+        key: _numbered(value) for key, value in tree.items() if key not in ("state", "param_groups")
+    }
+    optimizer = binding.optimizer
+    numbers = {
+        name: index
+        for index, parameter in enumerate(binding.parameters())
+        for name in binding.names(parameter, index)
+    }
+    other = {
+        key: _with_numbers(tree["state"].get(key, value), numbers)
+        for key, value in optimizer.state.items()
+        if not isinstance(key, torch.Tensor)
+    }
+    owner = None
+    if more or other:  # a dict from outside a block does not tell who asked for it
+        owner = binding.asker if binding.held else _wrapper_of(optimizer)
+    if owner is None and has_own_methods(optimizer):
+        owner = optimizer
+    if owner is None:
+        if more:
+            log.warning(
+                "%s of an optimizer were loaded into the dict only. Call load_state_dict of the "
+                "object that added them, or put that object into the state",
+                ", ".join(map(str, more)),
+            )
+        return
+    exact = {**_numbered(binding), **more}
+    exact["state"] |= copied(other)
+    with stock_methods():
+        owner.load_state_dict(copied(exact))
+        exactly(owner.state_dict(), exact)
+
+
+def _with_numbers(value: Any, numbers: Mapping[str, int]) -> Any:
+    """State that belongs to no parameter, with numbers for parameters' names among its keys."""
+    if not isinstance(value, dict):
+        return value
+    return {numbers.get(key, key): child for key, child in value.items()}
+
+
+def _numbered(value: Any) -> Any:
+    """The live state of a binding, or of a dict that has one, as torch numbers it; any other value
+    unchanged."""
+    if isinstance(value, dict):
+        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
+            return value
+        more = {k: _numbered(v) for k, v in value.items() if k not in ("state", "param_groups")}
+        return {**_numbered(binding), **more}
+    if not isinstance(value, Binding):
+        return value
+    members = {id(p): index for index, p in enumerate(value.parameters())}
+    groups = [
+        {**group, "params": [members[id(p)] for p in group["params"]]}
+        for group in value.optimizer.param_groups
+    ]
+    return {"state": copied(value.numbered()), "param_groups": groups}
+
+
+def _wrapper_of(optimizer: Any) -> Any:
+    """The only live optimizer that has this one inside, and loads in a manner of its own."""
+    found = []
+    for each, own in live_optimizers():
+        if each is optimizer:
+            continue
+        if any(value is optimizer for value in own.values()) and has_own_methods(each):
+            found.append(each)
+    return found[0] if len(found) == 1 else None
+
+
+def wrappers_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any], Any]]:
+    """Dicts that optimizers gave which have that of another optimizer under one of their keys: the
+    path, the dict, the optimizer that gave it."""
+    if not isinstance(tree, dict) or is_optimizer_dict(tree):
+        return
+    for key, value in tree.items():
+        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
+            yield from wrappers_in(value, (*path, key))
+        elif (wrapper := binding.asker) is not None:
+            with stock_methods():
+                if wrapper.state_dict().keys() == tree.keys():
+                    yield path, tree, wrapper
+
+
+def hand_to_wrapper(wrapper: Any, tree: Mapping[str, Any]) -> None:
+    """Give a loaded state dict to the optimizer that gave it. The one inside is filled already."""
+    exact = {key: _numbered(value) for key, value in tree.items()}
+    with stock_methods():
+        wrapper.load_state_dict(copied(exact))
+        exactly(wrapper.state_dict(), exact)
+
+
+def copied(value: Any) -> Any:
+    """The same tensors and values in new containers."""
+    if isinstance(value, dict):
+        return {key: copied(child) for key, child in value.items()}
+    if (pairs := items_of(value)) is None:
+        return value
+    return like(value, {key: copied(child) for key, child in pairs})
+
+
+def exactly(now: Any, saved: Any) -> Any:
+    """Give the tensors of a live state dict the saved bits, in place where they have the dtype.
+    Returns what belongs in the place of `now`."""
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(now, torch.Tensor) or now is saved or now.shape != saved.shape:
+            return now
+        if is_flattening(saved):  # its class would compute other parts
+            return saved
+        target, source = (dtensor_parts(t)[0] if is_dtensor(t) else t for t in (now, saved))
+        if is_dtensor(now) is not is_dtensor(saved) or target.shape != source.shape:
+            return now
+        if target.dtype != source.dtype:
+            return saved.to(target.device)
+        with torch.no_grad():
+            target.detach().copy_(source)
+        return now
+    if isinstance(saved, Mapping) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            new = exactly(now[key], saved[key])
+            if new is not now[key]:
+                now[key] = new
+        return now
+    pairs, theirs = items_of(now), dict(items_of(saved) or ())
+    if pairs is None or theirs.keys() != {key for key, _ in pairs}:
+        return now
+    items = {key: exactly(child, theirs[key]) for key, child in pairs}
+    if all(items[key] is child for key, child in pairs):
+        return now
+    if isinstance(now, list):
+        now[:] = items.values()
+        return now
+    return like(now, items)

@@ -1,0 +1,367 @@
+"""The structure that a checkpoint has of an optimizer's state, and live state of that structure.
+
+A parameter's *slots* are what an optimizer keeps for it: tensors, numbers, and containers of both.
+A load makes the slots first, exactly as they were saved, and then fills their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smckpt.errors import StateError
+from smckpt.layout.containers import FACTS, items_of, like, made, named_class, order_in
+from smckpt.layout.entries import Path
+from smckpt.state_dict.of_optimizers.bindings import Binding
+from smckpt.state_dict.tags import tag_of
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros_on_mesh
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.reading.catalogue import Catalogue
+
+__all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
+    takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
+    tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    local: tuple[int, ...] | None = None
+    placements: tuple[int | None, ...] | None = None
+    name: str = ""
+    mine: bool = True
+    order: tuple[int, ...] | None = None
+
+    def zeros(self, device: torch.device | None = None) -> torch.Tensor:
+        """Of the shape that this rank takes, in the order of memory that was saved."""
+        shape = self.shape if self.local is None else self.local
+        if self.order is None or len(self.order) != len(shape):
+            return torch.zeros(shape, dtype=self.dtype, device=device or "cpu")
+        made = torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device or "cpu")
+        return made.zero_()
+
+
+class _Absent:
+    """Stands for a value that was not saved."""
+
+
+ABSENT = _Absent()
+
+_Leaves = dict[Path, Any]
+
+
+class SavedState:
+    """What a checkpoint has of the optimizer at `path`.
+
+    Args:
+        values: key → (path, value) of what is no tensor, with the target's names for parameters.
+        rank: the saved rank whose own tensors this rank takes.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        values: Mapping[str, tuple[Path, Any]],
+        path: Path,
+        rank: int,
+    ) -> None:
+        self._tensors: dict[Any, _Leaves] = {}
+        self._values: dict[Any, _Leaves] = {}
+        self._kinds: dict[Any, dict[Path, str]] = {}
+        self.whole_groups: Any = ABSENT
+        kinds = catalogue.containers or {}
+        deep = len(path) + 1
+        for name, tensor in catalogue.logical.items():
+            its = tensor.path
+            if len(its) < deep or tuple(map(str, its[: deep - 1])) != tuple(map(str, path)):
+                continue
+            part = str(its[deep - 1])
+            rows = catalogue.pieces.by_name[name]
+            row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
+            geometry = row.geometry
+            local = tuple(geometry.local_shape(row.ranks[0])) if geometry.per_rank else None
+            leaf = SavedSlot(
+                getattr(torch, row.dtype),
+                tuple(geometry.shape_of(fqn)),
+                local,
+                _placements(geometry),
+                name,
+                rank in row.ranks,
+                order_in(kinds.get(row.path)),
+            )
+            stored = row.path  # its containers are recorded under this one
+            owned = part in _OWNED and len(its) > deep
+            key, below = _key(part, its[deep] if owned else None), deep + owned
+            rest = stored[below:]
+            self._tensors.setdefault(key, {})[rest] = leaf
+            for depth in range(len(rest)):
+                kind = kinds.get(stored[: below + depth])
+                if kind is not None:
+                    self._kinds.setdefault(key, {})[rest[:depth]] = kind
+        for its, value in values.values():
+            if its[: deep - 1] != path or len(its) < deep:
+                continue
+            part = str(its[deep - 1])
+            if len(its) == deep and part == "param_groups":
+                self.whole_groups = value
+            elif len(its) == deep and part == "state" and isinstance(value, Mapping):
+                for owner, slots in value.items():
+                    self._values.setdefault(_key(part, owner), {})[()] = slots
+            elif part in _OWNED and len(its) > deep:
+                self._values.setdefault(_key(part, its[deep]), {})[its[deep + 1 :]] = value
+            else:
+                self._values.setdefault(_key(part), {})[its[deep:]] = value
+
+    @property
+    def has_groups(self) -> bool:
+        return self.whole_groups is not ABSENT or any(
+            part == "param_groups" for part, _ in (*self._tensors, *self._values)
+        )
+
+    def groups(self) -> list[Any] | None:
+        """The groups; None if none were saved. Those that the followed rank saved in parts, for the
+        tensors in them, come before those that another rank saved whole."""
+        parts = [leaves for (part, _), leaves in self._tensors.items() if part == "param_groups"]
+        own = any(leaf.mine for leaves in parts for leaf in leaves.values())
+        if self.whole_groups is not ABSENT and not own:
+            return [dict(group) for group in self.whole_groups]
+        keys = {key for key in (*self._tensors, *self._values) if key[0] == "param_groups"}
+        if not keys or not all(number.isdecimal() for _, number in keys):
+            return None
+        found = [self._of([key]) for key in sorted(keys, key=lambda key: int(key[1]))]
+        return [dict(group) for group in found if isinstance(group, Mapping)]
+
+    def owners(self) -> list[str]:
+        """The keys of the state, as text."""
+        keys = dict.fromkeys((*self._tensors, *self._values))
+        return [owner for part, owner in keys if part == "state"]
+
+    def more(self) -> dict[str, Any]:
+        """What was saved beside the state and the groups."""
+        keys = dict.fromkeys((*self._tensors, *self._values))
+        return {key[0]: self._of([key]) for key in keys if key[0] not in _OWNED}
+
+    def slots(self, names: Iterable[Any]) -> Any:
+        """What was saved under the first of these keys that was, and under its other names;
+        `ABSENT` if nothing was."""
+        return self._of([("state", str(name)) for name in dict.fromkeys(map(str, names))])
+
+    def mine(self, owner: str) -> bool:
+        """Whether the saved rank that this rank follows had something under this key."""
+        key = ("state", owner)
+        return key in self._values or any(t.mine for t in self._tensors.get(key, {}).values())
+
+    def tensors(self, names: Iterable[Any]) -> list[SavedSlot]:
+        keys = [("state", str(name)) for name in names]
+        return [leaf for key in keys for leaf in self._tensors.get(key, {}).values()]
+
+    def _of(self, keys: Sequence[tuple[str, str]]) -> Any:
+        leaves: _Leaves = {}
+        kinds: dict[Path, str] = {}
+        for key in keys:
+            tensors = self._tensors.get(key, {})
+            own = {rest: leaf for rest, leaf in tensors.items() if leaf.mine}
+            if own:  # what ranks have of their own, they may have in other numbers or as numbers
+                tensors = {r: leaf for r, leaf in tensors.items() if leaf.local is None}
+            for found in (own, self._values.get(key, {}), tensors):
+                for rest, leaf in found.items():
+                    leaves.setdefault(rest, leaf)
+            kinds |= self._kinds.get(key, {})
+        if not leaves:
+            return ABSENT
+        return _nested(leaves, kinds)
+
+
+_OWNED = ("state", "param_groups")
+
+
+def _key(part: str, owner: Any = None) -> tuple[str, str]:
+    return part, "" if owner is None else str(owner)
+
+
+def _placements(geometry: Any) -> tuple[int | None, ...] | None:
+    found = getattr(geometry, "placements", None)
+    if found is None:
+        return None
+    return tuple(getattr(each, "dim", None) if each.kind != "replicate" else None for each in found)
+
+
+def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
+    if at in leaves and (isinstance(leaves[at], SavedSlot) or len(leaves) == 1):
+        return leaves[at]
+    depth = len(at)
+    keys = dict.fromkeys(path[depth] for path in leaves if path[:depth] == at and len(path) > depth)
+    if not keys:
+        return leaves[at]
+    items = {key: _nested(leaves, kinds, (*at, key)) for key in keys}
+    if at in leaves and isinstance(leaves[at], Mapping):  # saved whole by a rank without tensors
+        items = {**leaves[at], **items}
+    return made(kinds.get(at), items)
+
+
+# -- live state of that structure ----------------------------------------------------------------
+
+Room = Callable[[SavedSlot, Any, Path], torch.Tensor]
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path = ()) -> Any:
+    """The saved structure, with the saved values, and with live tensors where they fit. It is
+    `live` itself if nothing differs.
+
+    Args:
+        make: the tensor for a saved one, given the live value and its path in the slots.
+        keep: keep what is live only, at the top.
+    """
+    if isinstance(saved, SavedSlot):
+        return make(saved, live, at)
+    if isinstance(saved, Mapping):
+        if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
+            return live if isinstance(live, torch.Tensor) else ABSENT
+        data = named_class(live) == "data"
+        mine = live if isinstance(live, Mapping) else dict(items_of(live) or ()) if data else {}
+        items = {
+            key: aligned(value, mine.get(key), make, at=(*at, key)) for key, value in saved.items()
+        }
+        items = {key: value for key, value in items.items() if value is not ABSENT}
+        if keep:
+            items = {**mine, **items}
+        if mine.keys() != items.keys() or not (data or isinstance(live, Mapping)):
+            return like(saved, items)
+        if all(items[key] is mine[key] for key in items):
+            return live
+        return like(live if data else saved, items)
+    if (pairs := items_of(saved)) is not None:
+        mine = dict(items_of(live) or ())
+        fits = mine.keys() == {key for key, _ in pairs}
+        items = {
+            key: aligned(value, mine.get(key) if fits else None, make, at=(*at, key))
+            for key, value in pairs
+        }
+        if not fits or not isinstance(live, type(saved)):
+            return like(saved, items)
+        return live if all(items[key] is mine[key] for key in items) else like(live, items)
+    if type(live) is type(saved) and type(saved) in _PLAIN and live == saved:
+        return live
+    return saved
+
+
+def described(value: Any, *, flat: bool = False) -> Any:
+    """A state dict's value with a `SavedSlot` for each tensor.
+
+    Args:
+        flat: its parameter is flat, so a tensor may be the part of a flat one.
+    """
+    if isinstance(value, torch.Tensor):
+        tag = tag_of(value)
+        part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
+        local = None if part or is_dtensor(value) else tuple(value.shape)
+        return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value))
+    if (pairs := items_of(value)) is None:
+        return value
+    items = {key: described(child, flat=flat) for key, child in pairs}
+    return items if isinstance(value, Mapping) else like(value, items)
+
+
+def room(
+    binding: Binding | None,
+    parameter: torch.Tensor | None,
+    group: Mapping[str, Any],
+    among: Sequence[torch.Tensor] = (),
+) -> Room:
+    """Makes tensors for the slots of a parameter, or, without one, for what belongs to none.
+
+    A tensor is divided like its parameter if it has the parameter's shape. Any other has the saved
+    shape. What belongs to no parameter is divided on the mesh of one `among` the optimizer's. torch
+    keeps a `step` on the CPU unless the optimizer is fused or capturable, and all else on the
+    parameter's device.
+    """
+    shapes: set[tuple[int, ...]] = set()
+    if parameter is not None:
+        shapes.add(tuple(parameter.shape))
+        if binding is not None:
+            shapes |= set(binding.shapes(parameter))
+    flat = binding is not None and parameter is not None and binding.flat(parameter)
+    same_mesh = binding is not None and binding.by_id and bool(binding.held)
+
+    def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
+        like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
+        if isinstance(live, torch.Tensor):
+            shape = tuple(live.shape)
+            if parameter is not None and flat and like:
+                fits = shape == tuple(parameter.shape)
+            else:
+                fits = shape in (saved.shape, saved.local)
+            if saved.order is not None and not flat and not is_dtensor(live):
+                if fits and live.dtype == saved.dtype and order_of(live) == saved.order:
+                    return live
+                return saved.zeros(live.device)
+            if fits and live.dtype == saved.dtype:
+                return live
+            if fits:
+                return torch.zeros_like(live.detach(), dtype=saved.dtype)
+        if parameter is None:
+            if (
+                saved.local is None
+                and saved.placements is not None
+                and any(dim is not None for dim in saved.placements)
+            ):
+                return _on_mesh_of(among, saved)
+            return saved.zeros()
+        if saved.order is not None and not flat and not is_dtensor(parameter):
+            return saved.zeros(_device(parameter))
+        if like and same_mesh and is_dtensor(parameter) and _whole(saved):
+            return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
+        if like:
+            return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
+        on_cpu = at[-1:] == ("step",) and not (group.get("fused") or group.get("capturable"))
+        device = torch.device("cpu") if on_cpu else _device(parameter)
+        if saved.local is not None or not saved.shape:
+            return saved.zeros(device)
+        if is_dtensor(parameter):
+            return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
+        if saved.placements is not None:  # whole here, where no mesh divides the parameter
+            return saved.zeros(device)
+        raise _no_room(saved)
+
+    return make
+
+
+def _whole(saved: SavedSlot) -> bool:
+    """Whether each rank of a mesh had the whole of it, as some optimizers keep of a parameter that
+    is divided."""
+    return bool(saved.placements) and not any(d is not None for d in saved.placements or ())
+
+
+def _on_mesh_of(among: Sequence[torch.Tensor], saved: SavedSlot) -> torch.Tensor:
+    """A tensor on the mesh of one of these parameters, preferably of one of its shape.
+
+    Raises:
+        StateError: none has such a mesh.
+    """
+    for parameter in sorted(among, key=lambda p: tuple(p.shape) != saved.shape):
+        if is_dtensor(parameter) and dtensor_parts(parameter)[1].ndim == len(
+            saved.placements or ()
+        ):
+            return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
+    raise _no_room(saved)
+
+
+def _device(parameter: torch.Tensor) -> torch.device:
+    return dtensor_parts(parameter)[0].device if is_dtensor(parameter) else parameter.device
+
+
+def _no_room(saved: SavedSlot) -> StateError:
+    return StateError(
+        f"the optimizer has no {saved.name!r} yet, which has the shape {list(saved.shape)} in the "
+        "checkpoint, and nothing here tells how ranks divide it",
+        remedy="load it with the wrapper and the kind that it was saved with, or take one step "
+        "before the load, so that the optimizer makes it",
+    )

@@ -262,7 +262,7 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     asked = f"{json.dumps(config)}\n{json.dumps([shapes, True])}\n"
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", comparison._ALONE], input=asked,
+        [sys.executable, "-X", "importtime", "-c", comparison._CHILD], input=asked,
         capture_output=True, text=True, timeout=seconds(120),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
     )  # fmt: skip

@@ -7,6 +7,7 @@ place, or a message to the store.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -41,6 +42,7 @@ def forked(act: Act, place: str, stop_at: int | None = None) -> Moments:
     child: list[int] = []
     found, pid = _moments(place, stop_at, child), os.fork()
     if pid == 0:
+        gc.disable()  # what an earlier test left may end threads, which only its process has
         status = 1
         with contextlib.suppress(BaseException):
             status = _asking(found, lambda: act(place))

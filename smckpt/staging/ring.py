@@ -101,13 +101,16 @@ class Ring:
                             source = torch.frombuffer(host.buffer, dtype=torch.uint8)
                             target.bytes.copy_(source, non_blocking=True)
                     slot.copies.append(torch.cuda.current_stream(device).record_event())
+        except BaseException:
+            self.finish()  # copies out of the slot that no event tells of
+            raise
         finally:
             with self._lock:
                 self._free.append(slot)
 
     def finish(self) -> None:
         """Wait until the device has all that was read."""
-        for stream in self._streams.values():
+        for stream in tuple(self._streams.values()):
             stream.synchronize()
 
     def __enter__(self) -> Ring:

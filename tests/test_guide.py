@@ -45,7 +45,9 @@ def run_by_torchrun(folder: Path, program: str) -> None:
 
 
 def test_the_readmes_examples_run(tmp_path: Path) -> None:
-    plain, parallel = blocks("README.md", "Save and load")
+    opening = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    (plain,) = re.findall(r"```python\n(.*?)```", opening, re.DOTALL)
+    (parallel,) = blocks("README.md", "Under torchrun")
     assert len(plain.splitlines()) <= 10
     run_in(tmp_path, sys.executable, "-c", plain)
     run_by_torchrun(tmp_path, parallel)

@@ -1,7 +1,7 @@
 """The example of Ray Train: a worker is killed, and the run ends as if it had not been. On disk
 and in S3.
 
-Ray is in no environment of ./dev, because of its size. docs/integrations.md says how to run this.
+Ray is in no environment of ./dev, because of its size. docs/doors/ray.md says how to run this.
 """
 
 from __future__ import annotations

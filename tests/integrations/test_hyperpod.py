@@ -1,5 +1,5 @@
 """The public consumer of SMP's checkpoint API behind the door: the HyperPod adapter's own tests of
-checkpoints, from a checkout of it, on CPUs (docs/integrations.md says what is changed)."""
+checkpoints, from a checkout of it, on CPUs (docs/evidence/suites.md says what is changed)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Take guards out of the code, one at a time, and see whether their tests fail: `./dev guards`.
 
 A test shows something only if it fails without its guard. Each line of `GUARDS` names a guard of
-docs/reliability.md, the change that takes it out, and the tests that have to fail then. The changes
-are made in a copy of the tree. It takes about an hour; words after the command choose guards.
+docs/evidence/guards.md, the change that takes it out, and the tests that have to fail then. The
+changes are made in a copy of the tree. It takes about an hour; words after the command choose
+guards.
 """
 
 from __future__ import annotations

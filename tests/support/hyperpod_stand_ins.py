@@ -1,5 +1,5 @@
 """What the HyperPod adapter imports beside SMP, where it is absent: the smallest names that let its
-code run on CPUs. No checkpoint code is among them (docs/integrations.md lists them).
+code run on CPUs. No checkpoint code is among them (docs/evidence/suites.md lists them).
 
 `put()` adds only packages that cannot be imported, so an installed one is used.
 """

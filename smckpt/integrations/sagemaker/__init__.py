@@ -1,7 +1,7 @@
 """The import paths of SMP v2's `torch.sagemaker` for checkpoints and topology.
 
 These modules translate names and arguments to smckpt's public API. `smckpt run` puts them in place
-of an absent `torch.sagemaker` (docs/integrations.md).
+of an absent `torch.sagemaker` (docs/doors/smp.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The guards of docs/reliability.md: how each is taken out of the code, and what fails then."""
+"""The guards of docs/evidence/guards.md: how each is taken out of the code, and what fails then."""
 
 from __future__ import annotations
 

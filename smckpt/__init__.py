@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         remove,
         save,
     )
-    from smckpt.engine.replicas import ReplicationGroup, replication_group
+    from smckpt.engine.groups import ReplicationGroup, replication_group
     from smckpt.engine.saving.alarms import Alarms
     from smckpt.errors import (
         CheckpointError,
@@ -160,7 +160,7 @@ _HOMES = {
         "save",
     ),
     "smckpt.integrations.dcp": ("DistributedFileSystemReader", "DistributedFileSystemWriter"),
-    "smckpt.engine.replicas": ("ReplicationGroup", "replication_group"),
+    "smckpt.engine.groups": ("ReplicationGroup", "replication_group"),
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),

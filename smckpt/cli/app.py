@@ -19,12 +19,8 @@ import click
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
-from smckpt.cli.models.convert import convert
-from smckpt.cli.models.following import follow_run
-from smckpt.cli.models.imports import import_, mtp, threads
-from smckpt.cli.models.publish import apply, publish
-from smckpt.cli.models.reload import reload
-from smckpt.cli.models.reshard import reshard
+from smckpt.cli.models.convert import convert, import_, mtp, reshard, threads
+from smckpt.cli.models.publish import apply, follow_run, publish, reload
 from smckpt.cli.models.verify import verify
 from smckpt.cli.output import (
     VisibleFormatter,

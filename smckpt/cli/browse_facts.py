@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
 from smckpt.cli.output import bytes_text, visible
+from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
 from smckpt.errors import CheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from smckpt.cli.statistics import Statistics
     from smckpt.storage import Storage
 
-__all__ = ["LIMIT", "Facts", "Wanted", "plain"]
+__all__ = ["BINS", "KEPT", "LIMIT", "Facts", "Wanted", "histograms", "plain"]
 
 LIMIT = 32 << 20  # characters of the details on a page; a browser reads them in a second or two
 VALUES = 200  # values beside the tensors of one step
@@ -124,7 +126,7 @@ class Facts:
         return self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps
 
     def _statistics(self, catalogue: CommittedCatalogue) -> Statistics:
-        from smckpt.cli.histogram import KEPT
+        from smckpt.cli.browse_facts import KEPT
         from smckpt.cli.show import picked
         from smckpt.cli.statistics import Statistics
 
@@ -207,7 +209,7 @@ class Facts:
 
     def _histograms(self, first: Statistics, tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """By the number of the tensor's row. A tensor whose data are damaged has an "error"."""
-        from smckpt.cli.histogram import histograms
+        from smckpt.cli.browse_facts import histograms
 
         found: dict[str, Any] = {}
         counted = histograms(first)
@@ -286,3 +288,63 @@ def plain(value: Any) -> Any:
     if isinstance(value, int):
         return value if -_EXACT < value < _EXACT else str(value)
     return value if value == value and abs(value) != float("inf") else str(value)
+
+
+BINS = 32
+KEPT = 64 << 20  # bytes of tensors that stay in memory between the two passes
+
+
+def histograms(first: Statistics) -> dict[str, dict[str, Any]]:
+    """Of each tensor that was counted: the statistics, the zeros, and how many of its finite
+    elements are in each of `BINS` bins of equal width from min to max; or "error".
+
+    Tensors that `first` has not kept are read a second time.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    sums: dict[str, Sums] = {}
+    for name in first.names:
+        try:
+            one = first.of(name)
+        except CheckpointError as error:
+            found[name] = {"error": str(error)}
+            continue
+        assert one is not None
+        found[name] = {**one.to_json(), "zeros": one.zeros}
+        if one.count:
+            sums[name] = one
+    again = {name: one for name, one in sums.items() if name not in first.kept}
+    bins = _Bins(first.catalogue, again)
+    if again:
+        scan_for(first.catalogue, bins)
+    for name, one in sums.items():
+        counts = sum(_counts(values, one) for values in first.kept.get(name, ()))
+        if name in bins.faults:
+            found[name] = {"error": str(bins.faults[name])}
+        else:
+            found[name]["counts"] = (bins.counts[name] if name in again else counts).tolist()
+    return found
+
+
+class _Bins(Elements):
+    """Counts the elements in each bin."""
+
+    def __init__(self, catalogue: CommittedCatalogue, sums: dict[str, Sums]) -> None:
+        super().__init__(catalogue, sums)
+        self.counts: dict[str, Any] = dict.fromkeys(sums, 0)
+        self._of = sums
+        self._lock = threading.Lock()
+
+    def add(self, name: str, at: tuple[str, int], values: Any) -> None:
+        counts = _counts(values, self._of[name])
+        with self._lock:
+            self.counts[name] = self.counts[name] + counts
+
+
+def _counts(values: Any, sums: Sums) -> Any:
+    import numpy as np
+
+    values = values.astype(np.float64)
+    # in parts of the width, which do not overflow for float64's whole range
+    low, width = sums.least / 2, sums.most / 2 - sums.least / 2
+    part = (values[np.isfinite(values)] / 2 - low) / (width or 1.0)
+    return np.bincount(np.minimum((part * BINS).astype(np.int64), BINS - 1), minlength=BINS)

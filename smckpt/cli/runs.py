@@ -106,7 +106,7 @@ def _number(ranked: list[Any], one: Any) -> int | None:
 
 
 def _state(checkpoint: str) -> str:
-    from smckpt.checkpoint.commits.missing import what_is_missing
+    from smckpt.checkpoint.commits.contents import what_is_missing
     from smckpt.storage import open_storage
 
     try:

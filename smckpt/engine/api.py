@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import refuse_committed
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
-from smckpt.checkpoint.commits.remove import RemoveReport, remove_checkpoint
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
@@ -24,6 +23,9 @@ from smckpt.storage import Access, access_to
 from smckpt.storage.budget import Share
 from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import Below, normal_url
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.commits.remove import RemoveReport
 
 __all__ = [
     "LoadEvent",
@@ -435,6 +437,8 @@ def remove(
             path=directory,
         )
     access = access_to(directory, s3_region=s3_region, s3client_config=s3client_config)
+    from smckpt.checkpoint.commits.remove import remove_checkpoint  # no save or load needs it
+
     return remove_checkpoint(contents_of(access.open(directory)))
 
 

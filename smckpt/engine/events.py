@@ -1,15 +1,21 @@
-"""Events for monitoring: one for each save and each load of this rank."""
+"""Events for monitoring: one for each save and each load of this rank.
+
+On rank 0 a long save or load also logs a line each half minute. Errors are logged by every rank.
+The log is the logger `smckpt`, at the level INFO.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from smckpt.errors import CheckpointError
 
-__all__ = ["LoadEvent", "SaveEvent", "Sink", "Sinks"]
+__all__ = ["EVERY", "LoadEvent", "SaveEvent", "Sink", "Sinks", "telling"]
 
 log = logging.getLogger("smckpt")
 
@@ -111,3 +117,34 @@ class Sinks:
                 sink(event)
             except BaseException:  # sys.exit too: a sink must not end a save or its thread
                 log.exception("a sink of events raised; the event was %s", event)
+
+
+_log = logging.getLogger("smckpt")
+
+EVERY = 30.0  # seconds
+
+
+@contextmanager
+def telling(rank: int, text: Callable[[], str], every: float = EVERY) -> Iterator[None]:
+    """Log what is under way each `every` seconds of the block.
+
+    Args:
+        rank: this global rank. Any other than 0 is silent.
+        text: what is done so far; called in a thread.
+    """
+    if rank != 0 or not _log.isEnabledFor(logging.INFO):
+        yield
+        return
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            _log.info("%s, for %.0f s", text(), time.monotonic() - began)
+
+    thread = threading.Thread(target=tell, name="smckpt-telling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,5 +1,6 @@
 """What lives as long as the process: queues and loaders by group, and the wait for saves at
-exit."""
+exit.
+"""
 
 from __future__ import annotations
 

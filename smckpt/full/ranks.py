@@ -11,7 +11,7 @@ from smckpt.full.wire import ArrayMetadata
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
 from smckpt.topology import ParallelState
-from smckpt.topology.mesh import role_of
+from smckpt.topology.state import role_of
 from smckpt.translate.tables.pieces import RankTensors, TensorKey
 
 __all__ = ["LiveTensors", "live_tensors"]

@@ -4,6 +4,8 @@ A container is a dict, list, tuple or deque, a named tuple, or a dataclass or ot
 class that `register_value_class` was called on. A member of an enum is such a value too. A
 checkpoint records the name of the class and the parts. A load makes the value without an import and
 without a call of its constructor: of a registered class, or of an enum in an imported module.
+
+The last functions cut a state into leaves as torch DCP cuts it, and join them again.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import dataclasses
 import enum
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from smckpt.errors import StateError
+from smckpt.layout.entries import Path
 from smckpt.registry import Registry
 
 __all__ = [
@@ -26,7 +29,9 @@ __all__ = [
     "class_name",
     "class_of_name",
     "container_kind",
+    "flattened",
     "items_of",
+    "joined",
     "like",
     "made",
     "made_again",
@@ -339,3 +344,62 @@ def _other(kind: type, what: str) -> StateError:
         f"{class_name(kind)} has {what}",
         remedy="give the class what it had when it was saved, or leave the value out of the target",
     )
+
+
+def flattened(
+    path: Path, value: Any, tensor: type | tuple[type, ...]
+) -> Iterator[tuple[Path, Any]]:
+    """The leaves of `value` as DCP flattens it: through mappings, and lists that have mappings or
+    tensors, at any depth. A tuple is a leaf.
+
+    Args:
+        tensor: the class of tensors, or of what stands for them.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flattened((*path, str(key)), inner, tensor)
+    elif isinstance(value, list) and not _is_leaf(value, tensor):
+        for index, inner in enumerate(value):
+            yield from flattened((*path, index), inner, tensor)
+    else:
+        yield path, value
+
+
+def _is_leaf(value: Any, tensor: type | tuple[type, ...]) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(
+        isinstance(v, tensor) or (isinstance(v, (Mapping, list)) and not _is_leaf(v, tensor))
+        for v in value
+    )
+
+
+def joined(values: Mapping[Path, Any], tensors: Iterable[Path]) -> list[tuple[Path, Any]]:
+    """The largest subtrees of the state dict without a tensor, joined from DCP's leaves."""
+    root: dict[Any, Any] = {}
+    leaf = object()  # marks a value: dicts may be values too
+    for path, value in values.items():
+        node = root
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    above = {path[:depth] for path in tensors for depth in range(len(path) + 1)} | {()}
+
+    def built(node: dict[Any, Any]) -> Any:
+        if leaf in node:
+            return node[leaf]
+        if all(isinstance(part, int) for part in node):
+            return [built(node[index]) for index in sorted(node)]
+        return {part: built(inner) for part, inner in node.items()}
+
+    def walk(path: Path, node: dict[Any, Any]) -> Iterator[tuple[Path, Any]]:
+        for part, inner in node.items():
+            here = (*path, part)
+            if here in above and leaf not in inner:
+                yield from walk(here, inner)
+            else:
+                yield here, built(inner)
+
+    return list(walk((), root))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.layout.geometry import Geometry
-from smckpt.layout.mesh import Shape
-from smckpt.layout.remembered import remembered
+from smckpt.layout.mesh import Shape, remembered
 
 __all__ = ["DTYPES", "DType", "Entry", "ObjectLeaf", "Path", "dotted"]
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.layout.geometry import GeometryDefaults
-from smckpt.layout.mesh import Interval, Mesh, Shape
-from smckpt.layout.remembered import remembered
+from smckpt.layout.mesh import Interval, Mesh, Shape, remembered
 from smckpt.layout.strided import Piece, boxes_of_range, row_major_strides
 
 __all__ = ["FlatGeometry", "FlatUnit", "Segment"]

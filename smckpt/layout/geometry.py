@@ -14,8 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape
-from smckpt.layout.remembered import remembered
+from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape, remembered
 from smckpt.layout.strided import Box, Piece, row_major_strides
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
-__all__ = ["MOST_DIMS", "Holding", "Interval", "Mesh", "Placement", "Shape"]
+__all__ = ["MOST_DIMS", "Holding", "Interval", "Mesh", "Placement", "Shape", "remembered"]
 
 MOST_DIMS = 64  # of a tensor that is read, and of a mesh; torch has no more
 Shape: TypeAlias = tuple[int, ...]
@@ -135,3 +135,28 @@ class Mesh:
         """The ranks, ascending, that share `rank`'s coordinate on each mesh dimension in `dims`."""
         here = self.coordinate(rank)
         return self.groups_on(dims)[tuple(here[d] for d in dims)]
+
+
+T = TypeVar("T")
+
+
+class remembered(Generic[T]):
+    """`functools.cached_property` without the lock that it has before Python 3.12: a load computes
+    thousands of these. Two threads may compute one value twice, so use it only for values whose
+    identity does not matter.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> remembered[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> remembered[T] | T:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at
+from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import DEPTH, FoundCheckpoint, find_checkpoints, found_at
 from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.commits.missing import what_is_missing
 from smckpt.checkpoint.records.format import ParsedName, parse_name
 from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step

@@ -23,7 +23,7 @@ from smckpt.engine.api import (
     maybe_finalize_async_calls,
     prepare_queue,
 )
-from smckpt.engine.replicas import ReplicationGroup
+from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.book import Book

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smckpt.errors import CheckpointError, as_checkpoint_error
-from smckpt.meeting.pulse import Pulse
+from smckpt.meeting.presence import Pulse
 
 __all__ = ["Alone", "Meeting", "Message", "OverGroup", "Round", "Transport", "alone", "over_group"]
 

@@ -20,10 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, error_from_json
-from smckpt.meeting.keys import Keys, Store
-from smckpt.meeting.messages import from_json
-from smckpt.meeting.presence import Presence, own_process
-from smckpt.meeting.pulse import PAUSES, Pulse
+from smckpt.meeting.keys import Keys, Store, from_json
+from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
 
 __all__ = ["OverStore", "agree"]

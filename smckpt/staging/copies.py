@@ -6,14 +6,22 @@ A rank's saves have one layout, so the arena's slots become tensors once, and a 
 Nothing says which stream wrote a tensor last. So before it copies from a device, `copy_all` waits
 for all streams of it. After the copies it waits again: then the caller may change the state. Copies
 that go on after that are in `overlap.py`.
+
+Replicas compare checksums of live tensors. The tensors are read in the calling thread while the
+state does not change. A contiguous tensor of the CPU is read in place; any other is copied piece by
+piece, from its device too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
+
+from smckpt.checkpoint.records.crc import crc64
 from smckpt.errors import MemoryBudgetError, StateError
+from smckpt.layout.entries import Entry
 from smckpt.layout.image import Layout, Slot
 from smckpt.layout.strided import Box, Piece, boxes_of_range, meet
 
@@ -26,7 +34,16 @@ if TYPE_CHECKING:
     from smckpt.staging.arena import Arena
     from smckpt.staging.overlap import Flight, Overlap
 
-__all__ = ["Copies", "Local", "StagePlan", "Stager", "copies_of", "copy_all", "stage"]
+__all__ = [
+    "Copies",
+    "Local",
+    "StagePlan",
+    "Stager",
+    "checksums",
+    "copies_of",
+    "copy_all",
+    "stage",
+]
 
 Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
 # a local array, or the parts that it is made of
@@ -270,3 +287,59 @@ def _parts(
             part = part.narrow(dim, offset, size)
         yield part, target[at : at + box.numel].view(box.sizes)
         at += box.numel
+
+
+_AT_ONCE = 64 << 20  # bytes of host memory for tensors that cannot be read in place
+
+
+def checksums(
+    entries: Sequence[Entry], tensors: Sequence[Local], parts: Iterable[tuple[int, int, int]]
+) -> list[int]:
+    """The CRC-64/NVME of each part (entry, start, stop), in elements in row-major order.
+
+    Args:
+        tensors: tensors[i] is the local array of entries[i], as for `stage`.
+    """
+    scratch: list[torch.Tensor] = []
+    return [
+        _in_place(tensors[number], start, stop)
+        if _readable(tensors[number])
+        else _by_copies(tensors[number], entries[number].itemsize, start, stop, scratch)
+        for number, start, stop in parts
+    ]
+
+
+def _readable(local: Local) -> bool:
+    return (
+        isinstance(local, torch.Tensor)
+        and local.is_cpu
+        and local.is_contiguous()
+        and not (local.is_conj() or local.is_neg())
+    )
+
+
+def _in_place(local: Local, start: int, stop: int) -> int:
+    assert isinstance(local, torch.Tensor)
+    if start == stop:
+        return 0
+    flat = local.detach().view(-1)[start:stop]
+    return crc64(_bytes(flat))
+
+
+def _by_copies(
+    local: Local, itemsize: int, start: int, stop: int, scratch: list[torch.Tensor]
+) -> int:
+    step, total = _AT_ONCE // itemsize, 0
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        if not scratch:
+            scratch.append(torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu"))
+        data = scratch[0][: (high - low) * itemsize]
+        copy_all(copies_of(data, local, itemsize, low, high))
+        total = crc64(_bytes(data), total)
+    return total
+
+
+def _bytes(data: torch.Tensor) -> memoryview:
+    array: Any = data.view(torch.uint8).numpy()
+    return memoryview(array)

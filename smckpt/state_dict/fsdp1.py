@@ -20,7 +20,7 @@ from smckpt.errors import StateError
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Mesh
-from smckpt.state_dict.computed import give_extra_state
+from smckpt.state_dict.modes import give_extra_state
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 from smckpt.state_dict.tensors import lacking
 from smckpt.state_dict.views import Held, Member, ModelView

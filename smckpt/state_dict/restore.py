@@ -12,7 +12,7 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.containers import items_of, renewed
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.computed import is_extra_state
+from smckpt.state_dict.modes import is_extra_state
 from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     is_optimizer_dict,

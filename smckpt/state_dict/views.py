@@ -18,7 +18,7 @@ from torch import nn
 from smckpt.errors import StateError
 from smckpt.layout.geometry import Geometry, MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
-from smckpt.state_dict.computed import computed_names, give_back, own_state_dict
+from smckpt.state_dict.modes import computed_names, give_back, own_state_dict
 from smckpt.state_dict.tags import Tag, plain_tag, set_model, set_tag
 from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor
 

@@ -22,8 +22,7 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.storage.budget import Share
-from smckpt.storage.faults import name_taken, too_long
-from smckpt.storage.outside import guard, guarded, owner_of
+from smckpt.storage.faults import guard, guarded, name_taken, owner_of, too_long
 from smckpt.storage.urls import file_url, join_url, normal_url, scheme_of
 
 __all__ = [

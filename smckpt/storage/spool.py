@@ -13,8 +13,14 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from smckpt.storage.base import FileWriter
-from smckpt.storage.faults import refuse_incomplete, refuse_outside, refuse_size, storage_error
-from smckpt.storage.outside import guarded, owner_of
+from smckpt.storage.faults import (
+    guarded,
+    owner_of,
+    refuse_incomplete,
+    refuse_outside,
+    refuse_size,
+    storage_error,
+)
 
 __all__ = ["SpooledWriter"]
 

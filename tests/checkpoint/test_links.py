@@ -12,9 +12,8 @@ import pytest
 
 import smckpt
 from smckpt.checkpoint.commits.choose import choose_commit
-from smckpt.checkpoint.commits.contents import contents_of
+from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.missing import what_is_missing
 from smckpt.checkpoint.commits.remove import remove_checkpoint
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.prefixes import PrefixSharding

@@ -185,7 +185,7 @@ def test_a_tensor_that_does_not_fit_in_memory_is_read_twice(
 ) -> None:
     values = np.arange(5000, dtype=np.float32)
     Group(tmp_path, (0, 1), state=numbers_state(values)).save(step=1)
-    monkeypatch.setattr("smckpt.cli.histogram.KEPT", 10_000)  # of 20,000 bytes
+    monkeypatch.setattr("smckpt.cli.browse_facts.KEPT", 10_000)  # of 20,000 bytes
     facts = Facts(open_storage(str(tmp_path)), Wanted(histograms="*"))
     facts.add_step(*examine(open_storage(str(tmp_path))))
     (told,) = facts.steps[0]["histograms"].values()

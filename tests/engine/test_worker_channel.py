@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smckpt.engine.background.worker_channel import Channel, PeerGone
+from smckpt.engine.background.commands import Channel, PeerGone
 from tests.support.limits import seconds
 
 

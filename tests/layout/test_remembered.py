@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smckpt.layout.remembered import remembered
+from smckpt.layout.mesh import remembered
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from smckpt.errors import MemoryBudgetError
-from smckpt.staging.budget import check_memory
+from smckpt.staging.arena import check_memory
 
 GIB = 1 << 30
 

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smckpt.checkpoint.commits.foreign import foreign_format, natural_order
-from smckpt.checkpoint.commits.replaces import checksum_of_dcp
+from smckpt.checkpoint.commits.foreign import checksum_of_dcp, foreign_format, natural_order
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import (
     SENSELESS,
@@ -20,7 +19,7 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     parse_name,
 )
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
+from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

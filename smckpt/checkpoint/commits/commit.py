@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from smckpt.checkpoint.commits.choose import read_manifest
+from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.commits.gather import READERS, gather_parts
 from smckpt.checkpoint.commits.leases import (
     claimed,
@@ -24,7 +25,6 @@ from smckpt.checkpoint.commits.leases import (
     take_lease,
     taken_over,
 )
-from smckpt.checkpoint.commits.replaces import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import (
@@ -35,8 +35,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
-from smckpt.checkpoint.records.sealed import (
+from smckpt.checkpoint.records.json_files import (
     FORMAT_VERSION,
     MAX_JSON_BYTES,
     PREFIX_SHARDING_VERSION,
@@ -44,6 +43,7 @@ from smckpt.checkpoint.records.sealed import (
     seal_json,
     sound,
 )
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -1,18 +1,39 @@
 """The files of one committed checkpoint, group by group. A copy takes exactly these files, and a
-removal deletes exactly these."""
+removal deletes exactly these.
+
+`what_is_missing` checks by size that all of them are there, with one listing per directory.
+`noticing_replacement` tells a damaged checkpoint from one that a newer save swept while it was
+read.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from smckpt.checkpoint.commits.choose import choose_commit, read_record
-from smckpt.checkpoint.records.format import FileRecord, Manifest
-from smckpt.errors import UsageError
+from smckpt.checkpoint.records.crc import BLOCK
+from smckpt.checkpoint.records.format import FileRecord, Manifest, parse_name
+from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    UsageError,
+)
 from smckpt.storage import Storage
-from smckpt.storage.urls import join_url, parent_url
+from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["Contents", "GroupContents", "contents_of"]
+__all__ = [
+    "Contents",
+    "GroupContents",
+    "contents_of",
+    "noticing_replacement",
+    "replacement",
+    "what_is_missing",
+]
 
 
 @dataclass(frozen=True)
@@ -95,3 +116,108 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
             path=storage.url,
         )
     return Contents(storage, None, (GroupContents("", commit.identity, None, manifest),))
+
+
+def what_is_missing(storage: Storage, identity: str | None = None) -> str:
+    """The first file of the newest commit that is missing or cut short, as a text; "" if all are
+    whole.
+
+    The record and the manifests are compared with their checksums. Of the other files only the
+    sizes are checked; `verify_checkpoint` checks their bytes.
+
+    Args:
+        identity: of the commit that is expected.
+
+    Raises:
+        CheckpointError: the commit cannot be read, or is not the expected one.
+    """
+    contents = contents_of(storage)
+    if identity not in (None, contents.identity):
+        raise CheckpointNotFoundError(
+            f"the newest commit is {contents.identity}, not {identity}",
+            remedy="try again: another save has committed here",
+            path=storage.url,
+        )
+    for group in contents.groups:
+        place = contents.storage.join(group.directory)
+        manifest = group.manifest
+        found = found_prefix_sharding(place, manifest.prefix_sharding, manifest.parts[0].name)
+        at = PrefixStores(place, found)
+        stores = {at.of(part.rank).url: at.of(part.rank) for part in manifest.parts}
+        sizes = {url: {i.name: i.size for i in store.list()} for url, store in stores.items()}
+        for part in manifest.parts:
+            here = sizes[at.of(part.rank).url]
+            expected: dict[str, int | None] = {part.name: None}
+            for file in part.files:
+                expected[file.name] = file.size
+                expected[file.crc_name] = 8 * -(-file.size // BLOCK)
+            for name, size in expected.items():
+                path = file_url(at.of(part.rank).url, name)
+                of = f"group {group.directory}, " if group.directory else ""
+                of = f" ({of}rank {part.rank} on {part.host})"
+                if name not in here:
+                    return f"{path} is missing{of}"
+                if size is not None and here[name] != size:
+                    return f"{path} has {here[name]} of {size} bytes{of}"
+    return ""
+
+
+@contextmanager
+def noticing_replacement(storage: Storage, identity: str, doing: str = "load") -> Iterator[None]:
+    """If a file of the commit `identity` is missing in the block, check whether a newer save has
+    committed in its directory and swept it.
+
+    Args:
+        doing: what the error tells the user to repeat.
+
+    Raises:
+        CheckpointReplacedError: a newer save swept it; replaces the error of the block.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        replaced = replacement(storage, identity, doing) if _lacks_file(error) else None
+        if replaced is None:
+            raise
+        raise replaced from error
+
+
+def replacement(storage: Storage, identity: str, doing: str) -> CheckpointReplacedError | None:
+    """The error to raise if a newer save than `identity` has committed there; otherwise None."""
+    newer = _newer(storage, identity)
+    if newer is None:
+        return None
+    return CheckpointReplacedError(
+        f"a newer save replaced the checkpoint while it was read: {newer} was committed, and the "
+        f"files of {identity} were deleted",
+        remedy=f"{doing} again; if saves here are faster than that, give each step a "
+        "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
+        path=storage.url,
+    )
+
+
+def _lacks_file(error: BaseException | None) -> bool:
+    looked_at: list[BaseException] = []
+    while error is not None and error not in looked_at:  # an error may be its own cause
+        looked_at.append(error)
+        if isinstance(error, CheckpointNotFoundError):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ESTALE:  # deleted by another host
+            return True
+        error = error.__cause__
+    return False
+
+
+def _newer(storage: Storage, identity: str) -> str | None:
+    """The newest commit here, if it is newer than `identity`."""
+    try:
+        with closing(storage):
+            newest = choose_commit(storage).identity
+    except CheckpointError:
+        return None
+    return newest if _order(newest) > _order(identity) else None
+
+
+def _order(identity: str) -> tuple[int, int]:
+    parsed = parse_name(identity)
+    return (0, 0) if parsed is None else (parsed.fencing_token, parsed.number)

@@ -19,7 +19,7 @@ from smckpt._version import __version__
 from smckpt.checkpoint.records.crc import BLOCK, combine, combined, hex64, packed_sums
 from smckpt.checkpoint.records.crc import crc64 as crc
 from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name, part_name
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.json_files import FORMAT_VERSION, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.image import Layout
 from smckpt.storage import FileWriter, Storage

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import READERS, Commit, choose_commit, read_part
-from smckpt.checkpoint.commits.replaces import refuse_newer_dcp
+from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
 from smckpt.checkpoint.reading.sources import SavedPieces
@@ -24,7 +24,12 @@ from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = ["CommittedCatalogue", "CommittedGroup", "catalogue_of", "open_catalogue"]
+__all__ = [
+    "CommittedCatalogue",
+    "CommittedGroup",
+    "catalogue_of",
+    "open_catalogue",
+]
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
-from smckpt.checkpoint.reading.coordinates import ANYWHERE, ParallelCoordinates
-from smckpt.checkpoint.reading.mismatch import (
+from smckpt.checkpoint.reading.plan_local import (
+    ANYWHERE,
+    ParallelCoordinates,
     ambiguous,
     other_tensor,
+    plan_local,
     refuse_names,
     uncovered,
 )
-from smckpt.checkpoint.reading.plan_local import plan_local
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
 from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.errors import CorruptCheckpointError, TopologyError

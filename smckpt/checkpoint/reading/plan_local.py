@@ -1,30 +1,125 @@
 """Plan a load by key: each rank takes the arrays of its *source rank*, which held the same shard.
 
 All saved ranks with that shard wrote parts of the array; together they are the whole.
+
+`ParallelCoordinates` finds those ranks. Tensor- and expert-parallel ranks and pipeline stages save
+plain tensors of their own under the same names. Only the topology tells them apart.
+
+What does not fit (names, shapes, meshes) is an error of this module, in both plans.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.coordinates import ANYWHERE, ParallelCoordinates
-from smckpt.checkpoint.reading.mismatch import (
-    ambiguous,
-    other_degree,
-    other_tensor,
-    refuse_names,
-    reshard,
-)
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy
-from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
+from smckpt.errors import (
+    CorruptCheckpointError,
+    KeysMismatchError,
+    TensorMismatchError,
+    TopologyError,
+)
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import Geometry
-from smckpt.layout.strided import Copy, Strided
+from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.topology import ParallelState
 
-__all__ = ["plan_local"]
+__all__ = [
+    "ANYWHERE",
+    "ParallelCoordinates",
+    "ambiguous",
+    "differing_names",
+    "other_degree",
+    "other_tensor",
+    "plan_local",
+    "refuse_names",
+    "reshard",
+    "uncovered",
+]
+
+
+@dataclass(frozen=True)
+class ParallelCoordinates:
+    """What one live rank knows about the ranks of a checkpoint.
+
+    alike: the saved ranks at its tensor-, expert- and pipeline-parallel coordinates; None if they
+        are not known, or are not needed.
+    unknown: if it is not known which of several saved ranks it follows, the reason.
+    """
+
+    alike: frozenset[int] | None = None
+    unknown: str = ""
+
+    @classmethod
+    def of(cls, catalogue: Catalogue, live: Any, rank: int, world_size: int) -> ParallelCoordinates:
+        """
+        Args:
+            live: the `ParallelState` of the load, if one was given.
+            world_size: of the job that loads.
+        """
+        if catalogue.topology is None:
+            return cls()
+        saved = ParallelState.from_json(catalogue.topology)
+        at = {r: _coordinates(saved, r) for r in catalogue.object_ranks}
+        meshes = catalogue.pieces.joined
+        if any(len({at[r] for r in mesh if r in at}) > 1 for mesh in meshes):
+            return cls()  # tensors are distributed over these ranks, so plain tensors are copies
+        degrees = _degrees(saved)
+        if live is not None and _degrees(live) == degrees:
+            own = _coordinates(live, rank)
+            return cls(frozenset(r for r in at if at[r] == own))
+        if degrees == _degrees(ParallelState(1)):
+            return cls()
+        said = "but parallel_state= was not given"
+        if live is not None:
+            said = f"but this job has {_text(_degrees(live))}"
+        elif world_size == saved.world_size:
+            return cls()  # each rank takes its own
+        return cls(unknown=f"the checkpoint has {_text(degrees)}, {said}")
+
+    def of_own(self, ranks: Iterable[int]) -> list[int]:
+        """Those of the saved ranks that have the live rank's coordinates; all, if that is not
+        known."""
+        found = list(ranks)
+        return [r for r in found if self.alike is None or r in self.alike] or found
+
+    def refuse_guess(self, row: Entry, rank: int, url: str) -> None:
+        """
+        Raises:
+            TopologyError: it is not known which saved rank's weights to take.
+        """
+        weights = row.dtype.startswith(("float", "bfloat")) and row.shape
+        if self.unknown and weights and row.geometry.per_rank and len(row.ranks) > 1:
+            raise TopologyError(
+                f"{row.key}: each rank saved a tensor of its own, and it is not known whose "
+                f"tensor this rank needs: {self.unknown}",
+                remedy="build the model with the degrees of the checkpoint, and pass them as "
+                "parallel_state=",
+                path=url,
+                rank=rank,
+            )
+
+
+ANYWHERE = ParallelCoordinates()  # if all ranks of the checkpoint hold the same
+
+
+def _degrees(state: ParallelState) -> tuple[int, int, int]:
+    return state.tp_size, state.ep_size, state.pp_size
+
+
+def _text(degrees: tuple[int, int, int]) -> str:
+    return "tp {}, ep {}, pp {}".format(*degrees)
+
+
+def _coordinates(state: ParallelState, rank: int) -> tuple[int, ...]:
+    ranker = state.ranker
+    return ranker.get_tp_rank(rank), ranker.get_ep_rank(rank), ranker.get_pp_rank(rank)
 
 
 def plan_local(
@@ -278,3 +373,98 @@ def _check_shape(catalogue: Catalogue, entry: Entry, row: Entry, source: int, ra
             raise other_degree(catalogue, rank, there, here)
     raise other_tensor(entry.key, (row.dtype, shape), (entry.dtype, entry.shape),
                        catalogue.url, rank)  # fmt: skip
+
+
+SHOWN = 12  # how many names a message shows
+AS_BEFORE = "build the model and optimizer as they were when the state was saved"
+
+
+def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, rank: int) -> None:
+    """
+    Raises:
+        KeysMismatchError: a name is in only one of checkpoint and target.
+    """
+    if not missing and not unexpected:
+        return
+    raise KeysMismatchError(
+        differing_names(missing, unexpected),
+        remedy="give the target the keys that were saved (for an optimizer without state "
+        "call init_optim_state), or pass check_keys_matched=False to load only the "
+        "names that both have",
+        path=url,
+        rank=rank,
+    )
+
+
+def differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """A text for the names that are in only one of checkpoint and target."""
+
+    def listed(names: Sequence[str]) -> str:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return f"{list(names[:SHOWN])}{more}"
+
+    lacks = [f"the checkpoint lacks {listed(missing)}"] if missing else []
+    lacks += [f"the target lacks {listed(unexpected)}"] if unexpected else []
+    return "; ".join(lacks)
+
+
+def other_tensor(
+    name: str, saved: tuple[str, Shape], live: tuple[str, Shape], url: str, rank: int
+) -> TensorMismatchError:
+    """The error for a tensor that differs. `saved` and `live` are (dtype, shape)."""
+    return TensorMismatchError(
+        f"{name}: it was saved as {saved[0]} {list(saved[1])}, but the target is {live[0]} "
+        f"{list(live[1])}",
+        remedy=AS_BEFORE,
+        path=url,
+        rank=rank,
+    )
+
+
+def uncovered(
+    name: str, piece: Piece, left: Sequence[Box], catalogue: Catalogue, rank: int
+) -> CorruptCheckpointError:
+    if catalogue.whole:
+        remedy = "use an older checkpoint"
+    else:
+        remedy = f"{catalogue.url} is one group of several: load from {catalogue.above}"
+    return CorruptCheckpointError(
+        f"{name}: the checkpoint lacks {sum(box.numel for box in left)} of the {piece.box.numel} "
+        f"elements that this rank needs (the first at {list(left[0].offsets)})",
+        remedy=remedy,
+        path=catalogue.url,
+        rank=rank,
+    )
+
+
+def ambiguous(name: str, one: Entry, other: Entry, url: str, rank: int) -> TopologyError:
+    def ranks(row: Entry) -> str:
+        return str(list(row.geometry.ranks)[:8])
+
+    return TopologyError(
+        f"{name} was saved by ranks {ranks(one)} and separately by ranks {ranks(other)}: the "
+        "checkpoint does not say whether these are copies of one tensor or different tensors",
+        remedy="load each group from its own directory, on the ranks and meshes that saved it; "
+        "to be able to reshard, save with parallel_state=, save DTensors, or include the replicas "
+        "in the mesh",
+        path=url,
+        rank=rank,
+    )
+
+
+def reshard(catalogue: Catalogue) -> str:
+    """The remedy if a LOCAL load does not fit."""
+    return (
+        "take the target under sm_state_dict_type(model, SHARDED) and load it from "
+        f"{catalogue.above}, which reshards"
+    )
+
+
+def other_degree(catalogue: Catalogue, rank: int, saved: int, live: int) -> TopologyError:
+    return TopologyError(
+        f"the checkpoint was saved with shard degree {saved}, but the model has shard degree "
+        f"{live}: a LOCAL load needs the same degree",
+        remedy=reshard(catalogue),
+        path=catalogue.url,
+        rank=rank,
+    )

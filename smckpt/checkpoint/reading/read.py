@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
@@ -27,13 +28,14 @@ from smckpt.checkpoint.reading.blocks import (
     requests,
 )
 from smckpt.checkpoint.reading.catalogue import Stored
-from smckpt.checkpoint.reading.meter import Meter, Progress
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.strided import Box, Copy, elements
 from smckpt.layout.strided import execute as copy_elements
 
 __all__ = [
+    "Meter",
+    "Progress",
     "ReadPlan",
     "ReadStats",
     "Readers",
@@ -406,3 +408,20 @@ def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:
         copy_elements(stored.copy.from_start(), source, target)
 
     return run
+
+
+Progress: TypeAlias = Callable[[int, int], None]  # called with bytes done and bytes in all
+
+
+class Meter:
+    """Counts bytes of several threads, and reports one count at a time."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)

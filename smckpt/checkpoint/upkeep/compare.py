@@ -17,8 +17,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.reading.meter import Meter, Progress
-from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.difference import Difference, leaves_of, value_difference

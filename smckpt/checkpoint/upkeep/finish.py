@@ -19,7 +19,7 @@ from smckpt.checkpoint.commits.choose import Commit
 from smckpt.checkpoint.commits.commit import create_manifest, gathered_manifest, publish_record
 from smckpt.checkpoint.commits.leases import claim, later_run, mark_lease, release, take_lease
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of
-from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.format import SENSELESS, Manifest, manifest_name, record_name
 from smckpt.checkpoint.upkeep.unfinished import (
     Refusal,

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.commits.contents import Contents, contents_of
+from smckpt.checkpoint.commits.contents import Contents, contents_of, replacement
 from smckpt.checkpoint.commits.discover import found_below
 from smckpt.checkpoint.commits.leases import claimed, release
-from smckpt.checkpoint.commits.replaced import replacement
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
-from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.upkeep.finish import commit_unfinished, faults_of
 from smckpt.checkpoint.upkeep.mend import Damage, Donors, Mended, damages_of, mend

@@ -19,13 +19,14 @@ from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
-from smckpt.checkpoint.reading.meter import Meter, Progress
 from smckpt.checkpoint.reading.plan import Planner, followed_rank
-from smckpt.checkpoint.reading.read import ReadPlan, execute
+from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, execute
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.upkeep.compare import tensors_apart
+from smckpt.checkpoint.upkeep.difference import leaves_of, value_difference
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
@@ -33,7 +34,7 @@ from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import Storage, access_to
 
-__all__ = ["ReshardReport", "reshard_checkpoint", "write_resharded"]
+__all__ = ["ReshardReport", "differing_names", "reshard_checkpoint", "write_resharded"]
 
 _MAX_RANKS = 1 << 16
 _AT_ONCE = 64 << 20  # bytes of an array
@@ -298,3 +299,22 @@ class _Shapes:
                 self._rules[row.key] = row.geometry.over(self._mesh)
             rule = self._rules[row.key]
         return Entry(row.path, row.dtype, rule, row.before, row.after, (rank,))
+
+
+def differing_names(catalogue: Catalogue) -> list[str]:
+    """The names under which ranks have other tensors or values than the lowest rank: random
+    generators, data positions, buffers, slices of tensor-parallel ranks. A value that only some
+    ranks saved is not among them.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged.
+    """
+    first, *others = catalogue.object_ranks
+    base = leaves_of(catalogue, first)
+    found: set[str] = set()
+    for rank in others:
+        its = leaves_of(catalogue, rank)
+        for name in base.keys() & its.keys() - found:
+            if value_difference(name, "", base, its) is not None:
+                found.add(name)
+    return sorted(found | set(tensors_apart(catalogue)))

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.missing import what_is_missing
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
-from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
 from smckpt.checkpoint.reading.plan import Planner
+from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.upkeep.difference import leaves_of, value_difference
 from smckpt.errors import (
     CheckpointError,

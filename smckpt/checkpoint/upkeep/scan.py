@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from smckpt.checkpoint.reading.blocks import BlockReader, not_missing
-from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.records.crc import BLOCK, combine
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.errors import CheckpointError

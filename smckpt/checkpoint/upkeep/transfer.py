@@ -19,14 +19,18 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at
-from smckpt.checkpoint.commits.contents import Contents, GroupContents, contents_of
-from smckpt.checkpoint.commits.replaced import noticing_replacement
+from smckpt.checkpoint.commits.contents import (
+    Contents,
+    GroupContents,
+    contents_of,
+    noticing_replacement,
+)
 from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, not_missing
-from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
+from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
     ScannedFile,

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.commits.replaced import replacement
+from smckpt.checkpoint.commits.contents import replacement
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
-from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, combined, hex64
 from smckpt.checkpoint.upkeep.scan import ScannedFile, Sink, WantedBytes, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError

@@ -24,10 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from smckpt._version import __version__
-from smckpt.engine.background.commands import Attach, Command, Detach, Exit, WritePart, commands
-from smckpt.engine.background.worker_channel import Channel, PeerGone
+from smckpt.engine.background.commands import (
+    Attach,
+    Channel,
+    Command,
+    Detach,
+    Exit,
+    PeerGone,
+    WritePart,
+    commands,
+)
 from smckpt.errors import CheckpointError, WorkerError
-from smckpt.meeting.messages import from_json
+from smckpt.meeting.keys import from_json
 from smckpt.storage import Access
 
 __all__ = ["main"]

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smckpt._version import __version__
-from smckpt.engine.background.commands import Attach, Command, Detach, Exit
-from smckpt.engine.background.worker_channel import Channel, PeerGone
+from smckpt.engine.background.commands import Attach, Channel, Command, Detach, Exit, PeerGone
 from smckpt.errors import WorkerError, error_from_json
-from smckpt.meeting.messages import from_json
+from smckpt.meeting.keys import from_json
 from smckpt.staging.arena import Arena
 from smckpt.storage import Access
 

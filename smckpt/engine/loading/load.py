@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from smckpt.checkpoint.commits.contents import noticing_replacement
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.replaced import noticing_replacement
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.read import execute, share_of_processors
 from smckpt.checkpoint.reading.readers import open_any
-from smckpt.engine.events import LoadEvent, Sinks
+from smckpt.engine.events import LoadEvent, Sinks, telling
 from smckpt.engine.groups import partition_of
 from smckpt.engine.loading.load_plan import (
     LoadPlan,
@@ -33,7 +33,6 @@ from smckpt.engine.loading.load_plan import (
     unread,
 )
 from smckpt.engine.loading.load_rounds import Choice, Common, Rounds, in_common, nothing
-from smckpt.engine.loading.telling import telling
 from smckpt.errors import (
     CheckpointReplacedError,
     UsageError,

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.coordinates import ParallelCoordinates
-from smckpt.checkpoint.reading.mismatch import differing_names, refuse_names
 from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
-from smckpt.engine.loading.load_memory import Memory, memory_of
+from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_names, refuse_names
+from smckpt.engine.loading.load_memory import Memory, memory_of, whole_state
 from smckpt.engine.loading.load_rounds import Choice, Common
-from smckpt.engine.loading.load_whole import whole_state
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, made_again
 from smckpt.layout.entries import Entry, Path, dotted

@@ -23,7 +23,7 @@ from smckpt.engine.background.commands import PartWritten, Watched
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.image import Layout, shares
-from smckpt.staging.sums import checksums
+from smckpt.staging.copies import checksums
 
 __all__ = ["Alarms", "Last", "Looked", "Looker", "Shared", "judge"]
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from smckpt.engine.background.worker_client import Worker
-from smckpt.engine.events import SaveEvent, Sinks
+from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
-from smckpt.engine.loading.telling import telling
 from smckpt.engine.saving.commit import Committed, Committer
 from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveRequest, bytes_text
 from smckpt.engine.saving.moment import moment_read

@@ -33,8 +33,7 @@ from smckpt.errors import StateError, UsageError, as_checkpoint_error
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.meeting.group import Group
 from smckpt.meeting.round import Meeting
-from smckpt.staging.arena import Arena
-from smckpt.staging.budget import check_memory
+from smckpt.staging.arena import Arena, check_memory
 from smckpt.staging.copies import stage
 from smckpt.staging.overlap import Flight, Overlap
 from smckpt.state_dict.modes import neutral

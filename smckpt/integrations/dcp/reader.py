@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smckpt.checkpoint.commits.choose import choose_commit
-from smckpt.checkpoint.commits.replaced import noticing_replacement
-from smckpt.checkpoint.commits.replaces import holds_dcp
+from smckpt.checkpoint.commits.contents import noticing_replacement
+from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.read import execute
@@ -41,9 +41,9 @@ from smckpt.errors import (
     KeysMismatchError,
     UsageError,
 )
+from smckpt.layout.containers import flattened
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
-from smckpt.layout.leaves import flattened
 from smckpt.layout.strided import Box
 from smckpt.meeting.group import Group, group_of
 from smckpt.state_dict.modes import neutral

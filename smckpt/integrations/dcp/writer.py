@@ -39,13 +39,12 @@ from smckpt.engine.background.commands import ArenaFile
 from smckpt.engine.background.worker_write import write_part
 from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.integrations.dcp.reader import WHOLE_VALUES
+from smckpt.layout.containers import joined
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
-from smckpt.layout.leaves import joined
 from smckpt.layout.strided import Box
-from smckpt.staging.arena import Arena
-from smckpt.staging.budget import check_memory
+from smckpt.staging.arena import Arena, check_memory
 from smckpt.staging.copies import stage
 from smckpt.state_dict.modes import neutral
 from smckpt.storage import open_storage, own_access

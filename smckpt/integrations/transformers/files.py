@@ -2,30 +2,47 @@
 
 The directory that the Trainer sees is always a local path. A checkpoint that is elsewhere (a URL,
 or `smckpt_root`) gets copies of those files.
+
+The module also has the small files that the Trainer saves with each model (path → content), and
+what its checkpoint holds: which tensors of the model, and the random numbers.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import random
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from smckpt.checkpoint.records.format import parse_name
+from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
 from smckpt.translate.conversion.stock.format import is_stock
 
 __all__ = [
     "STEP",
+    "adapter_only",
     "empty_store",
+    "files_of_run",
+    "files_of_tokenizer",
     "is_looked_at",
     "put_file",
+    "read_all",
     "replace_file",
+    "rng_state",
     "send",
+    "set_rng_state",
 ]
 
 STEP = re.compile(r"checkpoint-(\d+)")
@@ -119,3 +136,114 @@ def _write(storage: Storage, name: str, data: memoryview) -> None:
     except BaseException:
         writer.abort()
         raise
+
+
+log = logging.get_logger("transformers.smckpt")
+
+
+def files_of_tokenizer(trainer: Any) -> Mapping[str, bytes]:
+    """Those of the tokenizer or processor, and the generation config."""
+    made: Any = getattr(trainer, "processing_class", None)
+    if made is None:  # in the Trainer's order
+        made = getattr(getattr(trainer, "data_collator", None), "tokenizer", None)
+    can_generate = getattr(trainer.model, "can_generate", lambda: False)
+    with tempfile.TemporaryDirectory() as folder:
+        if hasattr(made, "save_pretrained"):
+            made.save_pretrained(folder)
+        if can_generate():
+            try:
+                trainer.model.generation_config.save_pretrained(folder)
+            except ValueError as error:  # settings that contradict each other
+                log.warning("%s is not saved: %s", GENERATION_CONFIG_NAME, error)
+        return read_all(folder)
+
+
+def files_of_run(trainer: Any) -> Mapping[str, bytes]:
+    """The Trainer's state and arguments, and the config of the model or of its adapters."""
+    made = io.BytesIO()
+    try:
+        torch.save(trainer.args, made)
+    except Exception as error:  # pickle raises what it likes
+        log.warning("%s is not saved: %s", TRAINING_ARGS_NAME, error)
+        made = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        adapters: Any = getattr(trainer.model, "peft_config", None)
+        config: Any = getattr(trainer.model, "config", None)
+        if adapters is not None:
+            for name, adapter in adapters.items():
+                adapter.save_pretrained(folder if name == "default" else os.path.join(folder, name))
+        elif hasattr(config, "save_pretrained"):  # an export needs it
+            config.save_pretrained(folder)
+        arguments = {TRAINING_ARGS_NAME: made.getvalue()} if made.tell() else {}
+        return {**read_all(folder), **arguments}
+
+
+def read_all(folder: str) -> dict[str, bytes]:
+    """The files below a local directory."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+# What wrappers put into the names of modules, and leave out of the names of a state dict.
+_WRAPPERS = Fsdp1View.components
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # training changes them
+
+
+def adapter_only(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a model's state that training adapters changes, as the Trainer saves it; all of
+    the state, if the model has no adapters of PEFT.
+
+    The frozen base is left out, quantized or not: a script loads it before it resumes. Adapters
+    that are frozen at the moment are kept, because they may have been trained before.
+    """
+    bare = model
+    while hasattr(bare, "module"):  # DDP
+        bare = bare.module
+    if not any(hasattr(one, "peft_config") for one in bare.modules()):
+        return state
+    kept = tuple(set(_changing(bare)))
+    chosen = {
+        name: value
+        for name, value in state.items()
+        if name in kept or name.startswith(tuple(f"{one}." for one in kept))
+    }
+    return chosen
+
+
+def _changing(model: Any) -> Iterator[str]:
+    """The names of adapters' modules, and of what else of the model training changes."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            yield _clean(name)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for attribute in getattr(module, "adapter_layer_names", ()):
+            yield _clean(f"{name}.{attribute}")
+        if "prompt_encoder" in module._modules:
+            yield _clean(f"{name}.prompt_encoder")
+        for buffer in _RUNNING:
+            if module._buffers.get(buffer) is not None:
+                yield _clean(f"{name}.{buffer}")
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+
+
+def rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -18,15 +18,19 @@ from transformers.utils.import_utils import is_torch_xla_available
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.integrations.replaced import remove_stale, stamps, stock_files
-from smckpt.integrations.transformers.beside import files_of_run, files_of_tokenizer, read_all
-from smckpt.integrations.transformers.contents import adapter_only, rng_state, set_rng_state
 from smckpt.integrations.transformers.files import (
     STEP,
+    adapter_only,
     empty_store,
+    files_of_run,
+    files_of_tokenizer,
     is_looked_at,
     put_file,
+    read_all,
     replace_file,
+    rng_state,
     send,
+    set_rng_state,
 )
 from smckpt.integrations.transformers.resume import (
     Checkpoints,

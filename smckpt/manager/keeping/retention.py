@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.missing import what_is_missing
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.book import Book
 from smckpt.manager.keeping.pins import finish_removals, remove_unless_pinned

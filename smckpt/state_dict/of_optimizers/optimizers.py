@@ -27,8 +27,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     optimizer_dicts,
 )
 from smckpt.state_dict.of_optimizers.groups import fill_groups, matched_groups, renamed_groups
-from smckpt.state_dict.of_optimizers.initial import init_slots
-from smckpt.state_dict.of_optimizers.own_methods import has_own_methods, wrappers_in
+from smckpt.state_dict.of_optimizers.own_methods import has_own_methods, init_slots, wrappers_in
 from smckpt.state_dict.of_optimizers.slots import (
     ABSENT,
     Room,

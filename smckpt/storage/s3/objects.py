@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,11 @@ from smckpt.errors import StorageError
 from smckpt.storage.budget import Share
 from smckpt.storage.faults import too_long
 from smckpt.storage.s3.bodies import Body, Filling
-from smckpt.storage.s3.checksums import Checksum, kept_crc64
 from smckpt.storage.s3.config import S3Config
 from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
 from smckpt.storage.s3.requests import Requests
 
-__all__ = ["Objects", "new_mark"]
+__all__ = ["Checksum", "Objects", "kept_crc64", "new_mark"]
 
 Result = TypeVar("Result")
 
@@ -308,3 +308,47 @@ def _passing_over(*codes: str) -> Iterator[None]:
     except Exception as error:
         if code_of(error) not in codes:
             raise
+
+
+_KINDS = {"crc64nvme": ("CRC64NVME", 8), "crc32": ("CRC32", 4)}  # S3's name, bytes
+
+
+class Checksum:
+    """One kind of checksum, "crc64nvme", "crc32" or "none": computes values and makes the fields of
+    requests."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.algorithm, self._width = _KINDS.get(kind, ("", 0))
+
+    def __bool__(self) -> bool:
+        return bool(self.algorithm)
+
+    def of(self, data: memoryview | bytes) -> int:
+        from awscrt import checksums
+
+        return int(getattr(checksums, self.kind)(data)) if self else 0
+
+    def combine(self, first: int, second: int, second_length: int) -> int:
+        """Combine the values of two consecutive parts."""
+        from awscrt import checksums
+
+        join = getattr(checksums, f"combine_{self.kind}", None)
+        return int(join(first, second, second_length)) if join else 0
+
+    def field(self, value: int) -> dict[str, Any]:
+        """The field for a request, such as {"ChecksumCRC64NVME": …}; empty for "none"."""
+        text = base64.b64encode(value.to_bytes(self._width, "big")).decode() if self else ""
+        return {f"Checksum{self.algorithm}": text} if self else {}
+
+
+def kept_crc64(answer: Mapping[str, Any]) -> int | None:
+    """The CRC-64/NVME that the store keeps for a whole object; None if it keeps none."""
+    whole = answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+    found = answer.get("ChecksumCRC64NVME") if whole else None
+    if found is None:
+        return None
+    try:
+        return int.from_bytes(base64.b64decode(found, validate=True), "big")
+    except ValueError as error:
+        raise BadBody(f"the answer has the checksum {found!r}") from error

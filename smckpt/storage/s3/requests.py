@@ -18,9 +18,9 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from smckpt.storage.budget import Share
+from smckpt.storage.s3.bodies import in_time
 from smckpt.storage.s3.client import make_client
 from smckpt.storage.s3.config import S3Config
-from smckpt.storage.s3.deadlines import in_time
 from smckpt.storage.s3.faults import (
     Unanswered,
     failed_there,

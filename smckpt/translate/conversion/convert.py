@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 from smckpt.calls import alone
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.meter import Progress
+from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.reading.readers import open_any
-from smckpt.checkpoint.upkeep.per_rank import differing_names
-from smckpt.checkpoint.upkeep.reshard import write_resharded
+from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, access_to

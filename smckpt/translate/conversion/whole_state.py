@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.meter import Meter, Progress
-from smckpt.checkpoint.reading.nested import kind_of, nested
-from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors
+from smckpt.checkpoint.reading.read import Meter, Progress
+from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors, kind_of, nested
 from smckpt.checkpoint.records.parameter_names import under_names
 from smckpt.errors import StateError
+from smckpt.layout.containers import flattened
 from smckpt.layout.entries import Path, dotted
-from smckpt.layout.leaves import flattened
 from smckpt.layout.strided import Box
 
 __all__ = ["AT_ONCE", "WholeState"]

@@ -36,7 +36,7 @@ from smckpt.translate.models.adapter import find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, MODULE, ExportContents, find_contents
 from smckpt.translate.models.model_source import GivenLayout
-from smckpt.translate.tables.arguments import (
+from smckpt.translate.tables.degrees import (
     check_counts,
     check_flags,
     check_paths,

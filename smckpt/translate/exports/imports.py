@@ -31,15 +31,20 @@ from smckpt.translate.models.model_source import GivenLayout, ModelSource, open_
 from smckpt.translate.models.release import open_release
 from smckpt.translate.ranks.pipeline import stages_of_ranks
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.tables.arguments import check_counts, check_flags, check_paths, refuse_store
-from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.degrees import (
+    Degrees,
+    check_counts,
+    check_flags,
+    check_paths,
+    refuse_store,
+)
 from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.layouts import get_layout
 from smckpt.translate.tables.pieces import Side
 from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import most_padding, padded_rows
+from smckpt.translate.writing.cast import NonFinite, refuse_nonfinite
 from smckpt.translate.writing.files import refuse_into_source
-from smckpt.translate.writing.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.writing.stream import write_chunks
 
 __all__ = ["ImportReport", "import_hf"]

@@ -14,8 +14,8 @@ from smckpt.translate.exports.export_group import ExportGroup, shares
 from smckpt.translate.exports.sidecars import index_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import ExportContents
+from smckpt.translate.writing.cast import NonFinite, refuse_nonfinite
 from smckpt.translate.writing.files import Output
-from smckpt.translate.writing.finite import NonFinite, refuse_nonfinite
 from smckpt.translate.writing.stream import write_chunks
 from smckpt.translate.writing.targets import OutputFile
 

@@ -30,7 +30,7 @@ from smckpt.translate.models.model_source import GivenLayout
 from smckpt.translate.models.release import weights_of
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
-from smckpt.translate.tables.arguments import check_paths, refuse_given, refuse_store
+from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.names import find_ties

@@ -46,8 +46,8 @@ from smckpt.translate.models.model_source import GivenLayout, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
-from smckpt.translate.tables.arguments import refuse_given
 from smckpt.translate.tables.compile import Block
+from smckpt.translate.tables.degrees import refuse_given
 from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.names import HubTensor, find_ties
 from smckpt.translate.tables.pieces import RankTensors

@@ -37,8 +37,7 @@ from smckpt.translate.sources.foreign import ForeignCheckpoint
 from smckpt.translate.sources.logical_tensors import LogicalTensors
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
-from smckpt.translate.tables.arguments import check_counts
-from smckpt.translate.tables.degrees import Degrees
+from smckpt.translate.tables.degrees import Degrees, check_counts
 from smckpt.translate.tables.detect import (
     choose_layout,
     looks_packed,

@@ -17,7 +17,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.json_files import strict_json
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -44,7 +44,7 @@ from smckpt.translate.publishing.published import (
     spans,
     state_after,
 )
-from smckpt.translate.tables.arguments import check_counts, check_paths
+from smckpt.translate.tables.degrees import check_counts, check_paths
 from smckpt.translate.writing.files import UNFINISHED, aligned
 from smckpt.translate.writing.targets import INDEX, SINGLE
 

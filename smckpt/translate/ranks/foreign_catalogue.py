@@ -28,10 +28,10 @@ from smckpt.checkpoint.reading.sources import SavedPieces
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import StateError, UsageError
+from smckpt.layout.containers import joined
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
-from smckpt.layout.leaves import joined
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit
-from smckpt.checkpoint.commits.replaces import holds_dcp
+from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.whole import WholeTensors
 from smckpt.checkpoint.upkeep.verify import Problem, Report
 from smckpt.errors import CorruptCheckpointError

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.records.strict_json import read_json
+from smckpt.checkpoint.records.json_files import read_json
 from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.translate.tables.arguments import check_counts
+from smckpt.translate.tables.degrees import check_counts
 
 __all__ = ["check_rows", "check_tokenizer", "most_padding", "note_on_ids", "padded_rows"]
 

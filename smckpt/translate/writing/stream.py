@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from smckpt.checkpoint.reading.meter import Meter, Progress
+from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.tables.names import find_ties

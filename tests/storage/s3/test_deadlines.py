@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from smckpt.storage.s3.deadlines import NAME, Deadlines
+from smckpt.storage.s3.bodies import NAME, Deadlines
 from tests.support.limits import seconds
 
 Pair = tuple[socket.socket, socket.socket]

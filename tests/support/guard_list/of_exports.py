@@ -105,7 +105,7 @@ EXPORTED = [
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),
     of(
-        "export: a store where a disk is read", "translate/tables/arguments.py",
+        "export: a store where a disk is read", "translate/tables/degrees.py",
         "if isinstance(value, str) and not is_local(value):", "if False:",
         BAD + "test_a_store_is_refused_by_name_where_a_disk_is_read",
     ),

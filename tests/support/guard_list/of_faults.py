@@ -159,7 +159,7 @@ SILENT = [
 
 HANGING = [
     of(
-        "hang: a worker that does not answer is given up", "engine/background/worker_channel.py",
+        "hang: a worker that does not answer is given up", "engine/background/commands.py",
         "        limit = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000\n",
         "        limit = None\n",
         WORKER + "test_a_worker_that_does_not_answer_is_given_up_in_time_and_killed",

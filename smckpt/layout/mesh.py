@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
-__all__ = ["MOST_DIMS", "Holding", "Interval", "Mesh", "Placement", "Shape", "remembered"]
+__all__ = [
+    "MOST_DIMS",
+    "Holding",
+    "Interval",
+    "Mesh",
+    "Placement",
+    "Shape",
+    "remembered",
+    "runs_of",
+]
 
 MOST_DIMS = 64  # of a tensor that is read, and of a mesh; torch has no more
 Shape: TypeAlias = tuple[int, ...]
@@ -160,3 +169,16 @@ class remembered(Generic[T]):
             return self
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
+
+
+def runs_of(ranks: Sequence[int]) -> list[list[int]]:
+    """(0, 1, 2, 3, 8, 10, 12) → [[0, 4, 1], [8, 3, 2]]; order is kept."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == 1:
+            runs[-1][1:] = [2, rank - runs[-1][0]]
+        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, 1, 1])
+    return runs

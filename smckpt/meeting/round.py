@@ -48,7 +48,7 @@ class Round:
 
 
 class Transport:
-    """How messages travel in a round. Only the store has `refuse` and `first`."""
+    """How messages travel in a round. Only the store has `refuse`, `first` and `drop`."""
 
     def collect(self, held: Round, message: Message) -> Iterator[Message]:
         """Bring a message. On the leader, yield the messages of all members as they arrive; a
@@ -65,6 +65,10 @@ class Transport:
 
     def first(self, key: str, value: Any) -> Any:
         """The value that the first caller brought."""
+        raise NotImplementedError
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget these values of `first`, which nobody asks for any more."""
         raise NotImplementedError
 
     def announce(self, rounds: Sequence[Round]) -> None:
@@ -154,6 +158,10 @@ class Meeting:
         """A write-once value between rounds: the one that the first caller brought."""
         return self.transport.first(key, value)
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget these values of `first`, which nobody asks for any more."""
+        self.transport.drop(keys)
+
     def leave(self, timeout: float) -> None:
         """Leave. Member 0, which may host the store, waits for the others to leave."""
         self.transport.leave(timeout)
@@ -199,6 +207,9 @@ class Alone(Transport):
 
     def first(self, key: str, value: Any) -> Any:
         return value
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """No value was kept."""
 
 
 class OverGroup(Transport):

@@ -99,6 +99,9 @@ class OverStore(Transport):
     def first(self, key: str, value: Any) -> Any:
         return self.keys.first(key, value)
 
+    def drop(self, keys: Sequence[str]) -> None:
+        self.keys.drop(keys)
+
     def announce(self, rounds: Sequence[Round]) -> None:
         error = self.presence.left(self._member)
         for held in rounds:

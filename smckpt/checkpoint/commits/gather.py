@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_sections, sound
@@ -28,6 +29,7 @@ __all__ = ["READERS", "Gathered", "gather_parts"]
 
 READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
 _BATCH = 256  # parts in memory at once
+_REFERENCE = 128  # bytes that the name of another rank's table has at most; a table has more
 # a rank may pass another value, which is refused
 _SAME = ("checkpoint_id", "kind", "step", "group_ranks")
 _OURS = ("attempt", "session", "number")  # the engine sets these
@@ -73,6 +75,7 @@ def gather_parts(
             read = pool.map(lambda rank: _read(stores.of(rank), rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
+    group.find_tables()
     if group.unseen:
         _not_shared(storage, group.unseen, parts)
     _check_classes(storage.url, group)
@@ -82,10 +85,11 @@ def gather_parts(
 @dataclass(frozen=True)
 class _Read:
     """A part that was read: the JSON of each section, and its files if all of them have the
-    recorded sizes."""
+    recorded sizes. table_of: the rank and digest that it names in place of a table."""
 
     sections: dict[str, bytes]
     files: tuple[FileRecord, ...]
+    table_of: tuple[int, str] | None
 
 
 class _Group:
@@ -98,6 +102,7 @@ class _Group:
         self.unseen: dict[int, str] = {}  # rank → which of its files is missing here
         self.classes: dict[int, dict[str, str]] = {}
         self.layouts: dict[int, bytes] = {}
+        self._tables_of: dict[int, tuple[int, str]] = {}  # rank → whose table it has, and digest
         self._merger = RowMerger()
         self._first: dict[str, bytes] = {}
         self._hosts: dict[int, str] = {}
@@ -105,6 +110,7 @@ class _Group:
         self._optimizers: dict[bytes, None] = {}
         self._parsed: dict[bytes, Any] = {}
         self._alike: dict[bytes, bytes] = {}
+        self._tables: dict[int, tuple[bytes, bytes]] = {}  # rank → its table and optimizers
 
     def add(self, rank: int, found: _Read | str) -> None:
         if isinstance(found, str):
@@ -117,11 +123,31 @@ class _Group:
         self._check_same(rank, sections)
         self._files[rank] = found.files
         self.classes[rank] = self.value(sections["classes"])
-        self._optimizers[sections["optimizers"]] = None
         layout = self._alike.setdefault(sections["layout"], sections["layout"])
+        if found.table_of is not None:
+            self._tables_of[rank] = found.table_of
+            return
+        self._optimizers[sections["optimizers"]] = None
         self.layouts[rank] = layout
+        self._tables[rank] = layout, sections["optimizers"]
         if not self._merger.same(rank, layout):
             self._merger.add(rank, json.loads(layout), layout)
+
+    def find_tables(self) -> None:
+        """Give the ranks whose parts name another rank's table that table."""
+        digests: dict[int, str] = {}
+        for rank, (owner, digest) in self._tables_of.items():
+            if owner in self.unseen:
+                continue
+            if owner in self._tables and owner not in digests:
+                digests[owner] = tables_digest(*map(json.loads, self._tables[owner]))
+            if digests.get(owner) != digest:
+                self._refuse_attempt(
+                    f"the part of rank {rank} names the table of rank {owner}, which is another",
+                    {"path": self.storage.url, "rank": rank, "host": self._hosts[rank]},
+                )
+            self.layouts[rank] = self.layouts[owner]
+            self._merger.same(rank, self.layouts[owner])
 
     def value(self, text: bytes) -> Any:
         if text not in self._parsed:
@@ -194,6 +220,9 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
             _check_size(storage, name, file.size, where)
             name = file.crc_name
             _check_size(storage, name, 8 * -(-file.size // BLOCK), where)
+        short = len(sections["layout"]) < _REFERENCE
+        table = json.loads(sections["layout"]) if short else {}
+        table_of = (int(table["rank"]), str(table["digest"])) if "digest" in table else None
     except CheckpointNotFoundError:
         return name
     except (KeyError, TypeError, ValueError) as error:
@@ -202,7 +231,7 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
             remedy="this is a fault of smckpt: please report it",
             **where,
         ) from error
-    return _Read(sections, files)
+    return _Read(sections, files, table_of)
 
 
 def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ reshard, an import). Each file's checksums come out of the pass that writes it.
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import logging
 import platform
 import socket
@@ -18,13 +20,19 @@ from typing import Any
 from smckpt._version import __version__
 from smckpt.checkpoint.records.crc import BLOCK, combine, combined, hex64, packed_sums
 from smckpt.checkpoint.records.crc import crc64 as crc
-from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name, part_name
+from smckpt.checkpoint.records.format import (
+    FileRecord,
+    crc_name,
+    data_name,
+    part_name,
+)
 from smckpt.checkpoint.records.json_files import FORMAT_VERSION, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.image import Layout
+from smckpt.layout.mesh import runs_of
 from smckpt.storage import FileWriter, Storage
 
-__all__ = ["PartWriter", "SummedFile", "part_body"]
+__all__ = ["PartWriter", "SummedFile", "part_body", "table_of", "tables_digest"]
 
 log = logging.getLogger("smckpt")
 
@@ -54,7 +62,7 @@ def part_body(
         "kind": kind,
         "rank": layout.rank,
         "host": socket.gethostname(),
-        "group_ranks": list(layout.group_ranks),
+        "group_ranks": runs_of(layout.group_ranks),
         "fingerprint": layout.fingerprint,
         "classes": layout.classes,
         "layout": rows,
@@ -69,6 +77,18 @@ def part_body(
         "step": step,
         "metadata": metadata or {},
     }
+
+
+def tables_digest(layout: Mapping[str, Any], optimizers: Mapping[str, Any]) -> str:
+    """Identifies what parts of different ranks may have alike, and large: the table of tensors and
+    the optimizers' parameters."""
+    return hashlib.sha256(json.dumps([layout, optimizers]).encode()).hexdigest()[:32]
+
+
+def table_of(rank: int, digest: str) -> dict[str, Any]:
+    """In place of a part's table: the rank of the same attempt whose part has it. That part has the
+    same optimizers, so this one lists none."""
+    return {"rank": rank, "digest": digest}
 
 
 class PartWriter:

@@ -15,6 +15,7 @@ from typing import Any
 from smckpt.checkpoint.records.json_files import FORMAT_VERSION
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.errors import CheckpointError, UsageError
+from smckpt.layout.mesh import runs_of
 from smckpt.topology import ParallelState
 
 __all__ = [
@@ -172,7 +173,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Part:
-    """The part file: what one rank wrote. `layout` is what `rows.encode_rows` returns, `objects` is
+    """The part file: what one rank wrote. `layout` is what `rows.encode_rows` returns, or names the
+    rank of the attempt whose part has that table (`part.table_of`); `objects` is
     {key: {"path": […], "value": encoded}}, `classes` are the digests that replicas compare."""
 
     checkpoint_id: str
@@ -209,12 +211,14 @@ class Part:
         _attempt(self)
 
     def to_json(self) -> dict[str, Any]:
-        return {**_plain(self), "files": [asdict(file) for file in self.files]}
+        files = [asdict(file) for file in self.files]
+        return {**_plain(self), "group_ranks": runs_of(self.group_ranks), "files": files}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Part:
         known = _known(cls, data)
         known["files"] = tuple(FileRecord.from_json(f) for f in data["files"])
+        known["group_ranks"] = _ranks_in(data["group_ranks"])
         return cls(**known)
 
 
@@ -347,6 +351,22 @@ class Record:
         known = _known(cls, data)
         known["groups"] = tuple(data["groups"])
         return cls(**known)
+
+
+def _ranks_in(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The ranks of a group, as a part has them: runs of ranks, or in older parts ranks."""
+    ranks: list[Any] = []
+    for value in values:
+        if type(value) is int:
+            ranks.append(value)
+            continue
+        first, count, stride = value
+        for number in value:
+            _count(number, "a number of a run", _MOST_RANKS)
+        ranks += range(first, first + count * stride, stride)
+        if len(ranks) > _MOST_RANKS:
+            raise ValueError(f"a group of more than {_MOST_RANKS} ranks")
+    return tuple(ranks)
 
 
 def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:

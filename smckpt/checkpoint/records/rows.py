@@ -21,7 +21,7 @@ from smckpt.layout.containers import FACTORIES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
-from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape
+from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape, runs_of
 from smckpt.layout.strided import Box
 
 __all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merge_rows"]
@@ -93,7 +93,7 @@ def _geometry(geometry: Geometry, meshes: _Table, units: _Table) -> dict[str, An
         if key in record:
             record[key] = table.number(record[key])
     if "holders" in record:
-        record["holders"] = _runs(record["holders"])
+        record["holders"] = runs_of(record["holders"])
     return record
 
 
@@ -101,7 +101,7 @@ def _mesh(mesh: Mesh) -> dict[str, Any]:
     return {
         "names": list(mesh.dim_names),
         "shape": list(mesh.shape),
-        "ranks": _runs(mesh.ranks),
+        "ranks": runs_of(mesh.ranks),
     }
 
 
@@ -110,19 +110,6 @@ def _unit(unit: FlatUnit) -> dict[str, Any]:
         "segments": [[s.fqn, list(s.shape), s.numel] for s in unit.segments],
         "shard_numel": unit.shard_numel,
     }
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """(0, 1, 2, 3, 8, 10, 12) → [[0, 4, 1], [8, 3, 2]]; order is kept."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == 1:
-            runs[-1][1:] = [2, rank - runs[-1][0]]
-        elif runs and rank == runs[-1][0] + runs[-1][1] * runs[-1][2]:
-            runs[-1][1] += 1
-        else:
-            runs.append([rank, 1, 1])
-    return runs
 
 
 # -- merging -----------------------------------------------------------------------------------
@@ -172,7 +159,7 @@ class RowMerger:
     def merged(self) -> dict[str, Any]:
         """The merged table. Rows that some ranks lack get "ranks"."""
         rows = [
-            row if len(ranks) == self._count else {**row, "ranks": _runs(sorted(ranks))}
+            row if len(ranks) == self._count else {**row, "ranks": runs_of(sorted(ranks))}
             for row, ranks in self._rows.values()
         ]
         out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.checkpoint.commits.part import part_body
+from smckpt.checkpoint.commits.part import part_body, table_of, tables_digest
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import encode_rows
@@ -97,6 +97,7 @@ class Saver:
         self._copies: Future[None] | None = None  # into the arena, which may be under way
         self._looker: Looker | None = None
         self._last: Last | None = None  # the last committed save
+        self._claimed: list[str] = []  # keys of the job's store, of the last save
 
     def save(
         self,
@@ -245,6 +246,9 @@ class Saver:
         directory = request.directory
         looker = staged.looker
         slots = looker.watched(compares=bool(staged.held))
+        part = staged.part
+        if len(self.group.ranks) > 1:
+            part = self._with_one_table(job.handle.number, part, meeting)
         done = self._worker.call(
             WritePart(
                 directory=prefix_sharding.directory_of(directory, self.group.rank)
@@ -254,7 +258,7 @@ class Saver:
                 rank=self.group.rank,
                 arena=None if staged.arena is None else self._attached(staged.arena),
                 files=tuple(ArenaFile(file.arena_offset, file.size) for file in layout.files),
-                part=staged.part,
+                part=part,
                 watched=tuple(slot.where for slot in slots),
             ),
             timeout=request.options.timeout,
@@ -340,6 +344,20 @@ class Saver:
             versions={"torch": str(torch.__version__)},
             **request.recorded(),
         )
+
+    def _with_one_table(
+        self, number: int, part: dict[str, Any], meeting: Meeting
+    ) -> dict[str, Any]:
+        """The part, without its tables where another rank that has equal ones came first. Otherwise
+        the coordinator would read them once for each rank."""
+        meeting.drop(self._claimed)  # of the last save: its verdict is out, so nobody asks any more
+        digest = tables_digest(part["layout"], part["optimizers"])
+        key = f"tables/{number}/{digest}"
+        owner = meeting.first(key, self.group.rank)
+        self._claimed = [key] if owner == self.group.rank else []
+        if owner == self.group.rank:
+            return part
+        return {**part, "layout": table_of(owner, digest), "optimizers": {}}
 
     def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Looker:
         """What looks at this save for alarms."""

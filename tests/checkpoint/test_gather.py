@@ -1,0 +1,141 @@
+"""Parts of ranks that have equal tables: one has the table, the others name that rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import smckpt
+from smckpt.checkpoint.commits.part import table_of, tables_digest
+from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.errors import StateError
+from smckpt.layout.entries import Entry
+from smckpt.layout.geometry import PerRankGeometry
+from smckpt.layout.image import compile_layout
+from tests.support.launch import run_ranks
+from tests.support.saves import Group, State, hybrid, state_of
+
+RANKS = (0, 1, 2, 3)
+OPTIMIZERS = {"optimizer": {"form": "id", "ids": [["w0", "w1"]]}}
+
+
+def table(rank: int, state: State | None = None) -> dict[str, Any]:
+    entries, _ = (state or state_of(hybrid(RANKS, 1)))(rank)
+    return encode_rows(compile_layout(entries, rank=rank, group_ranks=RANKS).entries, {})
+
+
+def named(owner: int) -> dict[str, Any]:
+    """Fields of the parts: the owner's has the tables, the others name it."""
+    digest = tables_digest(table(owner), OPTIMIZERS)
+    return {
+        "layout": lambda rank: table(rank) if rank == owner else table_of(owner, digest),
+        "optimizers": lambda rank: OPTIMIZERS if rank == owner else {},
+    }
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    (found,) = folder.glob("manifest-*.json")
+    body: dict[str, Any] = json.loads(found.read_bytes())["body"]
+    return body
+
+
+@pytest.mark.parametrize("owner", [0, 2, 3])
+def test_the_manifest_is_that_of_parts_with_a_table_each(tmp_path: Path, owner: int) -> None:
+    Group(tmp_path / "each", RANKS).save(optimizers=OPTIMIZERS)
+    Group(tmp_path / "one", RANKS).save(**named(owner))
+    each, one = manifest_of(tmp_path / "each"), manifest_of(tmp_path / "one")
+    assert one["layout"] == each["layout"]
+    assert one["optimizers"] == each["optimizers"] == OPTIMIZERS
+    sizes = {path.name[-6]: path.stat().st_size for path in (tmp_path / "one").glob("part-*")}
+    assert all(size < sizes[str(owner)] for rank, size in sizes.items() if rank != str(owner))
+
+
+def with_one_more(rank: int) -> tuple[list[Entry], dict[str, bytes]]:
+    """Odd ranks have a tensor that the others lack."""
+    entries, data = state_of(hybrid(RANKS, 1))(rank)
+    if rank % 2:
+        kept = PerRankGeometry(("own",), (), (rank,))
+        entries.append(Entry(("own",), "int64", kept, (), (), (rank,)))
+        data["own"] = rank.to_bytes(8, "little")
+    return entries, data
+
+
+def test_rows_that_some_ranks_lack_name_the_ranks_that_have_them(tmp_path: Path) -> None:
+    owners = {0: 2, 1: 1, 2: 2, 3: 1}
+
+    def layout(rank: int) -> dict[str, Any]:
+        owned = table(owners[rank], with_one_more)
+        return owned if owners[rank] == rank else table_of(owners[rank], tables_digest(owned, {}))
+
+    Group(tmp_path / "each", RANKS, state=with_one_more).save()
+    Group(tmp_path / "one", RANKS, state=with_one_more).save(layout=layout)
+    each, one = (
+        {json.dumps(row["path"]): row for row in manifest_of(tmp_path / name)["layout"]["rows"]}
+        for name in ("each", "one")
+    )
+    assert one == each
+    assert one['["own"]']["ranks"] == [[1, 2, 2]]
+
+
+WRONG: dict[str, Callable[[str], dict[str, Any]]] = {
+    "a rank that names another": lambda digest: table_of(1, digest),
+    "a rank that is in no part": lambda digest: table_of(9, digest),
+    "itself": lambda digest: table_of(3, digest),
+    "another table": lambda _: table_of(0, "0" * 32),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_part_that_names_no_rank_with_this_table_is_refused(tmp_path: Path, wrong: str) -> None:
+    digest = tables_digest(table(0), {})
+
+    def layout(rank: int) -> dict[str, Any]:
+        if rank == 0:
+            return table(0)
+        return WRONG[wrong](digest) if rank == 3 else table_of(0, digest)
+
+    with pytest.raises(StateError, match="the part of rank 3 names the table of rank"):
+        Group(tmp_path, RANKS).save(layout=layout)
+    assert not list(tmp_path.glob("manifest-*"))
+
+
+def saves(folder: str) -> list[dict[str, int]]:
+    """Ranks whose state has other tensors from the third save on; rank 1's keeps one of its own."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {
+        f"w{i}": distribute_tensor(torch.arange(8.0) + i, mesh, [Shard(0)]) for i in range(20)
+    }
+    out = []
+    for step in range(4):
+        if step == 2:
+            state["more"] = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        if step == 3 and dist.get_rank() == 1:
+            state["own"] = torch.arange(3.0)
+        smckpt.save(state, checkpoint_id=f"{folder}/{step}", step=step)
+        again = {key: torch.zeros_like(value) for key, value in state.items()}
+        smckpt.load(again, checkpoint_id=f"{folder}/{step}")
+        for key, value in state.items():
+            ours, saved = (getattr(one, "_local_tensor", one) for one in (again[key], value))
+            assert torch.equal(ours, saved), key
+        dist.barrier()
+        bodies = [
+            json.loads(p.read_bytes())["body"] for p in Path(folder, str(step)).glob("part-*")
+        ]
+        out.append({str(body["rank"]): len(body["layout"].get("rows", ())) for body in bodies})
+    return out
+
+
+def test_a_save_writes_a_table_once_for_all_ranks_that_have_it(tmp_path: Path) -> None:
+    found = run_ranks(saves, 2, str(tmp_path))
+    assert found[0] == found[1]
+    rows = [sorted(each.values()) for each in found[0]]
+    assert rows == [[0, 20], [0, 20], [0, 21], [21, 22]]

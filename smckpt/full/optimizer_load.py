@@ -144,7 +144,7 @@ def _leaf(value: Any, at: Path) -> Any:
 
 def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
     """Copy this rank's part of a whole tensor into the live one."""
-    local, geometry = geometry_of(target, fqn, rank_of_job())
+    local, geometry = geometry_of(target, str(fqn), rank_of_job())
     room = (
         local
         if local.is_contiguous()

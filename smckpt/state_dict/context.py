@@ -301,7 +301,7 @@ def _asker(optimizer: torch.optim.Optimizer) -> Any:
     found, frame = None, sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "state_dict":
-            caller = frame.f_locals.get("self")
+            caller = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))  # "self", as a rule
             if issubclass(type(caller), torch.optim.Optimizer) and caller is not optimizer:
                 found = caller
         frame = frame.f_back  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import reprlib
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from smckpt.state_dict.of_optimizers.own_methods import is_optimizer
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
+    ParamGroups,
     RememberingDict,
     StatefulStateDict,
     Tag,
@@ -257,6 +259,14 @@ class Selector:
         for key, child in items:
             if of_optimizer:
                 walk.fresh = key == "state"
+            elif type(child) is ParamGroups and getattr(child.binding, "asker", None) is not None:
+                asker = child.binding.asker
+                raise StateError(
+                    f"{dotted(path)} has the groups of the optimizer inside {type(asker).__name__}"
+                    ", but not its state beside them, so that no load could give both back",
+                    remedy="put the optimizer itself into the state, outside of the block",
+                    rank=self._rank,
+                )
             if type(key) not in (str, int):
                 odd.append(key)
                 found |= self._visit(child, (*path, repr(key)), walk)
@@ -285,8 +295,8 @@ class Selector:
             if path and [text_of_key(key) for key in value]:
                 return
         raise StateError(
-            f"the key {odd!r} at {dotted(path) or 'the top'} is a {type(odd).__name__}, with "
-            "tensors below or beside it",
+            f"the key {reprlib.repr(odd)} at {dotted(path) or 'the top'} is a "
+            f"{type(odd).__name__}, with tensors below or beside it",
             remedy="use text or whole numbers as keys above and beside tensors",
             rank=self._rank,
         )

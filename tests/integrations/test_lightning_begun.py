@@ -120,3 +120,23 @@ print("ended at", made.global_step)
         assert f"ended at {4 * epochs}" in done.stdout
         found = smckpt.find_checkpoints(tmp_path / "run")
         assert max(one.step or 0 for one in found) == 4 * epochs
+
+
+def names_after_each_epoch(kind: Any, folder: Path) -> list[set[str]]:
+    """Of two runs, the second of which resumes from the last checkpoint of the first."""
+    found = []
+    for epochs in (1, 2):
+        saved = ModelCheckpoint(
+            dirpath=folder, save_top_k=1, save_last="link", every_n_train_steps=2
+        )
+        plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
+        made = kind(max_epochs=epochs, callbacks=[saved], plugins=plugins, **PLAIN)
+        made.fit(BoringModel(), ckpt_path="last" if epochs > 1 else None)
+        found.append({path.name for path in folder.iterdir()})
+    return found
+
+
+def test_a_link_to_the_last_leaves_what_lightning_leaves_in_a_new_directory(tmp_path: Path) -> None:
+    wanted = names_after_each_epoch(Trainer, tmp_path / "stock")
+    assert names_after_each_epoch(SmckptTrainer, tmp_path / "ours") == wanted
+    assert (tmp_path / "ours" / "last.ckpt").is_symlink()

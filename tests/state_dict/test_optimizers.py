@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import smckpt
+from tests.support import trainer_optimizers
 from tests.support.launch import run_ranks
 from tests.support.optimizer_table import bits, losses, table, trained
 from tests.support.optimizers import everyone, step
@@ -27,6 +28,7 @@ OTHERS = [
     )
     if name in everyone()
 ]
+SCHEDULE_FREE = any(name.startswith("schedulefree") for name in everyone())
 
 
 def check(names: list[str], wrapper: str) -> None:
@@ -92,3 +94,20 @@ def test_each_rank_resumes_its_part_of_a_zero_redundancy_optimizer(tmp_path: Pat
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_ranks_resume_all_of_torchs(wrapper: str) -> None:
     assert losses(table(OF_TORCH, (wrapper,))) == []
+
+
+def check_trainer(names: list[str]) -> dict[str, dict[str, str]]:
+    found = trainer_optimizers.rows(names)
+    assert losses({"Trainer": found}) == []
+    return found
+
+
+def test_the_trainers_optimizers_resume_through_smckpt() -> None:
+    names = ["adafactor", "adagrad"]  # of transformers; of torch, with state before the first step
+    found = check_trainer([*names, *(["schedule_free_adamw"] if SCHEDULE_FREE else [])])
+    assert all(row["stock"] == "exact" for row in found.values()), found
+
+
+@pytest.mark.long
+def test_all_of_the_trainers_optimizers_resume_through_smckpt() -> None:
+    check_trainer(trainer_optimizers.everyone())

@@ -2,10 +2,11 @@
 
     ./dev optimizers           try every optimizer that is installed, write docs/optimizers.md
     ./dev optimizers WORD …    those whose name contains one of these, under the wrappers that are
-                               named (plain, DDP, FSDP1, FSDP2); the table is printed
+                               named (plain, DDP, FSDP1, FSDP2, Trainer); the table is printed
 
 A cell trains two steps, saves, loads into a fresh model and a fresh optimizer, and trains two more.
-It is right if all weights are, bit for bit, those of a run without the save in between.
+It is right if all weights are, bit for bit, those of a run without the save in between. `Trainer`
+is that of transformers, with each name of `optim=` (`trainer_optimizers`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support import trainer_optimizers
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 from tests.support.optimizers import everyone, net, step
@@ -39,6 +41,7 @@ BEGIN = "<!-- written by ./dev optimizers -->\n"
 END = "<!-- end of what ./dev optimizers wrote -->"
 FORMS = ("stock", "object", "LOCAL", "SHARDED", "FULL")
 WRAPPERS = {"plain": 1, "DDP": 2, "FSDP1": 2, "FSDP2": 2}
+TRAINER = "Trainer"
 MARKS = {"exact": "=", "differs": "≠", "refused": "r", "untrained": "·"}
 
 
@@ -227,18 +230,22 @@ def written(found: dict[str, dict[str, dict[str, str]]]) -> str:
     versions = {name.split(":")[0].split(".")[0] for name in names}
     shown = ", ".join(f"{each} {metadata.version(each)}" for each in sorted(versions))
     lines = [
-        f"Tried with {shown}. In a cell: {', '.join(FORMS)}.",
-        "",
-        f"| optimizer | {' | '.join(found)} |",
-        f"|---|{'---|' * len(found)}",
+        f"Tried with {shown}. In a cell: {', '.join(FORMS)}; of the Trainer, its own and smckpt's."
     ]
-    for name in names:
-        row = (found[how].get(name, {}) for how in found)
-        marks = (
-            " ".join(MARKS.get(each.split(":")[0], "✗") for each in results.values())
-            for results in row
-        )
-        lines.append(f"| {name} | {' | '.join(marks)} |")
+    for wrappers in ([how for how in found if how != TRAINER], [TRAINER]):
+        rows = [name for name in names if any(name in found.get(how, ()) for how in wrappers)]
+        if rows:
+            lines += [
+                "",
+                f"| optimizer | {' | '.join(wrappers)} |",
+                f"|---|{'---|' * len(wrappers)}",
+            ]
+        for name in rows:
+            marks = (
+                " ".join(MARKS.get(each.split(":")[0], "✗") for each in found[how][name].values())
+                for how in wrappers
+            )
+            lines.append(f"| {name} | {' | '.join(marks)} |")
     lines += ["", "Where stock resumes and smckpt does not:", ""]
     lines += [f"- {each}" for each in dict.fromkeys(map(_short, losses(found)))] or ["- none"]
     return "\n".join(lines) + "\n"
@@ -252,9 +259,19 @@ def _short(loss: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = [word for word in arguments if word not in WRAPPERS]
+    words = [word for word in arguments if word not in (*WRAPPERS, TRAINER)]
+    hows = [how for how in (*WRAPPERS, TRAINER) if how in arguments] or (*WRAPPERS, TRAINER)
     names = [name for name in everyone() if not words or any(word in name for word in words)]
-    found = table(names, [how for how in WRAPPERS if how in arguments] or tuple(WRAPPERS))
+    found = table(names, [how for how in hows if how in WRAPPERS])
+    if TRAINER in hows:
+        rows = trainer_optimizers.rows(
+            [
+                name
+                for name in trainer_optimizers.everyone()
+                if not words or any(word in f"transformers: {name}" for word in words)
+            ]
+        )
+        found[TRAINER] = {f"transformers: {name}": row for name, row in rows.items()}
     text = written(found)
     if arguments:
         print(text)

@@ -157,6 +157,21 @@ def test_that_custom_code_is_not_there_is_noted(tmp_path, model):
         assert bool(lost) == (given is not folder), (given, report.notes)
 
 
+def test_a_config_that_names_another_file_of_weights_does_not_lead_away_from_these(tmp_path, model):
+    values = json.loads((tmp_path / "own" / "config.json").read_text())
+    other = references.model("llama")
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    other.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "ema.safetensors")
+    export_hf(
+        tmp_path / "model.pt", tmp_path / "hf", overwrite=True,
+        config={**values, "transformers_weights": "ema.safetensors"},
+    )  # fmt: skip
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("how", ["object", "model", "dict"])
 def test_a_config_that_names_no_class_gets_it(tmp_path, family, how):

@@ -78,18 +78,23 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
             if callback.dirpath:
                 found += saves.find(os.fspath(callback.dirpath), 1)
         ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
-        stock = self._newest_of_lightning()
+        last = self._last_of_lightning()
+        stock = max(filter(written_by_lightning, last), key=_modified, default=None)
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock
-        return None if ours is None else ours.path
+        if ours is None:
+            return None
+        # Lightning never removes the path that a run resumed from: by the name of the link it may
+        linked = (one for one in last if os.path.islink(one) and os.path.samefile(one, ours.path))
+        return next(linked, ours.path)
 
-    def _newest_of_lightning(self) -> str | None:
-        """The newest that Lightning itself wrote, by the names that it looks for."""
+    def _last_of_lightning(self) -> set[str]:
+        """What stands under the names that Lightning looks for."""
         found = set[str]()
         for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
             if is_local(os.fspath(callback.dirpath or "")):
                 found |= callback._find_last_checkpoints(self.trainer)
-        return max(filter(written_by_lightning, found), key=_modified, default=None)
+        return {one for one in found if os.path.exists(one)}
 
     def _random_states(self) -> dict[str, str]:
         """By rank: of all ranks, where rank 0 saves alone."""

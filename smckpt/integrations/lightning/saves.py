@@ -25,7 +25,7 @@ from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from smckpt.meeting.group import group_at
 from smckpt.storage import Storage, open_storage
-from smckpt.storage.urls import is_local, is_s3_url, parent_url
+from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url
 
 __all__ = [
     "Saves",
@@ -69,6 +69,9 @@ class Saves:
             self._begun += 1
             number = self._begun
             self._dropped = [(at, other) for at, other in self._dropped if other != path]
+        if is_local(path):  # save_last="link" links to it at once; the save names a fault here
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.dirname(local_path(path)), exist_ok=True)
         handle = smckpt.async_save(
             state, checkpoint_id=path, queue=_QUEUE, **self._s3(path), **arguments
         )

@@ -256,13 +256,8 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
 
 def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[Any, Any]) -> bool:
     parameters = [p for group in groups for p in group["params"]]
-    numbers = {key for key in given if isinstance(key, int)}
-    if any(key >= len(parameters) for key in numbers):
-        return False
-    return all(
-        state.get(parameters[key] if key in numbers else key) is slots
-        for key, slots in given.items()
-    )
+    numbered = dict(enumerate(parameters))  # a larger number is a key of the optimizer's own
+    return all(state.get(numbered.get(key, key)) is slots for key, slots in given.items())
 
 
 # -- in a user's dict ---------------------------------------------------------------------------

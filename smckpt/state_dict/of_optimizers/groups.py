@@ -241,7 +241,8 @@ def with_own_numbers(tree: Any, binding: Binding) -> None:
 def _number(tree: Any, binding: Binding, numbers: Mapping[int, int]) -> None:
     tree["param_groups"].binding = binding
     tree["state"] = {
-        numbers[key] if type(key) is int else key: slots for key, slots in tree["state"].items()
+        numbers.get(key, key) if type(key) is int else key: slots
+        for key, slots in tree["state"].items()
     }
     tree["param_groups"][:] = [
         {**group, "params": [numbers[p] for p in group["params"]]} for group in tree["param_groups"]

@@ -5,6 +5,7 @@ It does not call `Optimizer.load_state_dict`, which casts state to the parameter
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,11 @@ def prepare_optimizers(
         if not owners and not saved.has_groups:
             continue  # it was not saved, which is refused by name
         record = catalogue.optimizers.get(dotted(path))
-        other = _of_no_parameter(saved, record)
+        numbered = any(map(str.isdecimal, owners))
+        own = (catalogue.optimizers_of(rank) if numbered else catalogue.optimizers).get(
+            dotted(path)
+        )
+        other = _of_no_parameter(saved, own)
         if binding is None:
             _align_given(tree, saved, strict)
             renewed = True
@@ -131,9 +136,9 @@ def prepare_optimizers(
         kept = {
             key
             for key, value in given.items()
-            if isinstance(value, StatefulStateDict) or is_optimizer_dict(value)
+            if isinstance(value, StatefulStateDict) or any(True for _ in optimizer_dicts(value))
         }
-        kept |= {"state", "param_groups"} if is_optimizer_dict(given) else set()
+        kept |= {"state", "param_groups"}
         for key in [key for key in given if str(key) not in more and key not in kept]:
             if strict and more:
                 del given[key]
@@ -173,14 +178,18 @@ def _parameters_of(given: Any) -> list[torch.Tensor]:
 
 def _of_no_parameter(saved: SavedState, record: Mapping[str, Any] | None) -> list[str]:
     """The saved keys of the state that name no parameter of any rank."""
-    names = {str(name) for found in (record or {"ids": []})["ids"] for name in found}
+    ids = record["ids"] if record else ()
+    names = {str(name) for found in ids for name in found}
     owners = saved.owners()
     if not names and not any(owner.isdecimal() for owner in owners):
         return []  # saved by names that are not recorded
+    numbers = len(ids) or sys.maxsize  # a larger number is a key of the optimizer's own
     return [
         owner
         for owner in owners
-        if owner not in names and not owner.isdecimal() and saved.mine(owner)
+        if owner not in names
+        and not (owner.isdecimal() and int(owner) < numbers)
+        and saved.mine(owner)
     ]
 
 
@@ -216,7 +225,7 @@ def _align_live(
         changed |= put(state, parameter, wanted, room(binding, parameter, group), strict)
     live = {str(key): key for key in state if not isinstance(key, torch.Tensor)}
     for owner in other:
-        key = live.pop(owner, owner)
+        key = live.pop(owner, saved.key(owner))
         changed |= put(state, key, saved.slots([owner]), room(None, None, {}), strict)
     for key in live.values() if strict else ():
         del state[key]
@@ -260,7 +269,7 @@ def _align_given(tree: StatefulStateDict, saved: SavedState, strict: bool) -> No
     live = {str(key): key for key in tree["state"]}
     state = {} if strict else dict(tree["state"])
     for owner in saved.owners():
-        key = live.get(owner, int(owner) if owner.isdecimal() else owner)
+        key = live.get(owner, saved.key(owner))
         if not saved.mine(owner) and owner not in live:
             continue
         parameter, group = tree.owner_of(key)
@@ -295,7 +304,7 @@ def _align_full(
                 changed = True
     for owner in other if binding.holds else ():
         known.add(owner)
-        changed |= put(state, owner, saved.slots([owner]), make, strict)
+        changed |= put(state, saved.key(owner), saved.slots([owner]), make, strict)
     for name in [name for name in state if str(name) not in known] if strict else ():
         del state[name]
         changed = True

@@ -30,6 +30,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     is_optimizer_dict,
     live_optimizers,
+    optimizer_dicts,
 )
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
@@ -101,6 +102,10 @@ def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
     owner = None
     if more or other:  # a dict from outside a block does not tell who asked for it
         owner = binding.asker if binding.held else _wrapper_of(optimizer)
+    if owner is not None:
+        with stock_methods():
+            if not is_optimizer_dict(owner.state_dict()):
+                return  # the dict is one of several in its own, for `hand_to_wrapper`
     if owner is None and has_own_methods(optimizer):
         owner = optimizer
     if owner is None:
@@ -126,15 +131,14 @@ def _with_numbers(value: Any, numbers: Mapping[str, int]) -> Any:
 
 
 def _numbered(value: Any) -> Any:
-    """The live state of a binding, or of a dict that has one, as torch numbers it; any other value
-    unchanged."""
-    if isinstance(value, dict):
-        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
-            return value
+    """The live state of a binding, or of the dicts in a value that have one, as torch numbers it;
+    any other value unchanged."""
+    if isinstance(value, dict) and is_optimizer_dict(value) and bound(value) is not None:
         more = {k: _numbered(v) for k, v in value.items() if k not in ("state", "param_groups")}
-        return {**_numbered(binding), **more}
+        return {**_numbered(bound(value)), **more}
     if not isinstance(value, Binding):
-        return value
+        pairs = items_of(value)
+        return value if pairs is None else like(value, {k: _numbered(v) for k, v in pairs})
     members = {id(p): index for index, p in enumerate(value.parameters())}
     groups = [
         {**group, "params": [members[id(p)] for p in group["params"]]}
@@ -155,17 +159,22 @@ def _wrapper_of(optimizer: Any) -> Any:
 
 
 def wrappers_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any], Any]]:
-    """Dicts that optimizers gave which have that of another optimizer under one of their keys: the
-    path, the dict, the optimizer that gave it."""
+    """Dicts that optimizers gave which have those of other optimizers somewhere in them: the path,
+    the dict, the optimizer that gave it."""
     if not isinstance(tree, dict) or is_optimizer_dict(tree):
         return
-    for key, value in tree.items():
-        if not is_optimizer_dict(value) or (binding := bound(value)) is None:
-            yield from wrappers_in(value, (*path, key))
-        elif (wrapper := binding.asker) is not None:
-            with stock_methods():
-                if wrapper.state_dict().keys() == tree.keys():
-                    yield path, tree, wrapper
+    inside = [(at, binding) for at, _, binding in optimizer_dicts(tree)]
+    askers = {id(b.asker): b.asker for _, b in inside if b is not None and b.asker is not None}
+    for wrapper in askers.values():
+        with stock_methods():
+            given = wrapper.state_dict()
+        places = [at for at, _, _ in optimizer_dicts(given)]
+        same = isinstance(given, dict) and given.keys() == tree.keys()
+        if same and places == [at for at, _ in inside]:
+            yield path, tree, wrapper
+            return
+    for key, value in tree.items() if askers else ():
+        yield from wrappers_in(value, (*path, key))
 
 
 def hand_to_wrapper(wrapper: Any, tree: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ __all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", 
 class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
-    tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None."""
+    tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
+    it was one of NumPy."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class SavedSlot:
     name: str = ""
     mine: bool = True
     order: tuple[int, ...] | None = None
+    array: bool = False
 
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
         """Of the shape that this rank takes, in the order of memory that was saved."""
@@ -75,6 +77,7 @@ class SavedState:
         self._tensors: dict[Any, _Leaves] = {}
         self._values: dict[Any, _Leaves] = {}
         self._kinds: dict[Any, dict[Path, str]] = {}
+        self._keys: dict[str, Any] = {}  # of the state: those that are no text, by their text
         self.whole_groups: Any = ABSENT
         kinds = catalogue.containers or {}
         deep = len(path) + 1
@@ -95,10 +98,13 @@ class SavedState:
                 name,
                 rank in row.ranks,
                 order_in(kinds.get(row.path)),
+                kinds.get(row.path) == "ndarray",
             )
             stored = row.path  # its containers are recorded under this one
             owned = part in _OWNED and len(its) > deep
             key, below = _key(part, its[deep] if owned else None), deep + owned
+            if part == "state" and owned and str(stored[deep]) == key[1]:
+                (self._keys[key[1]],) = made(kinds.get(stored[:deep]), {stored[deep]: None})
             rest = stored[below:]
             self._tensors.setdefault(key, {})[rest] = leaf
             for depth in range(len(rest)):
@@ -113,8 +119,11 @@ class SavedState:
                 self.whole_groups = value
             elif len(its) == deep and part == "state" and isinstance(value, Mapping):
                 for owner, slots in value.items():
+                    self._keys[str(owner)] = owner
                     self._values.setdefault(_key(part, owner), {})[()] = slots
             elif part in _OWNED and len(its) > deep:
+                if part == "state":
+                    self._keys.setdefault(str(its[deep]), its[deep])
                 self._values.setdefault(_key(part, its[deep]), {})[its[deep + 1 :]] = value
             else:
                 self._values.setdefault(_key(part), {})[its[deep:]] = value
@@ -142,6 +151,10 @@ class SavedState:
         """The keys of the state, as text."""
         keys = dict.fromkeys((*self._tensors, *self._values))
         return [owner for part, owner in keys if part == "state"]
+
+    def key(self, owner: str) -> Any:
+        """A key of the state as it was saved, such as a tuple."""
+        return self._keys.get(owner, owner)
 
     def more(self) -> dict[str, Any]:
         """What was saved beside the state and the groups."""
@@ -221,7 +234,7 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         keep: keep what is live only, at the top.
     """
     if isinstance(saved, SavedSlot):
-        return make(saved, live, at)
+        return saved.zeros().numpy() if saved.array else make(saved, live, at)
     if isinstance(saved, Mapping):
         if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
             return live if isinstance(live, torch.Tensor) else ABSENT
@@ -293,7 +306,7 @@ def room(
 
     def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, torch.Tensor) and not _is_expanded(live):
             shape = tuple(live.shape)
             if parameter is not None and flat and like:
                 fits = shape == tuple(parameter.shape)
@@ -332,6 +345,13 @@ def room(
         raise _no_room(saved)
 
     return make
+
+
+def _is_expanded(live: torch.Tensor) -> bool:
+    """Whether elements share memory, so that they cannot be filled."""
+    return not is_dtensor(live) and any(
+        step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)
+    )
 
 
 def _whole(saved: SavedSlot) -> bool:

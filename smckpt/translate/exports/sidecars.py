@@ -54,6 +54,8 @@ def write_sidecars(
         output.put(ADAPTER_CONFIG, _json(adapter.values))
     if settings is not None:
         values = settings.complete(_main_dtype(targets))
+        # a file of the input's weights, which transformers would load in place of these
+        values.pop("transformers_weights", None)
         # it describes the input's weights, which were quantized
         if not any(map(is_quantized, targets)):
             values.pop("quantization_config", None)

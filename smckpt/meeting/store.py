@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, error_from_json
@@ -27,6 +27,7 @@ from smckpt.meeting.round import Meeting, Message, Round, Transport
 __all__ = ["OverStore", "agree"]
 
 _ASKED = 4000  # how many members may ask the store, one process, in a second
+_BATCH = 64  # messages that a leader reads with two requests, if so many have arrived
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
@@ -137,8 +138,14 @@ class OverStore(Transport):
         away = set(range(self._count))
         until = time.monotonic() + (held.timeout or 0)
         turn = 1
+        ready: list[Any] = []  # arrived and not taken yet, the next one last
         while away:
-            data = self._awaited(held, f"{held.point}/{turn}", sorted(away), until)
+            if not ready and len(away) >= _BATCH:
+                turns = range(turn + _BATCH - 1, turn - 1, -1)
+                ready = self.keys.peek_all([f"{held.point}/{each}" for each in turns])
+            data = (
+                ready.pop() if ready else self._awaited(held, f"{held.point}/{turn}", away, until)
+            )
             if data is None:
                 raise _absent(sorted(away), self._name, held.point)
             message = self._unpacked(data, held.brings)
@@ -155,12 +162,12 @@ class OverStore(Transport):
                     "to the job's store",
                 )
 
-    def _awaited(self, held: Round, key: str, whose: Sequence[int], until: float) -> Any:
+    def _awaited(self, held: Round, key: str, whose: Collection[int], until: float) -> Any:
         """Wait for a value that one of the members `whose` sets; None if the time is up. The value
         says so if one of them is gone. With a pulse there is no time limit, and the wait raises
         PeerError when none of them gives signs of life."""
         if self._pulse is not None:
-            return self._pulse.wait(self.keys, key, whose)
+            return self._pulse.wait(self.keys, key, sorted(whose))
         gone = self.presence.gone(whose)
         if gone is not None:  # unless the value is there, or another is
             member, error = gone

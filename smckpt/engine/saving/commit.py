@@ -245,10 +245,10 @@ class Committer:
     def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
         """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
         others learn of a failure from the verdict."""
-        place = bucket_url(job.request.directory)
-        if place and place not in self._tried:
+        bucket = bucket_url(job.request.directory)
+        if bucket and bucket not in self._tried:
             self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
-            self._tried.add(place)
+            self._tried.add(bucket)
 
     # -- the coordinator -------------------------------------------------------------------
 
